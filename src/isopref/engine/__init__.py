@@ -1,0 +1,1 @@
+"""OLMo-core: the train module, the data loader and callbacks."""

@@ -1,0 +1,1 @@
+"""Tensor operations with an eager twin each."""

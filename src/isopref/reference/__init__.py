@@ -1,0 +1,1 @@
+"""Log-probabilities of the reference model."""
