@@ -1,23 +1,24 @@
-"""Small value types shared by all layers. No behaviour, no I/O.
+"""Value types shared by all layers. No behaviour beyond moving between devices, no I/O, no torch at import.
 
-P: pairs. Importing this module imports no torch.
+Dimensions: P pairs, B sequences, T tokens of a sequence, C completion tokens, S segments, K gathered keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]
 
-CHOSEN, REJECTED = 0, 1  # sides of a pair, wherever two things are stacked
+PROMPT, CHOSEN, REJECTED = 0, 1, 2  # columns of a table of lengths
 
 
 class PairTokens(NamedTuple):
@@ -36,3 +37,69 @@ class PairLogps:
     rejected: Tensor  # P
     num_chosen: Tensor  # P
     num_rejected: Tensor  # P
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which keys the queries of a packed row see.
+
+    Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
+    `key_index`, so that two segments can share keys (a prompt); None takes them in order. The bounds are the same
+    numbers on the host, so that nobody has to ask the device for them.
+    """
+
+    query_offsets: Tensor  # S+1, int32
+    key_offsets: Tensor  # S+1, int32
+    key_index: Tensor | None  # K, int64
+    query_bounds: tuple[int, ...]
+    key_bounds: tuple[int, ...]
+    max_queries: int
+    max_keys: int
+
+    def to(self, device: torch.device) -> Segments:
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The tensors of one forward pass: a packed row (B = 1, with segments) or a right-padded batch (without).
+
+    A right-padded batch needs no attention mask: causal attention never looks ahead into the padding.
+    """
+
+    input_ids: Tensor  # B, T
+    position_ids: Tensor | None  # B, T
+    segments: Segments | None
+    predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token
+    target: Tensor  # C: the token
+    completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
+
+    def to(self, device: torch.device) -> Pass:
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward and backward takes: whole pairs, in one pass or in several. P may be 0 (a filler)."""
+
+    passes: tuple[Pass, ...]
+    num_completion_tokens: Tensor  # 2, P: chosen, rejected
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.num_completion_tokens.shape[1])
+
+    def to(self, device: torch.device) -> Microbatch:
+        return Microbatch(
+            tuple(one.to(device) for one in self.passes),
+            self.num_completion_tokens.to(device, non_blocking=True),
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of a dataclass whose tensors (and parts that can move) are on the device."""
+    parts = {name: part for name, part in vars(value).items() if hasattr(part, "to")}
+    return replace(
+        value,
+        **{n: p.to(device) if isinstance(p, Segments) else p.to(device, non_blocking=True) for n, p in parts.items()},
+    )

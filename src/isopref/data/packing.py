@@ -1,0 +1,156 @@
+"""Cutting one global batch into microbatches for every rank: a pure function of lengths.
+
+Every rank computes the same plan from the same lengths, so nothing needs to be communicated. All ranks get the same
+number of microbatches (sharded training moves in lockstep); a rank short of work gets empty ones. The plan decides
+speed and memory, never the result.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from isopref.errors import ConfigError
+from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
+
+RowKind = Literal["shared", "packed", "padded", "padded_separate"]
+Group = list[int]  # positions in the global batch that share a microbatch
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a microbatch may be on one rank."""
+
+    kind: RowKind
+    tokens: int
+    pairs: int | None = None
+
+
+def padded_tokens(lengths_P3: IntArray, kind: RowKind) -> int:
+    """Token slots, padding included, that the given pairs take as one microbatch."""
+    if len(lengths_P3) == 0:
+        return 0
+    prompt, chosen, rejected = (lengths_P3[:, side].astype(np.int64) for side in (PROMPT, CHOSEN, REJECTED))
+    if kind == "shared":
+        return int((prompt + chosen + rejected).sum())
+    if kind == "packed":
+        return int((2 * prompt + chosen + rejected).sum())
+    longest_chosen, longest_rejected = int((prompt + chosen).max()), int((prompt + rejected).max())
+    if kind == "padded":
+        return 2 * len(lengths_P3) * max(longest_chosen, longest_rejected)
+    return len(lengths_P3) * (longest_chosen + longest_rejected)
+
+
+def check_budget(lengths_N3: IntArray, budget: Budget) -> None:
+    """Raise ConfigError if the longest pair does not fit into a microbatch alone."""
+    totals = lengths_N3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_N3[:, PROMPT])
+    if budget.kind == "padded":
+        totals = 2 * (lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1))
+    worst = int(totals.argmax())
+    if totals[worst] > budget.tokens:
+        prompt, chosen, rejected = (int(n) for n in lengths_N3[worst])
+        raise ConfigError(
+            f"layout.microbatch_tokens (rank_microbatch_size) is {budget.tokens}, but pair {worst} takes "
+            f"{int(totals[worst])} tokens in layout.rows: {budget.kind} (prompt {prompt}, chosen {chosen}, rejected "
+            f"{rejected}). Raise it to at least {int(totals[worst])}, or shorten the pairs with data.max_length."
+        )
+
+
+def plan_step(
+    lengths_P3: IntArray, budget: Budget, *, num_ranks: int = 1, attention_share: float = 0.0
+) -> list[list[Group]]:
+    """Microbatches of one global batch, by rank: the same number on every rank, empty groups where work runs out.
+
+    `attention_share` is the cost of attending to one token over the cost of passing one token through the linear
+    layers; it balances long sequences against short ones. A pair too long for the budget raises ConfigError.
+    """
+    check_budget(lengths_P3, budget)
+    if budget.kind in ("shared", "packed"):
+        groups = _pack(lengths_P3, budget, num_ranks, attention_share)
+    else:
+        groups = _sort_and_cut(lengths_P3, budget, num_ranks)
+    return _deal(groups, _work(lengths_P3, attention_share), num_ranks)
+
+
+def _work(lengths_P3: IntArray, attention_share: float) -> FloatArray:
+    """Relative time of each pair: linear in its tokens, plus attention."""
+    lengths = lengths_P3.astype(np.float64)
+    sequences = lengths[:, PROMPT, None] + lengths[:, CHOSEN:]
+    return lengths.sum(axis=1) + attention_share / 2 * (sequences**2).sum(axis=1)
+
+
+def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share: float) -> list[Group]:
+    """Largest pair first into the row with the least work; more rows until everything fits."""
+    tokens = lengths_P3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_P3[:, PROMPT])
+    work = _work(lengths_P3, attention_share)
+    num_rows = -(-int(tokens.sum()) // budget.tokens)
+    if budget.pairs is not None:
+        num_rows = max(num_rows, -(-len(tokens) // budget.pairs))
+    order = np.argsort(-work, kind="stable").tolist()
+    while True:
+        num_rows = -(-num_rows // num_ranks) * num_ranks
+        rows = _fill_rows(order, tokens.tolist(), work.tolist(), num_rows, budget)
+        if rows is not None:
+            return rows
+        num_rows += 1
+
+
+def _fill_rows(
+    order: list[int], tokens: list[int], work: list[float], num_rows: int, budget: Budget
+) -> list[Group] | None:
+    rows: list[Group] = [[] for _ in range(num_rows)]
+    used = [0] * num_rows
+    heap = [(0.0, row) for row in range(num_rows)]
+    for pair in order:
+        full = []
+        while heap:
+            load, row = heapq.heappop(heap)
+            if used[row] + tokens[pair] <= budget.tokens:
+                break
+            full.append((load, row))
+        else:
+            return None
+        rows[row].append(pair)
+        used[row] += tokens[pair]
+        if budget.pairs is None or len(rows[row]) < budget.pairs:
+            heapq.heappush(heap, (load + work[pair], row))
+        for item in full:
+            heapq.heappush(heap, item)
+    return rows
+
+
+def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[Group]:
+    """Neighbours in length share a padded microbatch, which keeps padding low; halve groups until ranks are even."""
+
+    def slots(group: Group) -> int:
+        return padded_tokens(lengths_P3[group], budget.kind)
+
+    longest = lengths_P3[:, PROMPT] + lengths_P3[:, CHOSEN:].max(axis=1)
+    groups: list[Group] = []
+    for pair in np.argsort(-longest, kind="stable").tolist():
+        full = not groups or len(groups[-1]) == budget.pairs or slots([*groups[-1], pair]) > budget.tokens
+        if full:
+            groups.append([])
+        groups[-1].append(pair)
+    while len(groups) % num_ranks and max(map(len, groups)) > 1:
+        largest = max(groups, key=lambda group: (len(group) > 1, slots(group)))
+        groups.remove(largest)
+        groups += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return groups
+
+
+def _deal(groups: list[Group], work: FloatArray, num_ranks: int) -> list[list[Group]]:
+    """Groups to ranks: equal counts, near-equal work, large ones first so that ranks stay in step."""
+    loads = [(float(work[group].sum()), group) for group in groups]
+    loads += [(0.0, [])] * (-len(groups) % num_ranks)
+    loads.sort(key=lambda item: (-item[0], item[1]))
+    per_rank = len(loads) // num_ranks
+    ranks: list[list[Group]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for load, group in loads:
+        total, rank = heapq.heappop(heap)
+        ranks[rank].append(group)
+        if len(ranks[rank]) < per_rank:
+            heapq.heappush(heap, (total + load, rank))
+    return ranks

@@ -1,0 +1,141 @@
+"""Pairs to tensors: packed rows and padded batches. Every layout ends in the same Microbatch, and so in one score path.
+
+A packed row holds whole pairs one after another. With a shared prompt a pair is [prompt | chosen | rejected]: the
+rejected answer's positions restart after the prompt, and it attends to the prompt and itself, never to the chosen one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from isopref.data.packing import RowKind
+from isopref.types import IntArray, Microbatch, PairTokens, Pass, Segments
+
+FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
+
+
+def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: int | None = None) -> Microbatch:
+    """One microbatch of the given pairs, on the CPU. No pairs give a filler, which has no completions.
+
+    `row_tokens` pads a packed row to that length; the padding is a segment of its own.
+    """
+    if any(len(pair.prompt) == 0 for pair in pairs):
+        raise ValueError("a prompt needs at least one token: something must predict the first completion token")
+    counts = torch.tensor([[len(p.chosen) for p in pairs], [len(p.rejected) for p in pairs]], dtype=torch.long)
+    if kind == "shared":
+        passes = [_shared_row(pairs, row_tokens)]
+    elif kind == "packed":
+        passes = [_packed_row(pairs, row_tokens)]
+    elif kind == "padded":
+        passes = [_padded(_sides(pairs, (0, 1)))]
+    else:
+        passes = [_padded(_sides(pairs, (0,))), _padded(_sides(pairs, (1,)))]
+    return Microbatch(tuple(passes), counts.view(2, len(pairs)))
+
+
+Sequences = list[tuple[IntArray, IntArray, int]]  # (prompt, completion, which completion it is)
+
+
+def _sides(pairs: Sequence[PairTokens], sides: tuple[int, ...]) -> Sequences:
+    return [(pair.prompt, pair[1 + side], side * len(pairs) + p) for side in sides for p, pair in enumerate(pairs)]
+
+
+class _Row:
+    """A packed row under construction."""
+
+    def __init__(self) -> None:
+        self.tokens: list[IntArray] = []
+        self.positions: list[IntArray] = []
+        self.predict: list[IntArray] = []
+        self.target: list[IntArray] = []
+        self.completion: list[IntArray] = []
+        self.keys: list[IntArray] = []
+        self.query_bounds = [0]
+        self.key_bounds = [0]
+        self.length = 0
+
+    def segment(self, tokens: IntArray, positions: IntArray, seen_before: IntArray) -> IntArray:
+        """Append tokens that attend to `seen_before` and to themselves. Returns where they are in the row."""
+        where = np.arange(self.length, self.length + len(tokens))
+        self.tokens.append(tokens)
+        self.positions.append(positions)
+        self.keys += [seen_before, where]
+        self.length += len(tokens)
+        self.query_bounds.append(self.length)
+        self.key_bounds.append(self.key_bounds[-1] + len(seen_before) + len(tokens))
+        return where
+
+    def predicts(self, where: IntArray, target: IntArray, completion: int) -> None:
+        self.predict.append(where)
+        self.target.append(target)
+        self.completion.append(np.full(len(target), completion))
+
+    def finish(self, row_tokens: int | None) -> Pass:
+        padding = FILLER_TOKENS if self.length == 0 else max(0, (row_tokens or 0) - self.length)
+        if padding:
+            nothing = np.zeros(padding, np.int64)  # position 0 too: a long padding must not run out of positions
+            self.segment(nothing, nothing, nothing[:0])
+        keys = np.concatenate(self.keys)
+        in_order = len(keys) == self.length  # nothing is shared, so every token is a key once
+        return Pass(
+            input_ids=_tensor(self.tokens)[None],
+            position_ids=_tensor(self.positions)[None],
+            segments=Segments(
+                query_offsets=torch.tensor(self.query_bounds, dtype=torch.int32),
+                key_offsets=torch.tensor(self.key_bounds, dtype=torch.int32),
+                key_index=None if in_order else torch.from_numpy(keys),
+                query_bounds=tuple(self.query_bounds),
+                key_bounds=tuple(self.key_bounds),
+                max_queries=int(np.diff(self.query_bounds).max()),
+                max_keys=int(np.diff(self.key_bounds).max()),
+            ),
+            predict_index=_tensor(self.predict),
+            target=_tensor(self.target),
+            completion=_tensor(self.completion),
+        )
+
+
+def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
+    row = _Row()
+    for p, (prompt, chosen, rejected) in enumerate(pairs):
+        length = len(prompt)
+        first = row.segment(np.concatenate([prompt, chosen]), np.arange(length + len(chosen)), prompt[:0])
+        second = row.segment(rejected, np.arange(length, length + len(rejected)), first[:length])
+        end = first[length - 1 : length]  # the prompt's last token predicts the first token of both answers
+        row.predicts(first[length - 1 : -1], chosen, p)
+        row.predicts(np.concatenate([end, second[:-1]]), rejected, len(pairs) + p)
+    return row.finish(row_tokens)
+
+
+def _packed_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
+    row = _Row()
+    for prompt, completion, number in _sides(pairs, (0, 1)):
+        tokens = np.concatenate([prompt, completion])
+        where = row.segment(tokens, np.arange(len(tokens)), tokens[:0])
+        row.predicts(where[len(prompt) - 1 : -1], completion, number)
+    return row.finish(row_tokens)
+
+
+def _padded(sequences: Sequences) -> Pass:
+    width = max((len(prompt) + len(completion) for prompt, completion, _ in sequences), default=FILLER_TOKENS)
+    ids = np.zeros((max(1, len(sequences)), width), np.int64)
+    predict, target, completions = [], [], []
+    for b, (prompt, completion, number) in enumerate(sequences):
+        end = len(prompt) + len(completion)
+        ids[b, :end] = np.concatenate([prompt, completion])
+        predict.append(np.arange(b * width + len(prompt) - 1, b * width + end - 1))
+        target.append(completion)
+        completions.append(np.full(len(completion), number))
+    return Pass(
+        input_ids=torch.from_numpy(ids),
+        position_ids=None,
+        segments=None,
+        predict_index=_tensor(predict),
+        target=_tensor(target),
+        completion=_tensor(completions),
+    )
+
+
+def _tensor(parts: Sequence[IntArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.arange(0), *parts]).astype(np.int64, copy=False))

@@ -1,0 +1,42 @@
+"""Objectives: (policy, reference, parameters) -> one value per pair. Pure: no mean, no config, no other pairs.
+
+`OBJECTIVES` is the registry. P: pairs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from isopref.errors import ConfigError
+from isopref.types import PairLogps
+
+PairLoss = Callable[[PairLogps, PairLogps], Tensor]
+
+
+def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
+    """How much more the policy prefers chosen over rejected than the reference does, in nats. Returns P."""
+    return (policy.chosen - ref.chosen) - (policy.rejected - ref.rejected)
+
+
+def rewards(policy: PairLogps, ref: PairLogps, *, beta: float) -> tuple[Tensor, Tensor]:
+    """Implicit rewards beta * log(policy / reference) of chosen and rejected (DPO, section 4). Returns P, P."""
+    return beta * (policy.chosen - ref.chosen), beta * (policy.rejected - ref.rejected)
+
+
+def sigmoid(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """DPO (Rafailov et al. 2023, eq. 7); conservative DPO with label smoothing (Mitchell 2023, eq. 3). Returns P."""
+    logit = beta * margin(policy, ref)
+    return -(1 - label_smoothing) * logsigmoid(logit) - label_smoothing * logsigmoid(-logit)
+
+
+OBJECTIVES: dict[str, Callable[..., Tensor]] = {"sigmoid": sigmoid}
+
+
+def pair_loss(name: str, **params: Any) -> PairLoss:
+    """The objective `name` with its parameters filled in."""
+    if name not in OBJECTIVES:
+        raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(sorted(OBJECTIVES))}.")
+    return partial(OBJECTIVES[name], **params)

@@ -1,0 +1,62 @@
+"""Packed rows in Hugging Face models, through transformers' own registration of attention functions.
+
+A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values, and passes
+`segments` through untouched. Whether a given model really does is decided by a numerical probe (probe.py).
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from isopref.errors import ModelError
+from isopref.ops.attention import segment_attention
+from isopref.types import Segments
+
+NAME = "isopref_segments"
+
+
+def register() -> None:
+    """Make the attention implementation `NAME` known to transformers. Harmless when repeated."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """The segments say who sees whom; a dense mask of a row would be T x T for nothing."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segments: Segments | None = None,
+    s_aux: Tensor | None = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature transformers calls; 1, heads, T, width in and 1, T, heads, width out."""
+    if segments is None:
+        raise ModelError(
+            f"{type(module).__name__} did not pass the row's segments on to its attention, so packed rows would leak "
+            "between answers. Set layout.rows: padded."
+        )
+    if s_aux is not None:
+        raise ModelError(
+            f"{type(module).__name__} uses attention sinks, which packed rows do not support. Set layout.rows: padded."
+        )
+    out = segment_attention(
+        query[0],
+        key[0],
+        value[0],
+        segments,
+        scale=scaling if scaling is not None else float(query.shape[-1]) ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None

@@ -1,0 +1,45 @@
+"""The one place that divides. Weights of pairs become coefficients that sum to one over the global batch.
+
+L = sum_p w_p * l_p / sum_p w_p over all pairs p of the global batch, whatever microbatch or rank they fall on. The
+denominator is known before any forward pass: every rank has all lengths of the batch.
+"""
+
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from isopref.types import CHOSEN, PROMPT, FloatArray, IntArray
+
+Weighting = Literal["token", "completion", "pair"]
+
+
+def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) -> FloatArray:
+    """w_p of each pair: its real tokens, its completion tokens, or one; times the weight the data gives it.
+
+    A pair's tokens are those of its two sequences, the prompt counted in each.
+    """
+    completion = lengths_P3[:, CHOSEN:].sum(axis=1, dtype=np.float64)
+    match weighting:
+        case "token":
+            return (completion + 2 * lengths_P3[:, PROMPT]) * own_P
+        case "completion":
+            return completion * own_P
+        case "pair":
+            return own_P.astype(np.float64)
+
+
+def coefficients(weights_P: FloatArray) -> FloatArray:
+    """w_p / sum of w over the global batch, in float64."""
+    total = weights_P.sum(dtype=np.float64)
+    if not total > 0:
+        raise ValueError(f"the weights of a global batch must have a positive sum, got {total}")
+    return weights_P / total
+
+
+def share_of_loss(loss_P: Tensor, coefficient_P: Tensor, *, num_ranks: int) -> Tensor:
+    """What one microbatch adds to the loss that is back-propagated.
+
+    DDP and FSDP average gradients over ranks; multiply back so that each pair counts once.
+    """
+    return (loss_P * coefficient_P).sum() * num_ranks

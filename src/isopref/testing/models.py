@@ -1,0 +1,80 @@
+"""Tiny models of many architectures, built from configs with random weights, and random pairs for them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from isopref.types import PairTokens
+
+VOCABULARY = 97
+
+_LLAMA_LIKE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,  # large enough that attention matters
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2,
+         "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "llama": ("llama", _LLAMA_LIKE),
+    "llama_tied": ("llama", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3": ("qwen3", _LLAMA_LIKE),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "olmo3": ("olmo3", {**_LLAMA_LIKE, "sliding_window": 12}),
+    "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": 12}),
+    "gemma2": ("gemma2", {**_LLAMA_LIKE, "sliding_window": 12, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "sliding_window": 12, "query_pre_attn_scalar": 8}),
+    "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0}),
+    "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}),
+    "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
+    "phi3": ("phi3", _LLAMA_LIKE),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+    ),
+    "falcon": (
+        "falcon",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "mamba": (
+        "mamba",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.3,
+         "bos_token_id": 1, "eos_token_id": 2},
+    ),
+}  # fmt: skip
+
+
+def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights that fits into a test. The same seed gives the same weights."""
+    kind, settings = ARCHITECTURES[architecture]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+    return model.to(dtype).eval()
+
+
+def random_pairs(num_pairs: int, *, seed: int = 0, longest: int = 14, vocabulary: int = VOCABULARY) -> list[PairTokens]:
+    """Pairs of very different lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        PairTokens(*(rng.integers(3, vocabulary, size=int(n)) for n in (rng.integers(1, longest), *rng.integers(1, longest, 2))))
+        for _ in range(num_pairs)
+    ]

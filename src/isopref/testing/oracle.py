@@ -1,0 +1,76 @@
+"""The slow, obvious oracle: one sequence at a time, straight from the equations, with the model's own forward.
+
+No packing, no microbatches, no shared prompts, no code of ours below the level of the definitions. Everything fast is
+compared with this.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isopref.types import PairLogps, PairTokens
+
+
+def sequence_logp(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """log p(completion | prompt): the sum over its tokens of log softmax(logits) at the token before."""
+    ids = torch.tensor([[*map(int, prompt), *map(int, completion)]])
+    logits_TV = model(input_ids=ids).logits[0]
+    logp_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(dim=-1)
+    start = len(prompt)
+    return torch.stack([logp_TV[start + i - 1, int(token)] for i, token in enumerate(completion)]).sum()
+
+
+def pair_logps(model: Any, pairs: Sequence[PairTokens]) -> PairLogps:
+    """Log-probabilities of both completions of every pair."""
+    return PairLogps(
+        chosen=torch.stack([sequence_logp(model, pair.prompt, pair.chosen) for pair in pairs]),
+        rejected=torch.stack([sequence_logp(model, pair.prompt, pair.rejected) for pair in pairs]),
+        num_chosen=torch.tensor([len(pair.chosen) for pair in pairs]),
+        num_rejected=torch.tensor([len(pair.rejected) for pair in pairs]),
+    )
+
+
+def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | None = None) -> list[float]:
+    """w_p by its definition."""
+    each = []
+    for n, pair in enumerate(pairs):
+        completion = len(pair.chosen) + len(pair.rejected)
+        size = {"token": completion + 2 * len(pair.prompt), "completion": completion, "pair": 1}[weighting]
+        each.append(size * (1.0 if own is None else own[n]))
+    return each
+
+
+def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
+    """L = sum w_p l_p / sum w_p."""
+    weight = torch.tensor(weight_P, dtype=torch.float64)
+    return (loss_P.double() * weight).sum() / weight.sum()
+
+
+def gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """dL/dparameter by name; zero where a parameter takes no part."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads, strict=True)}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """||found - expected|| / ||expected|| over all parameters together, in float64. Never NaN-safe: NaN is an error."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    difference = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
+    size = sum(float(expected[n].double().square().sum()) for n in expected)
+    return float(np.sqrt(difference / size))
+
+
+def whole_batch(
+    model: Any,
+    pairs: Sequence[PairTokens],
+    loss: Callable[[PairLogps, PairLogps], Tensor],
+    ref: PairLogps,
+    weight_P: Sequence[float],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradient of a global batch."""
+    total = global_loss(loss(pair_logps(model, pairs), ref), weight_P)
+    return total.detach(), gradient(model, total)
