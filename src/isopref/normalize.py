@@ -29,9 +29,9 @@ def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) 
             return own_P.astype(np.float64)
 
 
-def coefficients(weights_P: FloatArray) -> FloatArray:
-    """w_p / sum of w over the global batch, in float64."""
-    total = weights_P.sum(dtype=np.float64)
+def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:
+    """w_p / sum of w over the global batch, in float64. `total` is that sum where P is only a part of the batch."""
+    total = float(weights_P.sum(dtype=np.float64)) if total is None else total
     if not total > 0:
         raise ValueError(f"the weights of a global batch must have a positive sum, got {total}")
     return weights_P / total

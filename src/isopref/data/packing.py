@@ -77,7 +77,8 @@ def _work(lengths_P3: IntArray, attention_share: float) -> FloatArray:
     """Relative time of each pair: linear in its tokens, plus attention."""
     lengths = lengths_P3.astype(np.float64)
     sequences = lengths[:, PROMPT, None] + lengths[:, CHOSEN:]
-    return lengths.sum(axis=1) + attention_share / 2 * (sequences**2).sum(axis=1)
+    work: FloatArray = lengths.sum(axis=1) + attention_share / 2 * (sequences**2).sum(axis=1)
+    return work
 
 
 def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share: float) -> list[Group]:

@@ -6,6 +6,7 @@ E width of a head. Query i of a segment sees key j when j <= i + K - Q: causal, 
 
 from functools import cache
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ def segment_attention(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    out: Tensor = varlen_attn(
-        *(x.transpose(0, 1) for x in (q, k, v)),
+    out = varlen_attn(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
         segments.query_offsets,
         segments.key_offsets,
         segments.max_queries,
@@ -49,17 +52,24 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, w
         window_size=(-1 if window is None else window - 1, 0),
         **_grouped_heads_flag(),
     )
+    assert isinstance(out, Tensor)
     return out
 
 
 @cache
-def _grouped_heads_flag() -> dict[str, bool]:
+def _grouped_heads_flag() -> dict[str, Any]:
     """torch 2.11 takes grouped key heads as they come; later versions want to be told."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _portable(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     groups = q.shape[0] // k.shape[0]
     k, v = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (k, v))

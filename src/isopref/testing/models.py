@@ -1,12 +1,18 @@
 """Tiny models of many architectures, built from configs with random weights, and random pairs for them."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isopref.models.hf import disable_dropout
 from isopref.types import PairTokens
 
 VOCABULARY = 97
@@ -29,8 +35,8 @@ _LLAMA_LIKE = {
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2,
-         "bos_token_id": 1, "eos_token_id": 2},
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+         "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "llama": ("llama", _LLAMA_LIKE),
     "llama_tied": ("llama", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
@@ -47,7 +53,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _LLAMA_LIKE),
     "qwen3_moe": (
         "qwen3_moe",
-        {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+        {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "falcon": (
         "falcon",
@@ -62,19 +68,63 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights that fits into a test. The same seed gives the same weights."""
+def tiny_model(
+    architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A model with random weights that fits into a test, without dropout. The same seed gives the same weights."""
     kind, settings = ARCHITECTURES[architecture]
+    settings = {**settings, **changes}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
-    return model.to(dtype).eval()
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+    disable_dropout(model)
+    model.to(dtype).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def random_pairs(num_pairs: int, *, seed: int = 0, longest: int = 14, vocabulary: int = VOCABULARY) -> list[PairTokens]:
     """Pairs of very different lengths."""
     rng = np.random.default_rng(seed)
     return [
-        PairTokens(*(rng.integers(3, vocabulary, size=int(n)) for n in (rng.integers(1, longest), *rng.integers(1, longest, 2))))
+        PairTokens(
+            *(
+                rng.integers(3, vocabulary, size=int(n))
+                for n in (rng.integers(1, longest), *rng.integers(1, longest, 2))
+            )
+        )
         for _ in range(num_pairs)
     ]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, which knows every text."""
+    alphabet = sorted(ByteLevel.alphabet())
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    core = Tokenizer(BPE({token: i for i, token in enumerate(special + alphabet)}, []))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    core.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def tiny_folder(
+    folder: Path, architecture: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Path:
+    """A Hugging Face folder of a tiny model with its tokenizer."""
+    tokenizer = byte_tokenizer()
+    tiny_model(architecture, dtype=dtype, seed=seed, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isopref.types import PairLogps, PairTokens
+from isopref.types import IntArray, PairLogps, PairTokens
 
 
-def sequence_logp(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+def sequence_logp(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
     """log p(completion | prompt): the sum over its tokens of log softmax(logits) at the token before."""
     ids = torch.tensor([[*map(int, prompt), *map(int, completion)]])
     logits_TV = model(input_ids=ids).logits[0]

@@ -1,0 +1,5 @@
+"""`python -m isopref`."""
+
+from isopref.cli.main import main
+
+main()

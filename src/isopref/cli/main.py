@@ -1,0 +1,189 @@
+"""The commands. They read arguments and print; isopref.build, imported when a run starts, does the work.
+
+`isopref --help` must stay quick: nothing here may import torch.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isopref import __version__
+from isopref.cli.launch import launch, torchrun
+from isopref.config.load import dump_config, load_config
+from isopref.config.schema import run_id
+from isopref.config.starter import demo, starter
+from isopref.errors import ConfigError, UserError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.FIELD=VALUE",
+        help="Values to use instead of the file's, written as in YAML. For one field, the last one wins.",
+        show_default=False,
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
+    try:
+        app(prog_name="isopref")
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"isopref {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def isopref(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Tune a language model on preference pairs (DPO and its family).
+
+    The result depends on the global batch only, never on how it is laid out on the hardware.
+
+    \b
+    A first run, on any machine:
+      isopref init --demo demo
+      isopref train demo/demo.yaml
+    """
+
+
+@app.command()
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")
+    ] = False,
+    nproc: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Processes to start on this machine, usually one for each GPU."),
+    ] = 1,
+) -> None:
+    """Train a model as the config file says.
+
+    \b
+    Examples:
+      isopref train my.yaml
+      isopref train my.yaml optim.lr=2e-6 objective.beta=0.3
+      isopref train my.yaml optim.betas=[0.9,0.99] data.eval=null
+      isopref train my.yaml data.columns.prompt=question
+      isopref train my.yaml layout.microbatch_tokens=16384 --nproc 8
+      isopref train my.yaml --resume
+
+    On several machines, start it by torchrun on each of them:
+
+    \b
+      torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
+    """
+    config = load_config(config_file, overrides or ())
+    if nproc > 1:
+        if "RANK" in os.environ:
+            raise ConfigError(f"--nproc {nproc}: torchrun has started this process already. Leave --nproc out.")
+        arguments = ["train", *(["--resume"] if resume else []), str(config_file), *(overrides or ())]
+        code = launch(torchrun(nproc, "isopref.cli.main", arguments))
+        if 0 < code < 128:  # not a signal; torchrun then ends with a traceback, which hides what matters
+            print("error: training failed. The reason stands above the report of torchrun.", file=sys.stderr)
+        raise typer.Exit(code)
+
+    # The engine logs while it is imported; the run's log file takes what comes later.
+    logging.getLogger("olmo_core").addHandler(logging.NullHandler())
+    from isopref.build import train as train_run
+
+    train_run(config, name=config_file.stem, resume=resume)
+
+
+@app.command()
+def init(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="File to write (default: isopref.yaml); with --demo, the folder (default: demo).",
+            show_default=False,
+        ),
+    ] = None,
+    with_demo: Annotated[
+        bool, typer.Option("--demo", help="Write a complete small example: a config and its data.")
+    ] = False,
+) -> None:
+    """Write a config file to start from.
+
+    It has every field with its default and its meaning. A file that exists is never overwritten.
+
+    \b
+    Examples:
+      isopref init my.yaml
+      isopref init --demo demo
+    """
+    if not with_demo:
+        path = path or Path("isopref.yaml")
+        _refuse_existing(path)
+        _write(path, starter())
+        print(f"Wrote {path}. Set model.path and data.train in it, then: isopref train {path}")
+        return
+
+    from isopref.demo import write as write_data
+
+    folder = path or Path("demo")
+    config_file = folder / "demo.yaml"
+    _refuse_existing(config_file, folder / "train.jsonl", folder / "eval.jsonl")
+    _write(config_file, demo(folder))
+    write_data(folder)
+    print(f"Wrote {config_file}, train.jsonl and eval.jsonl. Now: isopref train {config_file}")
+
+
+@app.command()
+def config(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a config file and print it in full.
+
+    Prints YAML with every default filled in, under the run id: the name of the math. Configs that differ
+    only in the sections layout and run have the same run id, and train the same model.
+
+    \b
+    Example:
+      isopref config my.yaml optim.lr=2e-6
+    """
+    resolved = load_config(config_file, overrides or ())
+    print(f"# run id: {run_id(resolved)}")
+    print(dump_config(resolved), end="")
+
+
+def _refuse_existing(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"{path}: exists already, and is not overwritten. Choose another name, or remove it.")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
+
+
+if __name__ == "__main__":
+    main()

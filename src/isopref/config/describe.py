@@ -1,0 +1,70 @@
+"""The schema in words, for errors, the starter file and the docs: sections, fields, what a value must be."""
+
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from isopref.config.schema import Config, Section
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "null",
+}
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a config file by name, in the schema's order."""
+    return {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+
+
+def fields(section: str) -> dict[str, FieldInfo]:
+    """The fields of a section by name, in the schema's order; none for a section that does not exist."""
+    return sections()[section].model_fields if section in sections() else {}
+
+
+def default(field: FieldInfo) -> Any:
+    """A field's default as plain data, the way YAML and JSON have it."""
+    value = field.get_default(call_default_factory=True)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The words a field takes, if it takes only certain ones."""
+    kinds = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+    return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+
+
+def expected(field: FieldInfo) -> str:
+    """What a value of the field must be, in words: "a whole number, at least 1, or null"."""
+    return _words(field.annotation, field.metadata)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(args[0], [limit for field in annotation.__metadata__ for limit in field.metadata])
+    if origin is Literal:
+        words = f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
+    elif _is_union(annotation):
+        inner = [_words(arg) for arg in args]
+        words = (", or " if "," in inner[0] else " or ").join(inner)
+    elif origin is tuple:
+        words = f"a list of {len(args)}, each {_words(args[0])}"
+    elif origin is dict:
+        words = "a mapping from text to text"
+    else:
+        words = _WORDS[annotation]
+    if any(hasattr(limit, "min_length") for limit in limits):
+        words = f"non-empty {words}"
+    bounds = [f"{_LIMITS[name]} {getattr(one, name)}" for one in limits for name in _LIMITS if hasattr(one, name)]
+    return ", ".join([words, *bounds])

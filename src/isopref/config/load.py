@@ -1,0 +1,223 @@
+"""YAML file and command-line overrides -> Config, all problems of both reported at once; and back to YAML.
+
+Owns the reading and the wording of what is wrong. What is allowed is schema.py's.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from isopref.config.describe import expected, fields, sections
+from isopref.config.schema import Config
+from isopref.errors import ConfigError
+
+Keys = tuple[str, ...]  # ("optim", "lr")
+
+# YAML 1.1 reads 1e-6 as text, because it has no dot.
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_FLOAT, _DATE = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-6 is a number and 2026-01-31 is text (no field is a date, some are folders)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own name and type)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that quotes text which _Loader would take for a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
+
+
+@dataclass
+class _Draft:
+    """Values on their way to a config: where each one was written, and what is wrong so far."""
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Keys, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def place(self, keys: Keys) -> str:
+        """Where `keys` were written: their own place, else that of what they are part of."""
+        return next((self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places), self.source)
+
+    def report(self, keys: Keys, what: str, inner: Keys = ()) -> None:
+        """Note a problem of the section or field `keys`; `inner` are the keys of the wrong part of it."""
+        self.problems.append(f"{self.place(inner or keys)}: {'.'.join(keys)}: {what}")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply overrides (`section.field=value`, the last one wins) and check the result.
+
+    Raises ConfigError, with one line for each problem, for a file or an override that cannot be used.
+    """
+    draft = _read(path)
+    for override in overrides:
+        _apply(override, draft)
+    config = _validate(draft)
+    if config is None or draft.problems:
+        problems = draft.problems
+        head = f"{path}: {len(problems)} problems:\n  " if len(problems) > 1 else ""
+        raise ConfigError(head + "\n  ".join(problems))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that load_config reads back to an equal one."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def to_yaml(value: Any) -> str:
+    """A value as one line of YAML that load_config reads back to an equal one."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n...\n").rstrip("\n")
+
+
+def _read(path: Path) -> _Draft:
+    draft = _Draft(str(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file. To write a starter: isopref init {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text ({error}). Name a YAML file in UTF-8.") from error
+    node, values = _parse(text, draft.source)
+    if not isinstance(values, dict | None):
+        raise ConfigError(
+            f"{path}: expected sections with fields ({', '.join(sections())}), found {_show(values)}. "
+            "To write a starter: isopref init"
+        )
+    for keys, line, first_line in _lines(node):
+        draft.places[keys] = f"{path}:{line}"
+        if first_line:
+            draft.report(keys, f"given twice, the first time in line {first_line}. Remove one of the two.")
+    draft.values = values or {}
+    return draft
+
+
+def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
+    """YAML text -> its nodes, which know their lines, and its value. Raises ConfigError naming `source`."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return node, None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f":{mark.line + 1}" if mark and "\n" in text else ""
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem or ' '.join(str(error).split())}.") from error
+
+
+def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int, int | None]]:
+    """Yield (keys, line, line of an earlier equal key) for a mapping, down to the entries of a field."""
+    if not isinstance(node, yaml.MappingNode) or len(above) > 2:
+        return
+    first_lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        yield (*above, name), line, first_lines.get(name)
+        first_lines.setdefault(name, line)
+        yield from _lines(value, (*above, name))
+
+
+def _apply(override: str, draft: _Draft) -> None:
+    """Write one `section.field=value` into the draft."""
+    source = f"override '{override}'"
+    name, equals, text = override.partition("=")
+    keys = tuple(name.split("."))
+    if not equals or len(keys) < 2 or not all(keys):
+        homes = [f"{home}={text or 'value'}" for home in _homes(name)]
+        hint = f" Did you mean {' or '.join(homes)}?" if homes else ""
+        draft.problems.append(f"{source}: write section.field=value, as in optim.lr=1e-6.{hint}")
+        return
+    try:
+        node, value = _parse(text, source)
+    except ConfigError as error:
+        draft.problems.append(str(error))
+        return
+    inside = draft.values
+    for depth, key in enumerate(keys[:-1], start=1):
+        if inside.get(key) is None:
+            inside[key] = {}
+        inside = inside[key]
+        if not isinstance(inside, dict):
+            draft.problems.append(f"{source}: {'.'.join(keys[:depth])} is {_show(inside)}, which has no fields.")
+            return
+    inside[keys[-1]] = value
+    for n in range(2 if keys[0] in sections() else 1, len(keys)):
+        draft.places.setdefault(keys[:n], source)
+    draft.places[keys] = source
+    for inner, _, first_line in _lines(node, keys):
+        draft.places[inner] = source
+        if first_line:
+            draft.report(inner, "given twice. Remove one of the two.")
+
+
+def _validate(draft: _Draft) -> Config | None:
+    """The config, or None with the reasons added to the draft's problems."""
+    values: dict[Any, Any] = {section: {} for section in sections()}  # a section that is left out or empty
+    values |= {name: value for name, value in draft.values.items() if value is not None or name not in values}
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        seen = set()
+        for one in error.errors():
+            for name, what in one.get("ctx", {}).get("conflicts", ()):
+                draft.report(tuple(name.split(".")), what)
+            inner = tuple(str(key) for key in one["loc"])
+            keys = inner[:2]
+            if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
+                draft.report(keys, _wrong(one["type"], keys, values), inner)
+            seen.add(keys)
+        return None
+
+
+def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
+    """What is wrong with the section or field at `keys`, and the way out."""
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _unknown(keys)
+    if len(keys) == 1:
+        return f"must be a section with fields ({', '.join(fields(keys[0]))}); found {_show(values[keys[0]])}."
+    section, name = keys
+    schema = fields(section)[name]
+    if kind == "missing":
+        return f"is required. {schema.description}"
+    value = values[section][name]
+    quote = f' Put it in quotes: "{value}".' if kind == "string_type" and isinstance(value, int | float) else ""
+    return f"must be {expected(schema)}; found {_show(value)}.{quote}"
+
+
+def _unknown(keys: Keys) -> str:
+    """What to say of a section or field that does not exist: the closest one that does."""
+    name = keys[-1]
+    if len(keys) == 1:
+        known, what, prefix = list(sections()), "section", ""
+    else:
+        known, what, prefix = list(fields(keys[0])), "field", f"{keys[0]}."
+    near = [prefix + match for match in get_close_matches(name, known, n=1)] + _homes(name)
+    if near:
+        return f"there is no such {what}. Did you mean {' or '.join(near)}?"
+    return f"there is no such {what}. Known: {', '.join(known)}."
+
+
+def _homes(name: str) -> list[str]:
+    """The fields called `name`, with their sections."""
+    return [f"{section}.{name}" for section in sections() if name in fields(section)]
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else to_yaml(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,254 @@
+"""What a run can be told: every field, its default and its meaning, once.
+
+Owns the shape of the config, the combinations that cannot work, and the run id. Reading files is
+load.py's, and turning a config into objects is build.py's. Imports no torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+DType = Literal["float32", "bfloat16", "float64"]
+Loss = Literal["sigmoid"]  # the losses there are: a new one is added here and in losses.py
+Weighting = Literal["token", "completion", "pair"]
+Rows = Literal["shared", "packed", "padded", "padded_separate"]
+Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
+
+
+class Section(BaseModel):
+    """One section: no unknown fields, no conversions (`yes` is not a number), no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: Text = Field(
+        description="Model to start from, which is also the reference: a Hugging Face folder, a hub name, "
+        "a .gguf file, or package:PACKAGE/FILE.gguf for one inside an installed Python package.",
+        examples=["HuggingFaceTB/SmolLM2-135M-Instruct"],
+    )
+    dtype: DType = Field(default="float32", description="Number type of the weights and of the optimizer's state.")
+    compute_dtype: DType | None = Field(
+        default=None,
+        description="Number type of the forward and backward pass. null: the same as dtype. "
+        "Another one: mixed precision with master weights, which needs layout.parallel auto, fsdp or hsdp.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the model. Only for sources you trust."
+    )
+
+
+class DataConfig(Section):
+    train: Text = Field(
+        description="Preference pairs to train on: a file (JSON, JSON lines, CSV or Parquet), a folder of "
+        "Hugging Face datasets, package:PACKAGE/FILE, or a hub name.",
+        examples=["train.jsonl"],
+    )
+    eval: Text | None = Field(
+        default=None, description="Held-out pairs, evaluated before and after training. null: none."
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Chat template. null: the tokenizer's own; none: raw text, no template; "
+        "or the path of a .jinja file.",
+    )
+    max_length: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="Longest prompt with one answer, in tokens. null: no limit."
+    )
+    truncation: Literal["drop", "keep_start", "keep_end"] = Field(
+        default="drop",
+        description="What happens to a pair over max_length. drop: leave it out; "
+        "keep_start, keep_end: keep the first or the last tokens.",
+    )
+    on_bad: Literal["error", "drop"] = Field(
+        default="error",
+        description="What happens to a record that cannot be used. error: stop; drop: leave it out.",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Names of the columns in your data where they differ from ours, as ours: yours, "
+        "for example {prompt: question}.",
+    )
+
+
+class ObjectiveConfig(Section):
+    loss: Loss = Field(default="sigmoid", description="Loss of one pair. sigmoid: the loss of the DPO paper.")
+    beta: Positive = Field(
+        default=0.1, description="How strongly the model is held to the reference. Higher: it stays closer."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Share of the labels taken to be swapped (conservative DPO)."
+    )
+    weighting: Weighting = Field(
+        default="token",
+        description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
+        "prompt included; completion: the tokens of its two answers; pair: 1, as in the DPO paper.",
+    )
+
+
+class OptimConfig(Section):
+    lr: NonNegative = Field(default=1e-6, description="Highest learning rate (AdamW), reached at the end of warm-up.")
+    # Not strict: YAML has lists where Python has tuples. The two numbers in it stay strict.
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.95), strict=False, description="Decay of AdamW's two running averages."
+    )
+    eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        default="linear",
+        description="Learning rate after warm-up. linear, cosine: falls to 0 at the last step.",
+    )
+    warmup: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Fraction of all steps over which the learning rate rises from 0."
+    )
+    max_grad_norm: Positive | None = Field(
+        default=1.0, description="The gradient's norm is clipped to this. null: no clipping."
+    )
+    batch_pairs: Count = Field(default=64, description="Pairs in a global batch (one optimizer step, over all ranks).")
+    epochs: Count = Field(default=1, description="Passes over the training pairs.")
+    max_steps: Count | None = Field(
+        default=None,
+        description="Stop after this many steps, even inside an epoch. null: when the epochs are done.",
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Seed of all that is random, such as the order of the pairs."
+    )
+
+
+class LayoutConfig(Section):
+    rows: Rows = Field(
+        default="shared",
+        description="How pairs become sequences. shared: packed rows, the prompt computed once for both "
+        "answers; packed: packed rows, the prompt repeated; padded: chosen and rejected right-padded in one "
+        "forward pass; padded_separate: the same in two.",
+    )
+    microbatch_tokens: Count = Field(
+        default=4096,
+        description="Tokens of one forward and backward pass on one rank: the main setting for memory.",
+    )
+    microbatch_pairs: Count | None = Field(
+        default=None, description="Most pairs in a microbatch. null: as many as its tokens allow."
+    )
+    parallel: Parallel = Field(
+        default="auto",
+        description="How ranks work together. single: one process; ddp: a whole model on every rank; "
+        "fsdp: the model sharded over all ranks; hsdp: sharded inside groups, copied between them.",
+    )
+    hsdp_shard: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="Ranks in one shard group. With parallel: hsdp, and only then."
+    )
+    grad_sync: Literal["auto", "last", "every"] = Field(
+        default="auto",
+        description="When ranks add up gradients. last: once a step (fast); "
+        "every: after each microbatch (less memory with FSDP).",
+    )
+    checkpointing: bool = Field(
+        default=False,
+        description="Recompute activations in the backward pass: less memory, about a third more compute.",
+    )
+    score_tokens: Count | None = Field(
+        default=None,
+        description="Tokens of one forward-only microbatch (reference and evaluation). null: twice microbatch_tokens.",
+    )
+
+
+class RunConfig(Section):
+    folder: Text | None = Field(
+        default=None,
+        description="Folder for checkpoints, metrics and the result. "
+        "null: runs/NAME-ID, from the config file's name and the run id.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: a CUDA GPU where there is one, else the CPU."
+    )
+    log_every: Count = Field(default=1, description="Steps between two lines of metrics.")
+    save_every: Count = Field(default=250, description="Steps between two checkpoints.")
+    keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
+    eval_every: Count | None = Field(
+        default=None,
+        description="Steps between two evaluations on data.eval. null: only before and after training.",
+    )
+    samples: Annotated[int, Field(ge=0)] = Field(
+        default=3,
+        description="Prompts of data.eval that are answered greedily before and after training. 0: none.",
+    )
+    sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
+    export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")
+
+
+class Config(Section):
+    """A whole run. `model` and `data` have required fields; every other section may be left out."""
+
+    model: ModelConfig = Field(description="The model to tune, and in which precision.")
+    data: DataConfig = Field(description="The preference pairs, and how they become tokens.")
+    objective: ObjectiveConfig = Field(
+        default_factory=ObjectiveConfig, description="What is minimised over a global batch."
+    )
+    optim: OptimConfig = Field(
+        default_factory=OptimConfig, description="How each global batch moves the weights, and for how long."
+    )
+    layout: LayoutConfig = Field(
+        default_factory=LayoutConfig,
+        description="How a global batch is cut up to fit the hardware: speed and memory, never the result.",
+    )
+    run: RunConfig = Field(default_factory=RunConfig, description="Where it runs, and what it writes, logs and keeps.")
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        conflicts = list(_conflicts(self))
+        if conflicts:
+            text = "; ".join(f"{field}: {why}" for field, why in conflicts)
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "conflicts": conflicts})
+        return self
+
+
+def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
+    model, data, layout, run = config.model, config.data, config.layout, config.run
+    if model.compute_dtype not in (None, model.dtype) and layout.parallel in ("single", "ddp"):
+        yield (
+            "model.compute_dtype",
+            f"{model.compute_dtype} differs from model.dtype: {model.dtype}. This mixed precision needs "
+            f"FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
+        )
+    if data.truncation != "drop" and data.max_length is None:
+        yield (
+            "data.truncation",
+            f"{data.truncation} does nothing without a limit. Set data.max_length, or remove truncation.",
+        )
+    if layout.hsdp_shard is not None and layout.parallel != "hsdp":
+        yield (
+            "layout.hsdp_shard",
+            f"{layout.hsdp_shard} does nothing with layout.parallel: {layout.parallel}. "
+            "Use layout.parallel: hsdp, or remove hsdp_shard.",
+        )
+    if layout.hsdp_shard is None and layout.parallel == "hsdp":
+        yield (
+            "layout.hsdp_shard",
+            "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
+            "usually the GPUs of one node; or use layout.parallel: fsdp.",
+        )
+    if run.eval_every is not None and data.eval is None:
+        yield (
+            "run.eval_every",
+            f"{run.eval_every} does nothing without held-out pairs. Set data.eval, or remove eval_every.",
+        )
+
+
+def run_id(config: Config) -> str:
+    """Twelve hex digits that name the math of a run: the same whatever its layout and run sections say."""
+    math = config.model_dump(mode="json", exclude=set(NOT_MATH))
+    canonical = json.dumps(math, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=6).hexdigest()

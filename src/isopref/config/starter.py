@@ -1,0 +1,86 @@
+"""Texts made from the schema: the starter file, the demo's file, and the reference for the docs."""
+
+import textwrap
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from isopref.config.describe import choices, default, expected, fields, sections
+from isopref.config.load import to_yaml
+from isopref.config.schema import NOT_MATH, Config
+
+_HEAD = """\
+# A config of isopref. Every field is here, with its default. Set those marked "Required"; the rest may
+# be changed or deleted. Paths are relative to the folder you start isopref in.
+#
+#   isopref train THIS_FILE                  trains
+#   isopref train THIS_FILE optim.lr=2e-6    trains with another value of a field
+"""
+_MATH = "THE MATH: what is trained. Any change here makes another run, with another run id."
+_NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rounding."
+
+_DEMO_FOLDER = "examples/demo"  # where demo.yaml says its data is
+
+
+def starter() -> str:
+    """A commented config file with every field at its default, and examples for the required ones."""
+    blocks = [_HEAD, _banner(_MATH)]
+    for section in sections():
+        if section == NOT_MATH[0]:
+            blocks.append(_banner(_NOT_MATH))
+        lines = [_comment(_describe(section)), f"{section}:"]
+        for name, field in fields(section).items():
+            lines += [_comment(_meaning(field), indent="  "), f"  {name}: {to_yaml(_value(field))}"]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def demo(folder: Path) -> str:
+    """The demo's config, with its data in `folder`."""
+    text = resources.files("isopref.config").joinpath("demo.yaml").read_text(encoding="utf-8")
+    for name in ("train.jsonl", "eval.jsonl"):
+        text = text.replace(f": {_DEMO_FOLDER}/{name}", f": {to_yaml(str(folder / name))}")
+    return text.replace(f"{_DEMO_FOLDER}/demo.yaml", str(folder / "demo.yaml"))  # in the comments
+
+
+def reference() -> str:
+    """Every field as Markdown: a table for each section, with name, type, default and meaning."""
+    parts = []
+    for section in sections():
+        rows = [
+            f"| `{name}` | {expected(field)} | {_default_cell(field)} | {field.description} |"
+            for name, field in fields(section).items()
+        ]
+        head = ["| name | value | default | meaning |", "|---|---|---|---|"]
+        parts.append("\n".join([f"## {section}", "", _describe(section), "", *head, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _describe(section: str) -> str:
+    return Config.model_fields[section].description or ""
+
+
+def _meaning(field: FieldInfo) -> str:
+    """The description, with what it leaves out and a reader of the file cannot see."""
+    text = field.description or ""
+    unnamed = any(choice not in text for choice in choices(field))
+    return f"{'Required. ' * field.is_required()}{text}{f' {expected(field).capitalize()}.' * unnamed}"
+
+
+def _value(field: FieldInfo) -> Any:
+    return (field.examples or [None])[0] if field.is_required() else default(field)
+
+
+def _default_cell(field: FieldInfo) -> str:
+    return "required" if field.is_required() else f"`{to_yaml(default(field))}`"
+
+
+def _banner(text: str) -> str:
+    line = "# " + "=" * 98
+    return f"{line}\n# {text}\n{line}\n"
+
+
+def _comment(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

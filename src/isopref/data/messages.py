@@ -1,0 +1,158 @@
+"""The fields of a record: text, messages with their roles, tools, weight. Each is read strictly or refused.
+
+Owns roles and what counts as a message. Does not know how fields make a pair: see shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+Message = dict[str, Any]  # role and content; a template may also read tool_calls, name, ...
+Turns = str | list[Message]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class DefectError(Exception):
+    """(reason, what): why a record gives no pair. Whoever knows the record's origin makes it a BadPairError."""
+
+
+def kind(value: Any) -> str:
+    """What a field holds: "absent", "text", "messages", or the name of its Python type."""
+    if value is None:
+        return "absent"
+    if isinstance(value, str):
+        return "text"
+    items = [value] if isinstance(value, dict) else value
+    if isinstance(items, list) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items):
+        return "messages"
+    return type(value).__name__
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its type, and its start."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def read_text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DefectError("type", f"'{name}' is not text but {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can say "\ud800", which no tokenizer takes
+        raise DefectError("type", f"'{name}' holds half a surrogate pair, which is no character") from None
+    return value
+
+
+def read_messages(value: Any, name: str) -> list[Message]:
+    """A message or a list of them, in our form."""
+    turns = [value] if isinstance(value, dict) else value
+    return [_read_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns)]
+
+
+def read_prompt(value: Any, name: str) -> list[Message]:
+    """Messages that an answer can follow."""
+    messages = read_messages(value, name)
+    if not messages:
+        raise DefectError("empty", f"there is no prompt in '{name}'")
+    if messages[-1]["role"] == "assistant":
+        raise DefectError("role", "the prompt ends with an assistant turn, so the answer would continue it")
+    return messages
+
+
+def read_answer(value: Any, name: str) -> list[Message]:
+    """One assistant turn. More would train on the user's or a tool's words, for a pair carries no mask."""
+    messages = read_messages(value, name)
+    roles = [message["role"] for message in messages]
+    if roles != ["assistant"]:
+        raise DefectError("role", f"'{name}' must hold one assistant turn after the prompt, not {roles}")
+    return messages
+
+
+def is_transcript(text: str) -> bool:
+    """Whether a text is a dialogue as Anthropic's HH data writes it."""
+    return bool(HH_TURN.match(text)) and "\n\nAssistant:" in text
+
+
+def read_transcript(text: str) -> list[Message]:
+    """The turns of such a text. Spaces around a turn belong to the notation."""
+    parts = HH_TURN.split(text)[1:]
+    return [
+        {"role": HH_ROLES[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise DefectError("tools", f"'tools' is text but not JSON: {shown(value)}") from None
+    if value is None or value == "" or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DefectError("tools", f"'tools' is not a list of objects but {shown(value)}")
+    return value
+
+
+def read_weight(value: Any) -> float:
+    if value is None:
+        return 1.0
+    try:
+        weight = math.nan if isinstance(value, bool) else float(value)  # also of text: CSV has nothing else
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise DefectError("weight", f"'weight' must be a positive number, not {shown(value)}")
+    return weight
+
+
+def _read_message(turn: dict[str, Any], name: str) -> Message:
+    message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise DefectError("tools", f"{name}: 'tool_calls' is not a list of calls but {shown(calls)}")
+    message["content"] = "" if calls and "content" not in message else read_text(message.get("content"), name)
+    return message
+
+
+def _from_roles(turn: dict[str, Any], name: str) -> Message:
+    if turn["role"] not in ROLES:
+        raise DefectError("role", f"{name} has the role {turn['role']!r}, which is none of {', '.join(ROLES)}")
+    # A column of structs gives every message every key: what is None was never there.
+    return {key: value for key, value in turn.items() if value is not None}
+
+
+def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:
+    sender = turn["from"]
+    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+        raise DefectError("role", f"{name} is from {sender!r}, which is none of {', '.join(SHAREGPT_ROLES)}")
+    if sender == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
+    return {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
+
+
+def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:
+    try:
+        calls = json.loads(read_text(value, name))
+    except (ValueError, RecursionError):
+        raise DefectError("tools", f"{name}: a function call must be JSON, not {shown(value)}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DefectError("tools", f"{name}: a function call needs a 'name', this is {shown(value)}")
+    return [{"type": "function", "function": call} for call in calls]

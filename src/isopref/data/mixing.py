@@ -1,0 +1,87 @@
+"""Which pairs of a table are used: the mix of several sources, and the split into training and evaluation.
+
+Pure functions of contents and a seed. The order of training is not decided here: see schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isopref.data.sources import SourceSpec
+from isopref.data.table import PairTable
+from isopref.errors import ConfigError, DataError
+from isopref.types import IntArray
+
+
+def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int) -> IntArray:
+    """Indices, ascending, into a table of `num_pairs[s]` pairs of each source, one source after another.
+
+    A source with `count` gives that many pairs; with `weight` (all sources or none) its share of the largest
+    mix in which no pair comes twice; with neither, everything. Which pairs: those whose hash with the seed is
+    lowest, so a larger share contains a smaller one. Raises ConfigError.
+    """
+    counts = _counts(num_pairs, specs)
+    picked = []
+    start = 0
+    for source, (size, count) in enumerate(zip(num_pairs, counts, strict=True)):
+        order = np.argsort(_hash(np.arange(size, dtype=np.uint64), seed=seed, stream=source), kind="stable")
+        picked.append(start + np.sort(order[:count]))
+        start += size
+    return np.concatenate(picked) if picked else np.empty(0, np.int64)
+
+
+def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
+    """Indices of the pairs to train on and to evaluate on (about `fraction` of the prompts), each ascending.
+
+    A prompt's own hash decides, whatever else is in the table and in whatever order: all pairs of a prompt
+    are on one side, and stay there when data is added. Raises ConfigError, and DataError where a side is empty.
+    """
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"The share of pairs held out is {fraction}. It must be at least 0 and less than 1.")
+    held_out = _hash(table.prompt_ids, seed=seed, stream=0) < np.uint64(int(fraction * 2**64))
+    # Two prompts can become one when cut to max_length; pairs that became equal are then all trained on.
+    ids = np.ascontiguousarray(table.ids).view(np.dtype((np.void, table.ids.shape[1]))).ravel()
+    held_out &= ~np.isin(ids, ids[~held_out])
+    train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if fraction and not (len(train) and len(held)):
+        raise DataError(
+            f"Holding out {fraction} of {len(table)} pairs leaves {len(train)} to train on and {len(held)} to "
+            "evaluate on. Use more pairs, another share, or a source of its own for evaluation."
+        )
+    return train, held
+
+
+def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:
+    for spec, size in zip(specs, num_pairs, strict=True):
+        where = f"The source '{spec.path}'"
+        if spec.weight is not None and spec.count is not None:
+            raise ConfigError(f"{where}: both weight and count are set. Keep one of them.")
+        if spec.count is not None and not 0 < spec.count <= size:
+            raise ConfigError(f"{where}: count {spec.count} of {size} pairs. Use 1 to {size}; no pair comes twice.")
+        if spec.weight is not None and not 0 < spec.weight < np.inf:
+            raise ConfigError(f"{where}: weight {spec.weight} is not a positive number.")
+    weights = [spec.weight for spec in specs if spec.weight is not None]
+    if not weights:
+        return [size if spec.count is None else spec.count for spec, size in zip(specs, num_pairs, strict=True)]
+    if len(weights) < len(specs):
+        raise ConfigError("Some sources have a weight and some have none. Give one to all of them, or to none.")
+    scale = min(size / weight for size, weight in zip(num_pairs, weights, strict=True))
+    # A whole number that rounding put just below itself still counts whole.
+    return [int(weight * scale + 1e-9) for weight in weights]
+
+
+def _hash(values: NDArray[np.uint64], *, seed: int, stream: int) -> NDArray[np.uint64]:
+    """SplitMix64 of each value. Ours, because numpy may change its random streams between versions."""
+    with np.errstate(over="ignore"):
+        mixed = _finalize(_finalize(np.array([seed % 2**64], np.uint64)) + np.uint64(stream))
+        return _finalize(_finalize(values) ^ mixed)
+
+
+def _finalize(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

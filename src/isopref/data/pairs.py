@@ -1,0 +1,254 @@
+"""Building a PairTable from sources: once for the same content, by one process, with all the cores asked for.
+
+Owns the cache (key, lock, whole or not at all), the workers and the policy on bad records. Reading is in
+sources, meaning in shapes, tokens in chat, the file in table.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SHAPES, BadPairError, detect_shape, to_pair
+from isopref.data.sources import Record, Source, SourceSpec, read_source
+from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
+from isopref.errors import ConfigError, DataError, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
+
+CODE_VERSION = 1  # raise it when the same content would give other tokens or another file
+CHUNK_RECORDS = 512  # also the most pairs of a record batch
+
+Progress = Callable[[int, int | None], None]  # records done, records in all where the sources know
+
+log = logging.getLogger(__name__)
+
+
+class _Chunk(NamedTuple):
+    source: int
+    name: str
+    shape: str
+    records: list[Record]
+
+
+class _Encoded(NamedTuple):
+    source: int
+    shape: str
+    read: int
+    batch: Any  # pa.RecordBatch
+    dropped: Counter[str]
+    notes: Counter[str]
+    unused_columns: set[str]
+
+
+def build_table(
+    specs: Sequence[SourceSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path,
+    options: TokenizeOptions,
+    progress: Progress | None = None,
+    workers: int = 1,
+) -> PairTable:
+    """The pairs of all sources, in order, tokenised; from `folder` where the same content was built before.
+
+    The table holds every usable pair of every source: mixing by weight or count selects from it (see mixing).
+    `workers` processes tokenise; they start afresh (spawn), so a script that calls this with more than one
+    needs the `if __name__ == "__main__":` guard. Raises DataError, ConfigError, RunError.
+    """
+    sources = [_open(spec) for spec in specs]
+    encoder = PairEncoder(tokenizer, options)
+    path = folder / f"{_key(sources, encoder)}.arrow"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_suffix(".lock")):
+            if not path.exists():  # else another process built it while we waited
+                _build(path, sources, tokenizer, options, progress, workers)
+    return PairTable.open(path, [source.name for source in sources])
+
+
+def _open(spec: SourceSpec) -> Source:
+    unknown = set(spec.columns or {}) - set(COLUMNS)
+    if unknown:
+        raise ConfigError(f"data.columns for '{spec.path}': no such names {sorted(unknown)}. We read {COLUMNS}.")
+    return read_source(spec.path, columns=spec.columns)
+
+
+def _key(sources: list[Source], encoder: PairEncoder) -> str:
+    content = [(source.format, source.digest(), sorted(source.columns.items())) for source in sources]
+    parts = json.dumps([CODE_VERSION, CHUNK_RECORDS, encoder.key(), content])
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock on a file. The kernel frees it when its holder ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("Another process builds the pair table; waiting for %s.", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(
+    path: Path,
+    sources: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokenizeOptions,
+    progress: Progress | None,
+    workers: int,
+) -> None:
+    """Write the table under another name, and give it its own only when it is whole and on disk."""
+    for left_over in path.parent.glob(f"{path.stem}.*.tmp"):
+        left_over.unlink()  # we hold the lock, so whoever wrote it is dead
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            _write(
+                file,
+                sources,
+                _encode_all(_chunks(sources, options.raw), tokenizer, options, workers),
+                progress,
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(file: Any, sources: list[Source], results: Iterable[_Encoded], progress: Progress | None) -> None:
+    totals = [source.num_records for source in sources]
+    total = None if None in totals else sum(count for count in totals if count is not None)
+    counts: list[Counter[str]] = [Counter() for _ in sources]
+    shapes = ["" for _ in sources]
+    unused: list[set[str]] = [set() for _ in sources]
+    dropped: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    done = 0
+    writer = TableWriter(file)
+    for result in results:
+        writer.write(result.batch)
+        counts[result.source].update(read=result.read, kept=result.batch.num_rows)
+        shapes[result.source] = result.shape
+        unused[result.source] |= result.unused_columns
+        dropped += result.dropped
+        notes += result.notes
+        done += result.read
+        if progress:
+            progress(done, total)
+    of_sources = tuple(
+        SourceStats(source.format, shape, count["read"], count["kept"], tuple(sorted(columns)))
+        for source, shape, count, columns in zip(sources, shapes, counts, unused, strict=True)
+    )
+    kept = sum(count["kept"] for count in counts)
+    if not kept:
+        names = ", ".join(source.name for source in sources)
+        raise DataError(f"{names}: none of {done} records gave a pair; dropped for {dict(dropped)}.")
+    writer.close(TableStats(done, kept, dict(dropped), **{note: notes[note] for note in NOTES}, sources=of_sources))
+
+
+def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
+    for index, source in enumerate(sources):
+        records = iter(source)
+        first = list(islice(records, DETECT_RECORDS))
+        shape = detect_shape(first, raw=raw)
+        everything = chain(first, records)
+        while chunk := list(islice(everything, CHUNK_RECORDS)):
+            yield _Chunk(index, source.name, shape.name, chunk)
+
+
+# --- encoding, here or in worker processes -----------------------------------------------------------
+
+
+def _encode_chunk(encoder: PairEncoder, options: TokenizeOptions, chunk: _Chunk) -> _Encoded:
+    dropped: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    columns: set[str] = set()
+
+    def drop(bad: BadPairError) -> None:
+        if options.on_bad == "error":
+            raise bad
+        dropped[bad.reason] += 1
+
+    pairs = []
+    for record in chunk.records:
+        columns |= record.fields.keys()
+        try:
+            pairs.append(to_pair(record, SHAPES[chunk.shape], raw=options.raw))
+        except BadPairError as bad:
+            drop(bad)
+    rows = []
+    for pair, result in zip(pairs, encoder.encode(pairs), strict=True):
+        if result is None:
+            dropped["too_long"] += 1
+        elif isinstance(result, BadPairError):
+            drop(result)
+        else:
+            notes.update(result.notes)
+            place = pair.origin.removeprefix(chunk.name)
+            rows.append(TableRow(result.tokens, pair.weight, result.prompt_id, place))
+    batch = record_batch(rows, chunk.source)
+    unused = columns.difference(COLUMNS)
+    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, unused)
+
+
+def _encode_all(
+    chunks: Iterator[_Chunk], tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions, workers: int
+) -> Iterator[_Encoded]:
+    """Encoded chunks, in order."""
+    first = list(islice(chunks, 2))
+    everything = chain(first, chunks)
+    if workers == 1 or len(first) == 1:  # starting processes would cost more than the work
+        yield from map(partial(_encode_chunk, PairEncoder(tokenizer, options), options), everything)
+        return
+    pending: deque[Future[_Encoded]] = deque()
+    # spawn: a fork would copy held locks of torch's and the tokenizer's threads, and our lock on the cache.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer, options)) as pool:
+        try:
+            for chunk in everything:
+                pending.append(pool.submit(_work, chunk))
+                if len(pending) > 2 * workers:  # bounds the memory: never the whole data set in flight
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                "A tokenising process died. Out of memory, or a script without the "
+                "`if __name__ == '__main__':` guard? One worker needs neither."
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_encode_here: Callable[[_Chunk], _Encoded]  # of a worker process, set when it starts
+
+
+def _start_worker(tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions) -> None:
+    global _encode_here
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _encode_here = partial(_encode_chunk, PairEncoder(tokenizer, options), options)
+
+
+def _work(chunk: _Chunk) -> _Encoded:
+    return _encode_here(chunk)

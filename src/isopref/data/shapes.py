@@ -1,0 +1,260 @@
+"""What records mean: the shapes preference data comes in, and how a record becomes a PreferencePair.
+
+Owns the columns we read, the names of the shapes and the reasons a record is refused. Fields are read by
+messages; files (sources) and tokens (chat) are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from isopref.data.messages import (
+    HH_TURN,
+    DefectError,
+    Message,
+    Turns,
+    is_transcript,
+    kind,
+    read_answer,
+    read_messages,
+    read_prompt,
+    read_text,
+    read_tools,
+    read_transcript,
+    read_weight,
+    shown,
+)
+from isopref.data.sources import Record
+from isopref.errors import DataError
+
+Fields = dict[str, Any]
+Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
+
+SIDES = ("chosen", "rejected")
+PARTS = ("prompt", "conversations", *SIDES)
+COLUMNS = (*PARTS, "system", "tools", "weight")
+DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
+
+
+class BadPairError(DataError):
+    """A record that gives no pair to train on. `reason` is what data.on_bad: drop counts it under."""
+
+    def __init__(self, origin: str, reason: str, what: str) -> None:
+        super().__init__(origin, reason, what)  # as args, so that it survives the way from a worker process
+        self.reason = reason
+
+    def __str__(self) -> str:
+        origin, _, what = self.args
+        return f"{origin}: {what}. Remove it, or set data.on_bad: drop."
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A prompt with two answers. What was text in the record is text here; chat says what becomes of it."""
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    tools: list[dict[str, Any]] | None
+    weight: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text."""
+
+    name: str
+    looks: str
+    split: Callable[[Fields], Parts]
+    split_raw: Callable[[Fields], Parts] | None = None
+
+
+def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
+    """The shape of the first record that has one, among the first records of a source.
+
+    `raw`: there is no chat template, so only shapes made of text will do. Raises DataError if none fits.
+    """
+    first = None
+    for record in records:
+        first = first or record
+        name = _shape_name(record.fields)
+        if name is None:
+            continue
+        if raw and SHAPES[name].split_raw is None:
+            raise DataError(
+                f"{record.origin}: records of shape '{name}' are messages, which data.template: none cannot "
+                "write. Use the tokenizer's chat template, or data.template: path.jinja."
+            )
+        return SHAPES[name]
+    assert first is not None, "a source without records raises before this"
+    known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
+    found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items())
+    raise DataError(
+        f"{first.origin}: no shape fits the columns {found}. "
+        f"Rename columns with data.columns (ours: theirs). The shapes we know:{known}"
+    )
+
+
+def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
+    """The pair in a record of this shape. Raises BadPairError."""
+    try:
+        return _to_pair(record, shape, raw)
+    except DefectError as defect:
+        raise BadPairError(record.origin, *defect.args) from None
+    except RecursionError:  # JSON that nests a thousand deep is read, but not compared or shown
+        raise BadPairError(record.origin, "type", "the record nests too deep") from None
+
+
+def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
+    fields = record.fields
+    if _shape_name(fields) != shape.name:
+        raise _misfit(fields, shape)
+    split = shape.split_raw if raw and shape.split_raw else shape.split
+    prompt, chosen, rejected = split(fields)
+    if fields.get("system"):
+        if raw:
+            raise DataError(
+                f"{record.origin}: the column 'system' has no place in plain text, and data.template is none. "
+                "Use a chat template, or remove the column."
+            )
+        prompt = _with_system(prompt, read_text(fields["system"], "system"))
+    for name, turns in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+        if _is_empty(turns):
+            raise DefectError("empty", f"'{name}' is empty")
+    if chosen == rejected:
+        raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
+    tools, weight = read_tools(fields.get("tools")), read_weight(fields.get("weight"))
+    return PreferencePair(prompt, chosen, rejected, tools, weight, record.origin)
+
+
+# --- detection ---------------------------------------------------------------------------------------
+
+
+def _shape_name(fields: Fields) -> str | None:
+    """The one shape that fits the kinds of the columns, or None."""
+    prompt, conversations, chosen, rejected = (kind(fields.get(key)) for key in PARTS)
+    if chosen != rejected:
+        return None
+    match (conversations, prompt, chosen):
+        case ("messages", "absent", "messages"):
+            return "sharegpt"
+        case ("absent", "absent", "messages"):
+            return "conversations"
+        case ("absent", "text", "messages"):
+            whole = isinstance(fields["chosen"], list) and len(fields["chosen"]) > 1
+            return "ultrafeedback" if whole else "messages"
+        case ("absent", "messages", "messages" | "text"):
+            return "messages"
+        case ("absent", "text", "text"):
+            return "hh" if is_transcript(fields["prompt"]) else "text"
+        case ("absent", "absent", "text"):
+            return "hh" if all(is_transcript(fields[key]) for key in SIDES) else None
+    return None
+
+
+def _misfit(fields: Fields, shape: Shape) -> DefectError:
+    """Why a record is not of the shape its source has, the likeliest cause first."""
+    for key in SIDES:
+        if fields.get(key) is None:
+            return DefectError("missing", f"'{key}' is missing")
+    other = _shape_name(fields)
+    if other:
+        return DefectError("shape", f"shape '{other}' in a source of shape '{shape.name}' ({shape.looks})")
+    for key in PARTS:
+        if kind(fields.get(key)) not in ("absent", "text", "messages"):
+            return DefectError("type", f"'{key}' is neither text nor messages but {shown(fields[key])}")
+    found = {key: kind(fields.get(key)) for key in PARTS}
+    reason = "missing" if found["prompt"] == found["conversations"] == "absent" else "shape"
+    return DefectError(reason, f"the columns {found} do not make shape '{shape.name}' ({shape.looks})")
+
+
+# --- shapes ------------------------------------------------------------------------------------------
+
+
+def _split_explicit(fields: Fields) -> Parts:
+    prompt = fields["prompt"]
+    prompt = read_text(prompt, "prompt") if isinstance(prompt, str) else read_prompt(prompt, "prompt")
+    chosen, rejected = (
+        read_text(fields[key], key) if isinstance(fields[key], str) else read_answer(fields[key], key) for key in SIDES
+    )
+    return prompt, chosen, rejected
+
+
+def _split_sharegpt(fields: Fields) -> Parts:
+    chosen, rejected = (read_answer(fields[key], key) for key in SIDES)
+    return read_prompt(fields["conversations"], "conversations"), chosen, rejected
+
+
+def _split_conversations(fields: Fields) -> Parts:
+    chosen, rejected = (read_messages(fields[key], key) for key in SIDES)
+    return _split_whole(chosen, rejected)
+
+
+def _split_ultrafeedback(fields: Fields) -> Parts:
+    asked = read_text(fields["prompt"], "prompt")
+    users = [turn for turn in read_messages(fields["chosen"], "chosen") if turn["role"] == "user"]
+    if not users or users[0]["content"] != asked:
+        raise DefectError("shape", "'prompt' is not the first user turn of 'chosen', as this shape has it")
+    return _split_conversations(fields)
+
+
+def _split_hh(fields: Fields) -> Parts:
+    chosen, rejected = (read_transcript(_hh_text(fields, key)) for key in SIDES)
+    return _split_whole(chosen, rejected)
+
+
+def _split_hh_raw(fields: Fields) -> Parts:
+    """As in the DPO authors' code: the prompt is all up to the last "Assistant:", as it stands."""
+    texts = [_hh_text(fields, key) for key in SIDES]
+    chosen, rejected = ([*HH_TURN.finditer(text)][-1] for text in texts)
+    if texts[0][: chosen.end()] != texts[1][: rejected.end()]:
+        raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
+    if chosen[1] != "Assistant":
+        raise DefectError("role", "the last turn is not the assistant's")
+    return texts[0][: chosen.end()], texts[0][chosen.end() :], texts[1][rejected.end() :]
+
+
+def _hh_text(fields: Fields, key: str) -> str:
+    """A whole transcript. Some sets have the prompt apart, and of those some repeat it in each side."""
+    text = read_text(fields[key], key)
+    return text if is_transcript(text) else read_text(fields["prompt"], "prompt") + text
+
+
+def _split_whole(chosen: list[Message], rejected: list[Message]) -> Parts:
+    """Two whole conversations: what comes before the last turn is the prompt, and must be the same."""
+    if chosen[:-1] != rejected[:-1]:
+        raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
+    return (
+        read_prompt(chosen[:-1], "chosen"),
+        read_answer(chosen[-1:], "chosen"),
+        read_answer(rejected[-1:], "rejected"),
+    )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("text", "prompt, chosen, rejected: text", _split_explicit, _split_explicit),
+        Shape("messages", "prompt: messages or text; chosen, rejected: one assistant turn", _split_explicit),
+        Shape("conversations", "chosen, rejected: conversations, the same but for the end", _split_conversations),
+        Shape("ultrafeedback", "prompt: text; chosen, rejected: conversations with it", _split_ultrafeedback),
+        Shape("sharegpt", "conversations, chosen, rejected: turns with from and value", _split_sharegpt),
+        Shape("hh", r"chosen, rejected: text, '\n\nHuman: ... \n\nAssistant: ...'", _split_hh, _split_hh_raw),
+    )
+}
+
+
+def _with_system(prompt: Turns, system: str) -> list[Message]:
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if turns[0]["role"] in ("system", "developer"):
+        raise DefectError("role", "there is a column 'system', and the prompt begins with a system turn too")
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _is_empty(turns: Turns) -> bool:
+    if isinstance(turns, str):
+        return not turns.strip()
+    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)

@@ -1,0 +1,239 @@
+"""PairTable: tokenised pairs as an Arrow IPC file, memory-mapped. One file format, one writer, one reader.
+
+Owns the layout of the file and views on it. Does not know where pairs come from: see pairs.build_table.
+
+N: pairs of a table. A record batch holds the pairs of one chunk of records, so a table of any size is written
+and read piece by piece. The statistics are known last, so they ride on an empty batch at the end: a file
+without it is not whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from isopref.data.content import ID_BYTES, pair_id, prompt_id
+from isopref.errors import DataError
+from isopref.types import FloatArray, IntArray, PairTokens
+
+SCHEMA = pa.schema(
+    {
+        "tokens": pa.list_(pa.int32()),  # prompt, chosen, rejected, one after the other
+        "lengths": pa.list_(pa.int32(), 3),
+        "weight": pa.float64(),
+        "id": pa.binary(ID_BYTES),
+        "prompt_id": pa.uint64(),
+        "source": pa.int16(),
+        "place": pa.string(),  # inside the source (":12"); the source's name is not content
+    }
+)
+STATS_KEY = b"isopref.stats"
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """What was found in one source."""
+
+    format: str
+    shape: str
+    read: int
+    kept: int
+    unused_columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """What building the table met. Counts are pairs (records for `read` and `dropped`)."""
+
+    read: int
+    kept: int
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason
+    boundary_backoffs: int = 0
+    double_bos: int = 0
+    missing_eos: int = 0
+    truncated: int = 0
+    sources: tuple[SourceStats, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> TableStats:
+        values = json.loads(text)
+        sources = (
+            SourceStats(**{**source, "unused_columns": tuple(source["unused_columns"])})
+            for source in values.pop("sources")
+        )
+        return cls(**values, sources=tuple(sources))
+
+
+class TableRow(NamedTuple):
+    """One pair on its way into a table."""
+
+    tokens: PairTokens
+    weight: float
+    prompt_id: bytes  # 8 bytes: pairs of one prompt share it
+    place: str
+
+
+def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
+    """The pairs of one chunk of one source."""
+    parts = [part for row in rows for part in row.tokens]
+    lengths = np.array([len(part) for part in parts], dtype=np.int32)
+    offsets = np.concatenate([[0], lengths.reshape(-1, 3).sum(axis=1).cumsum()]).astype(np.int32)
+    flat = np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+    return pa.record_batch(
+        [
+            pa.ListArray.from_arrays(offsets, flat),
+            pa.FixedSizeListArray.from_arrays(lengths, 3),
+            pa.array([row.weight for row in rows], pa.float64()),
+            pa.array([pair_id(row.tokens) for row in rows], pa.binary(ID_BYTES)),
+            pa.array([int.from_bytes(row.prompt_id, "little") for row in rows], pa.uint64()),
+            pa.array(np.full(len(rows), source, np.int16)),
+            pa.array([row.place for row in rows], pa.string()),
+        ],
+        schema=SCHEMA,
+    )
+
+
+class TableWriter:
+    """Writes batches to an Arrow sink; `close` adds the statistics, without which the file is not whole."""
+
+    def __init__(self, sink: Any) -> None:
+        self._writer = pa.ipc.new_file(sink, SCHEMA)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            self._writer.write_batch(batch)
+
+    def close(self, stats: TableStats) -> None:
+        self._writer.write_batch(record_batch([], 0), custom_metadata={STATS_KEY: stats.to_json()})
+        self._writer.close()
+
+
+class _Store:
+    """The columns of a whole file: small ones in memory, tokens and places where they lie."""
+
+    def __init__(self, source: Any, where: str) -> None:
+        try:
+            reader = pa.ipc.open_file(source)
+            count = reader.num_record_batches
+            stats = reader.get_batch_with_custom_metadata(count - 1).custom_metadata[STATS_KEY]
+            batches = [reader.get_batch(index) for index in range(count - 1)]
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: not a whole pair table ({error}). Delete it to build it again.") from error
+        self.stats = TableStats.from_json(stats)
+        self.starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        self.lengths: IntArray = self._gather(batches, "lengths", np.int32).reshape(-1, 3)
+        self.weights: FloatArray = self._gather(batches, "weight", np.float64)
+        self.prompt_ids: NDArray[np.uint64] = self._gather(batches, "prompt_id", np.uint64)
+        self.sources: IntArray = self._gather(batches, "source", np.int16)
+        ids = b"".join(batch["id"].buffers()[1].to_pybytes()[: batch.num_rows * ID_BYTES] for batch in batches)
+        self.ids: NDArray[np.uint8] = np.frombuffer(ids, np.uint8).reshape(-1, ID_BYTES)
+        self.places = [batch["place"] for batch in batches]
+        self._offsets = [batch["tokens"].offsets.to_numpy() for batch in batches]
+        self._values = [batch["tokens"].values.to_numpy() for batch in batches]
+
+    @staticmethod
+    def _gather(batches: list[pa.RecordBatch], name: str, dtype: Any) -> NDArray[Any]:
+        columns = (batch[name] for batch in batches)
+        flat = [column.values if pa.types.is_fixed_size_list(column.type) else column for column in columns]
+        return np.concatenate([np.empty(0, dtype), *(column.to_numpy() for column in flat)]).astype(dtype)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        batch = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return batch, index - int(self.starts[batch])
+
+    def tokens(self, index: int) -> PairTokens:
+        batch, row = self.locate(index)
+        start = int(self._offsets[batch][row])
+        chosen, rejected, end = (int(stop) for stop in start + np.cumsum(self.lengths[index]))
+        values = self._values[batch]
+        return PairTokens(values[start:chosen], values[chosen:rejected], values[rejected:end])
+
+
+class PairTable:
+    """Tokenised pairs: a whole table, or a view on some of its pairs in some order.
+
+    lengths (N, 3) int32: tokens of prompt, chosen, rejected. weights (N,) float64. ids (N, 16) uint8: content.
+    prompt_ids (N,) uint64: pairs of one prompt share it. sources (N,) int16: index into source_names.
+    `stats` tells of the building of the whole table, also on a view.
+    """
+
+    def __init__(self, store: _Store, source_names: tuple[str, ...], indices: IntArray | None = None) -> None:
+        self._store = store
+        self._indices = np.arange(store.starts[-1]) if indices is None else indices
+        self.source_names = source_names
+        self.stats = store.stats
+
+    @classmethod
+    def open(cls, path: Path, source_names: Sequence[str]) -> PairTable:
+        """Map the table in a file. Raises DataError where it is damaged."""
+        return cls(_Store(pa.memory_map(str(path)), str(path)), tuple(source_names))
+
+    @classmethod
+    def from_tokens(cls, pairs: Iterable[PairTokens], weights: Iterable[float] | None = None) -> PairTable:
+        """A table in memory; pair i has the origin "pair i"."""
+        pairs = list(pairs)
+        weights = [1.0] * len(pairs) if weights is None else list(weights)
+        rows = [
+            TableRow(tokens, weight, prompt_id(tokens.prompt), f"pair {index}")
+            for index, (tokens, weight) in enumerate(zip(pairs, weights, strict=True))
+        ]
+        sink = pa.BufferOutputStream()
+        writer = TableWriter(sink)
+        writer.write(record_batch(rows, 0))
+        writer.close(TableStats(read=len(rows), kept=len(rows)))
+        return cls(_Store(pa.BufferReader(sink.getvalue()), "a table in memory"), ("",))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        return self._store.lengths[self._indices]
+
+    @cached_property
+    def weights(self) -> FloatArray:
+        return self._store.weights[self._indices]
+
+    @cached_property
+    def ids(self) -> NDArray[np.uint8]:
+        return self._store.ids[self._indices]
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.uint64]:
+        return self._store.prompt_ids[self._indices]
+
+    @cached_property
+    def sources(self) -> IntArray:
+        return self._store.sources[self._indices]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the pairs and their weights, in this order: what a run trains on, whatever its files."""
+        content = self.ids.tobytes() + self.weights.astype("<f8").tobytes()
+        return hashlib.blake2b(content, digest_size=ID_BYTES).hexdigest()
+
+    def tokens(self, index: int) -> PairTokens:
+        """The pair's tokens, int32 views on the file."""
+        return self._store.tokens(int(self._indices[index]))
+
+    def origin(self, index: int) -> str:
+        """Where the pair came from: "data.jsonl:12"."""
+        batch, row = self._store.locate(int(self._indices[index]))
+        return self.source_names[int(self.sources[index])] + str(self._store.places[batch][row])
+
+    def select(self, indices: IntArray | Sequence[int]) -> PairTable:
+        """A view on these pairs, in this order. No token is copied."""
+        chosen = self._indices[np.asarray(indices, dtype=np.int64)]
+        return PairTable(self._store, self.source_names, chosen)

@@ -1,0 +1,98 @@
+"""OLMo-core callbacks: progress on the terminal, the metrics file, speed, evaluation during training."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from olmo_core.train.callbacks import Callback, SpeedMonitorCallback
+
+from isopref.engine.display import Advance, Display, brief
+
+
+@dataclass
+class ProgressCallback(Callback):
+    """A bar on a terminal, one line per log step elsewhere."""
+
+    display: Display = field(default_factory=Display)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _advance: Advance | None = None
+    _shown: int = 0
+    _note: str = ""
+
+    def pre_train(self) -> None:
+        self._shown = self.step
+        self._advance = self._stack.enter_context(self.display.bar("train", self.trainer.max_steps))
+        self._advance(self.step, "")
+
+    def post_step(self) -> None:
+        if self._advance is not None:
+            self._advance(self.step - self._shown, self._note)
+            self._shown = self.step
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._note = brief(metrics)
+        if self._advance is not None:
+            self._advance(0, self._note)
+        if not self.display.console.is_terminal and self._note:
+            self.display.say(f"step {step}/{self.trainer.max_steps}  {self._note}")
+
+    def post_train(self) -> None:
+        self._stack.close()
+
+    def on_error(self, exc: BaseException) -> None:
+        self._stack.close()
+
+
+@dataclass
+class MetricsFileCallback(Callback):
+    """Appends every logged step to a JSONL file."""
+
+    path: Path = Path("metrics.jsonl")
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+@dataclass
+class PairSpeedCallback(SpeedMonitorCallback):
+    """Pairs and real tokens per second, in place of the engine's monitor, which counts padded input ids."""
+
+    _since: float = 0.0
+    _pairs: int = 0
+    _tokens: int = 0
+
+    def pre_train(self) -> None:
+        self._since, self._pairs, self._tokens = time.perf_counter(), 0, 0
+
+    def pre_load_batch(self) -> None:
+        pass
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        if "step" in batch:
+            self._pairs += batch["step"].num_pairs
+            self._tokens += batch["step"].num_tokens
+
+    def post_step(self) -> None:
+        if self.step % self.trainer.metrics_collect_interval == 0:
+            seconds = time.perf_counter() - self._since
+            self.trainer.record_metric("speed/pairs_per_s", self._pairs / seconds)
+            self.trainer.record_metric("speed/tokens_per_s", self._tokens / seconds)
+            self.pre_train()
+
+
+@dataclass
+class EvaluateCallback(Callback):
+    """Calls `evaluate` every so many steps and logs what it returns. It may not touch weights or random state."""
+
+    every: int = 0
+    evaluate: Callable[[], dict[str, float]] = dict
+
+    def post_step(self) -> None:
+        if self.every and self.step % self.every == 0:
+            for name, value in self.evaluate().items():
+                self.trainer.record_metric(name, value)

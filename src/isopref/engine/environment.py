@@ -1,0 +1,60 @@
+"""Where a run runs: rank, device and process group. Started by torchrun or as one process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from olmo_core.distributed.utils import init_distributed
+from olmo_core.utils import seed_all
+
+from isopref.errors import ConfigError
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Environment]:
+    """Set up device, seeds and, under torchrun or if `process_group` asks for it, the process group.
+
+    `device` is "auto", "cpu" or "cuda"; auto takes CUDA where there is some.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: cuda, but torch sees no CUDA device here. Set run.device: auto or cpu.")
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    world_size, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}. Start at most one "
+            "process per GPU (--nproc), or set run.device: cpu."
+        )
+    if world_size > 1 or process_group:
+        # The engine's default backend string needs CUDA; gloo alone serves CPU ranks.
+        init_distributed(backend="cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    seed_all(seed)
+    where = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    try:
+        yield Environment(dist.get_rank() if dist.is_initialized() else 0, world_size, where)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""PairLoader: global batches of a pair table for OLMo-core's Trainer, each rank's share planned and built.
+
+Which pairs form a batch is the schedule's business and the same for every layout; the loader's state is therefore only
+a place in it, and resumes on any number of ranks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from olmo_core.data import DataLoaderBase
+
+from isopref.data import schedule
+from isopref.data.packing import Budget, check_budget
+from isopref.data.table import PairTable
+from isopref.engine.step import Step, plan_to_step
+from isopref.errors import RunError
+from isopref.normalize import Weighting
+from isopref.types import IntArray
+
+
+class PairLoader(DataLoaderBase):
+    """Yields {"step": Step}. The batch size is in pairs, over all ranks."""
+
+    def __init__(
+        self,
+        table: PairTable,
+        *,
+        batch_pairs: int,
+        budget: Budget,
+        weighting: Weighting,
+        seed: int,
+        work_dir: str,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        attention_share: float = 0.0,
+    ):
+        super().__init__(work_dir=work_dir, global_batch_size=batch_pairs, dp_world_size=dp_world_size, dp_rank=dp_rank)
+        check_budget(table.lengths, budget)
+        self.table = table
+        self.budget = budget
+        self.weighting: Weighting = weighting
+        self.seed = seed
+        self.attention_share = attention_share
+
+    @property
+    def total_batches(self) -> int:
+        return schedule.num_batches(len(self.table), self.global_batch_size)
+
+    def reshuffle(self, epoch: int | None = None, **_kwargs: Any) -> None:
+        # Runs after load_state_dict too: the place inside the epoch stays.
+        if epoch is None:
+            raise ValueError("the epoch must be given")
+        self._epoch = epoch
+
+    def _iter_batches(self) -> Iterator[dict[str, Any]]:
+        order = schedule.epoch_order(len(self.table), seed=self.seed, epoch=self.epoch)
+        for number in range(self.batches_processed, self.total_batches):
+            yield {"step": self.step(schedule.batch(order, self.global_batch_size, number))}
+
+    def step(self, index: IntArray) -> Step:
+        """This rank's share of the global batch `index`."""
+        return plan_to_step(
+            self.table,
+            index,
+            self.budget,
+            self.weighting,
+            rank=self.dp_rank,
+            num_ranks=self.dp_world_size,
+            attention_share=self.attention_share,
+        )
+
+    def get_mock_batch(self) -> dict[str, Any]:
+        """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""
+        tokens = self.table.lengths.sum(axis=1)
+        longest = np.argsort(-tokens, kind="stable")
+        wanted = self.budget.tokens * self.dp_world_size if torch.cuda.is_available() else 1
+        count = int(np.searchsorted(np.cumsum(tokens[longest]), wanted)) + 1
+        return {"step": self.step(longest[:count])}
+
+    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
+        return int(batch["step"].num_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "batches_processed": self.batches_processed, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in self._identity().items():
+            if state_dict[name] != value:
+                raise RunError(
+                    f"resume: the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. Use the "
+                    "config of the first run, or start anew in another run.folder."
+                )
+        self._epoch = state_dict["epoch"]
+        self.batches_processed = state_dict["batches_processed"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "pairs": len(self.table),
+            "data": self.table.digest,
+            "batch_pairs": self.global_batch_size,
+            "seed": self.seed,
+        }

@@ -1,0 +1,68 @@
+"""Training metrics: sums on the device, one reduction over ranks on a step that logs, then one division.
+
+Each microbatch adds, for each metric, the values of its pairs times their share of the global batch (`train/loss` by
+the objective's weighting, all others each pair alike), so that the sum over microbatches and ranks is the mean over the
+batch. Between two logs the sums of the steps add up; what is logged is the mean over those steps.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isopref.engine.step import Work
+from isopref.losses import margin, rewards
+from isopref.types import PairLogps
+
+NAMES = (
+    "loss",
+    "logps_chosen",
+    "logps_rejected",
+    "rewards_chosen",
+    "rewards_rejected",
+    "margin",
+    "accuracy",
+)
+# Not logged: what the first step is checked against.
+CHECKS = ("loss_at_reference", "reward_size")
+
+
+def microbatch_sums(
+    policy: PairLogps, ref: PairLogps, loss_P: Tensor, loss_at_reference_P: Tensor, *, beta: float, work: Work
+) -> Tensor:
+    """What one microbatch adds to NAMES and CHECKS, float64."""
+    chosen, rejected = rewards(policy, ref, beta=beta)
+    gap = margin(policy, ref)
+    right = (gap > 0).double() + 0.5 * (gap == 0).double()  # a tie is half right
+    weighted = torch.stack([loss_P, loss_at_reference_P]).double() @ work.loss_share
+    values = [
+        policy.chosen,
+        policy.rejected,
+        chosen,
+        rejected,
+        gap,
+        right,
+        0.5 * (chosen.abs() + rejected.abs()),
+    ]
+    means = torch.stack([v.double() for v in values]) @ work.mean_share
+    return torch.cat([weighted[:1], means[:-1], weighted[1:], means[-1:]])
+
+
+class MetricWindow:
+    """Sums since the last log, on the device."""
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(len(NAMES) + len(CHECKS), dtype=torch.float64, device=device)
+        self.num_steps = 0
+
+    def add(self, step_sums: Tensor) -> None:
+        self.sums += step_sums
+        self.num_steps += 1
+
+    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+        """The means over the window and all ranks, by name; starts a new window. One collective, no host sync."""
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(self.sums, group=group)
+        means = dict(zip(NAMES + CHECKS, (self.sums / max(1, self.num_steps)).unbind(), strict=True))
+        self.sums = torch.zeros_like(self.sums)
+        self.num_steps = 0
+        return means

@@ -1,0 +1,162 @@
+"""Padded preference batches in the form OLMo-core scripts use: collated, cut into microbatches, turned into a Step.
+
+A batch is a dict of `{chosen,rejected}_{input_ids,attention_mask,labels}` (P, T; right-padded; labels are IGNORE_INDEX
+outside the completion), `index` (P) and `token_count` (P). P: pairs, T: tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isopref.data.rows import build_microbatch
+from isopref.engine.step import Step, Work
+from isopref.errors import ConfigError, DataError
+from isopref.normalize import Weighting, coefficients, pair_weights
+from isopref.types import IntArray, PairTokens
+
+IGNORE_INDEX = -100
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class DataCollatorForSeq2SeqDPO:
+    """Pads both sides of all pairs to one length and counts each pair's real tokens.
+
+    An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers and `index`, its row in the
+    reference's table.
+    """
+
+    pad_token_id: int = 0
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, instances: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not instances:
+            raise DataError("a batch to collate holds no pairs.")
+        longest = max(len(one[f"{side}_input_ids"]) for one in instances for side in SIDES)
+        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        batch: dict[str, Tensor] = {}
+        for side in SIDES:
+            ids = [torch.as_tensor(one[f"{side}_input_ids"], dtype=torch.long) for one in instances]
+            labels = [torch.as_tensor(one[f"{side}_labels"], dtype=torch.long) for one in instances]
+            batch[f"{side}_input_ids"] = torch.stack([_pad(x, width, self.pad_token_id) for x in ids])
+            batch[f"{side}_attention_mask"] = torch.stack([_pad(torch.ones_like(x), width, 0) for x in ids])
+            batch[f"{side}_labels"] = torch.stack([_pad(x, width, IGNORE_INDEX) for x in labels])
+        batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
+        batch["index"] = torch.tensor([int(one["index"]) for one in instances])
+        return batch
+
+
+def _pad(x: Tensor, width: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - len(x)), value=value)
+
+
+def split_batch_dpo(batch: Mapping[str, Any], num_microbatch_instances: int) -> list[dict[str, Tensor]]:
+    """Cut a padded batch into microbatches of at most `num_microbatch_instances` pairs, in order."""
+    if num_microbatch_instances < 1:
+        raise ConfigError(
+            f"split_batch_dpo: num_microbatch_instances is {num_microbatch_instances}; it must be at least 1 pair."
+        )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"split_batch_dpo: batch['{key}'] is a {type(value).__name__}, not a tensor, so it cannot be cut. "
+                "Remove it, or make it a tensor with one entry per pair."
+            )
+    sizes = {key: len(value) for key, value in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"split_batch_dpo: the batch's tensors differ in their number of pairs: {sizes}.")
+    pieces = {key: value.split(num_microbatch_instances) for key, value in batch.items()}
+    return [{key: value[n] for key, value in pieces.items()} for n in range(len(pieces["chosen_input_ids"]))]
+
+
+def padded_to_step(
+    batch: Mapping[str, Any],
+    rank_microbatch_size: int,
+    weighting: Weighting,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Step:
+    """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
+
+    Ranks know only their own part here, so the denominators cost one small collective. Ranks with fewer microbatches
+    than others get empty ones.
+    """
+    width = batch["chosen_input_ids"].shape[1]
+    if rank_microbatch_size < 2 * width:
+        raise ConfigError(
+            f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * width} (two "
+            f"sequences padded to {width}). Raise it to at least {2 * width}, or shorten the pairs."
+        )
+    pieces = split_batch_dpo(batch, rank_microbatch_size // (2 * width))
+    pairs = [_pairs(piece) for piece in pieces]
+    lengths = np.array([[len(part) for part in pair] for piece in pairs for pair in piece], dtype=np.int64)
+    weights = pair_weights(lengths, weighting, np.ones(len(lengths)))
+    tokens, slots = int(batch["token_count"].sum()), 2 * width * len(lengths)
+    (total, num_pairs, num_tokens, num_slots), num_microbatches = _over_ranks(
+        [float(weights.sum()), len(lengths), tokens, slots], len(pieces), device, group
+    )
+    shares = np.split(
+        np.stack([coefficients(weights, total=total), coefficients(np.ones(len(lengths)), total=num_pairs)]),
+        np.cumsum([len(piece) for piece in pairs])[:-1],
+        axis=1,
+    )
+    work = [
+        Work(build_microbatch(some, "padded"), piece["index"], *(torch.from_numpy(s.copy()) for s in share))
+        for some, piece, share in zip(pairs, pieces, shares, strict=True)
+    ]
+    work += [_filler()] * (num_microbatches - len(work))
+    return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
+
+
+def _filler() -> Work:
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return Work(build_microbatch([], "padded"), nothing.long(), nothing, nothing)
+
+
+def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:
+    sides = [_sequences(piece, side) for side in SIDES]
+    out = []
+    for (prompt, chosen), (other, rejected) in zip(*sides, strict=True):
+        # The two sides may carry prompts of their own; each completion is scored after its own.
+        if len(prompt) != len(other) or not np.array_equal(prompt, other):
+            raise DataError(
+                f"a pair's two sides have different prompts ({len(prompt)} and {len(other)} tokens before their labels "
+                "begin). Both must start with the same tokens."
+            )
+        out.append(PairTokens(prompt, chosen, rejected))
+    return out
+
+
+def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, IntArray]]:
+    ids, mask, labels = (piece[f"{side}_{name}"].cpu().numpy() for name in ("input_ids", "attention_mask", "labels"))
+    out = []
+    for row_ids, row_mask, row_labels in zip(ids, mask, labels, strict=True):
+        length = int(row_mask.sum())
+        start = int((row_labels != IGNORE_INDEX).argmax())
+        whole = row_mask[:length].all() and (row_labels[start:length] == row_ids[start:length]).all()
+        if not whole or start == 0 or (row_labels[length:] != IGNORE_INDEX).any():
+            raise DataError(
+                f"'{side}' must be right-padded, with labels of {IGNORE_INDEX} up to the completion and equal to the "
+                f"input ids from there to the end; a row has length {length} and labels from position {start}."
+            )
+        out.append((row_ids[:start], row_ids[start:length]))
+    return out
+
+
+def _over_ranks(
+    sums: list[float], count: int, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[list[float], int]:
+    """Sums over ranks, and the largest count."""
+    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+        return sums, count
+    mine = torch.tensor([*sums, count], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    together = torch.stack(every).cpu()
+    return together[:, :-1].sum(dim=0).tolist(), int(together[:, -1].max())

@@ -1,0 +1,76 @@
+"""One global batch as one rank sees it: its microbatches, and what is known of the whole batch.
+
+A `Step` comes from a table of pairs and a plan (isopref's own loader), or from a padded batch in the form that
+OLMo-core scripts use (padded.py). Both end in the same list of microbatches.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from isopref.data import packing
+from isopref.data.packing import Budget
+from isopref.data.rows import FILLER_TOKENS, build_microbatch
+from isopref.data.table import PairTable
+from isopref.normalize import Weighting, coefficients, pair_weights
+from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch with what each of its P pairs counts for."""
+
+    microbatch: Microbatch
+    index: torch.Tensor  # P: which pair of the table, to look up the reference
+    loss_share: torch.Tensor  # P: coefficient in the loss; they sum to one over the global batch
+    mean_share: torch.Tensor  # P: one over the pairs of the global batch
+
+    def to(self, device: torch.device) -> "Work":
+        parts = (self.index, self.loss_share, self.mean_share)
+        return Work(self.microbatch.to(device), *(x.to(device, non_blocking=True) for x in parts))
+
+
+@dataclass(frozen=True)
+class Step:
+    """This rank's share of a global batch. The counts are of the whole batch, over all ranks."""
+
+    work: tuple[Work, ...]
+    num_pairs: int
+    num_tokens: int  # real tokens of both sequences of every pair
+    padding_fraction: float  # share of the token slots of all microbatches that hold no token
+
+
+def plan_to_step(
+    table: PairTable,
+    index: IntArray,
+    budget: Budget,
+    weighting: Weighting,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    attention_share: float = 0.0,
+) -> Step:
+    """Cut the global batch `index` (pairs of `table`) by plan and build this rank's microbatches."""
+    lengths = table.lengths[index]
+    plan = packing.plan_step(lengths, budget, num_ranks=num_ranks, attention_share=attention_share)
+    loss_share = coefficients(pair_weights(lengths, weighting, table.weights[index]))
+    mean_share = coefficients(np.ones(len(index)))
+    work = [
+        Work(
+            build_microbatch([table.tokens(int(i)) for i in index[group]], budget.kind),
+            torch.from_numpy(index[group]),
+            torch.from_numpy(loss_share[group]),
+            torch.from_numpy(mean_share[group]),
+        )
+        for group in (np.asarray(group, np.int64) for group in plan[rank])
+    ]
+    groups = [group for of_rank in plan for group in of_rank]
+    slots = sum(packing.padded_tokens(lengths[group], budget.kind) if group else FILLER_TOKENS for group in groups)
+    filled = int(lengths.sum()) + (0 if budget.kind == "shared" else int(lengths[:, PROMPT].sum()))
+    return Step(
+        work=tuple(work),
+        num_pairs=len(index),
+        num_tokens=int(lengths[:, CHOSEN:].sum()) + 2 * int(lengths[:, PROMPT].sum()),
+        padding_fraction=1 - filled / slots,
+    )

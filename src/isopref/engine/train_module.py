@@ -1,0 +1,200 @@
+"""DPOTrainModule: preference optimisation as an OLMo-core TrainModule.
+
+`train_batch` cuts nothing and divides nothing: the microbatches come planned, and every pair brings its share of the
+global batch. It accumulates gradients and leaves the optimizer step to the Trainer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as checkpoint_state
+from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train.train_module import EvalBatchSpec, TrainModule
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from isopref.engine.metrics import CHECKS, NAMES, MetricWindow, microbatch_sums
+from isopref.engine.padded import padded_to_step
+from isopref.engine.step import Step, Work
+from isopref.errors import ConfigError, RunError
+from isopref.losses import PairLoss
+from isopref.models.parallel import GradSync, full, gradient_sync
+from isopref.normalize import Weighting, share_of_loss
+from isopref.score import TableLogps, score
+from isopref.types import PairLogps
+
+# How far the first step may be from "policy = reference": rounding of the compute dtype, nothing else.
+FIRST_STEP_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+
+
+class DPOTrainModule(TrainModule):
+    """Trains a policy on pairs under OLMo-core's Trainer.
+
+    :param model: a `Policy`, or what `parallelize` made of one.
+    :param objective: one loss per pair, from `isopref.losses.pair_loss`.
+    :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
+    :param beta: scale of the implicit rewards that are logged.
+    :param weighting: what a pair counts for in the loss.
+    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up.
+    :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
+    :param check_first_step: stop if policy and reference differ before the first update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Optimizer,
+        *,
+        objective: PairLoss,
+        rank_microbatch_size: int,
+        beta: float,
+        reference: TableLogps,
+        weighting: Weighting = "token",
+        scheduler: Scheduler | None = None,
+        max_grad_norm: float | None = None,
+        grad_sync: GradSync = "last",
+        check_first_step: bool = True,
+        dp_process_group: dist.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        if rank_microbatch_size < 1:
+            raise ConfigError(f"rank_microbatch_size is {rank_microbatch_size}; it needs at least 1 token.")
+        self.model = model
+        self.optim = optim
+        self.objective = objective
+        self.rank_microbatch_size = rank_microbatch_size
+        self.beta = beta
+        self.weighting: Weighting = weighting
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.grad_sync: GradSync = grad_sync
+        self.check_first_step = check_first_step
+        self.device = next(model.parameters()).device
+        self.num_ranks = dist.get_world_size(dp_process_group) if dist.is_initialized() else 1
+        self.reference_2N = torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(
+            self.device
+        )
+        self._group = dp_process_group
+        self._window = MetricWindow(self.device)
+
+    @property
+    def dp_process_group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    @property
+    def eval_batch_spec(self) -> EvalBatchSpec:
+        return EvalBatchSpec(rank_batch_size=self.rank_microbatch_size)
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
+        self.model.train()
+        step = self._step(batch)
+        sums = torch.zeros_like(self._window.sums)
+        for n, work in enumerate(step.work):
+            with self._train_microbatch_context(n, len(step.work)):
+                sums += self._train_microbatch(work.to(self.device))
+        if dry_run:
+            self.zero_grads()
+            return
+        self._window.add(sums)
+        if self.check_first_step and self.trainer.global_step == 1:
+            self._check_first_step(sums)
+        if self._logs_now():
+            self._record(step)
+
+    def _step(self, batch: dict[str, Any]) -> Step:
+        if "step" in batch:
+            step: Step = batch["step"]
+            return step
+        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device, group=self._group)
+
+    @contextmanager
+    def _train_microbatch_context(self, number: int, count: int) -> Iterator[None]:
+        with gradient_sync(self.model, self.grad_sync, last=number == count - 1):
+            yield
+
+    def _train_microbatch(self, work: Work) -> Tensor:
+        """Forward and backward. Returns what the microbatch adds to the metrics."""
+        policy = score(self.model, work.microbatch)
+        ref = self._reference(policy, work.index)
+        loss_P = self.objective(policy, ref)
+        share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks).backward()
+        with torch.no_grad():
+            return microbatch_sums(policy, ref, loss_P, self.objective(ref, ref), beta=self.beta, work=work)
+
+    def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
+        chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
+        return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
+
+    def _logs_now(self) -> bool:
+        step = self.trainer.global_step
+        return step % self.trainer.metrics_collect_interval == 0 or step in (1, self.trainer.max_steps)
+
+    def _record(self, step: Step) -> None:
+        means = self._window.reduce(self._group)
+        for name in NAMES:
+            self.record_metric(f"train/{name}", means[name])
+        self.record_metric("train/token_count", step.num_tokens)
+        self.record_metric("train/pair_count", step.num_pairs)
+        self.record_metric("train/padding_fraction", step.padding_fraction)
+
+    def _check_first_step(self, sums: Tensor) -> None:
+        """Before the first update the policy is the reference: the loss is that of a zero margin, rewards are 0."""
+        window = MetricWindow(self.device)
+        window.add(sums)
+        means = {name: float(value) for name, value in window.reduce(self._group).items()}
+        tolerance = FIRST_STEP_TOLERANCE[next(self.model.parameters()).dtype]
+        loss, expected, reward = means["loss"], *(means[name] for name in CHECKS)
+        if not (abs(loss - expected) <= tolerance and reward <= tolerance):
+            raise RunError(
+                f"first step: policy and reference are the same model, so the loss should be {expected:.6f} and "
+                f"rewards 0, but the loss is {loss:.6f} and rewards are {reward:.2g} on average. Something scores the two "
+                "differently: a layout this model does not support (try layout.rows: padded), weights that changed, or "
+                "randomness in the forward pass."
+            )
+
+    def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:
+        """Log-probabilities of a batch's pairs, by microbatch, without gradients."""
+        with torch.no_grad():
+            return [score(self.model, work.to(self.device).microbatch) for work in self._step(batch).work]
+
+    def optim_step(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = full(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if self.max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        for group in self.optim.param_groups:
+            if self.scheduler is not None and self.trainer.max_steps is not None:
+                # One past the end: the schedule's last value belongs to the step after the last.
+                end = self.trainer.max_steps + 1
+                group["lr"] = self.scheduler.get_lr(group["initial_lr"], self.trainer.global_step, end)
+        if self._logs_now():
+            self.record_metric("optim/grad_norm", norm)
+            self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
+        self.optim.step()
+
+    def zero_grads(self) -> None:
+        self.optim.zero_grad(set_to_none=True)
+
+    def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
+        options = checkpoint_state.StateDictOptions(full_state_dict=False, cpu_offload=True)
+        state: dict[str, Any] = {"model": checkpoint_state.get_model_state_dict(self.model, options=options)}
+        if optim is not False:
+            state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        options = checkpoint_state.StateDictOptions(strict=True)
+        checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
+        if "optim" in state_dict:
+            checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
+
+    def num_flops_per_token(self, seq_len: int) -> int | None:  # type: ignore[override]  # the base caches an abstract method
+        return None
+
+    def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
+        return None

@@ -1,0 +1,109 @@
+"""Hugging Face models and tokenizers: loaded from a folder, the hub or a GGUF file; exported to a folder.
+
+Owns what must hold for every model that is trained: no dropout, a tokenizer with a way to end, nothing left of a
+quantised file. It knows nothing of layouts.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from isopref import optional
+from isopref.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from, resolved to what transformers' `from_pretrained` takes."""
+
+    name: str  # a folder or a hub name
+    gguf_file: str | None = None
+
+
+def locate(path: str) -> Origin:
+    """Resolve `model.path`: a folder, a hub name, a .gguf file or `package:PACKAGE/FILE`. Raises ModelError."""
+    local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
+    if local.is_dir():
+        return Origin(str(local))
+    if local.is_file() and local.suffix == ".gguf":
+        optional.require("gguf", extra="gguf", why=f"model.path is the GGUF file {local}")
+        optional.require("accelerate", extra="gguf", why=f"model.path is the GGUF file {local}")
+        return Origin(str(local.parent), local.name)
+    if local.is_file():
+        raise ModelError(f"model.path: {local} is a file. Give the model's folder, a hub name or a .gguf file.")
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model.path: there is no folder {local.absolute()}. Check the path, or give a hub name OWNER/NAME."
+        )
+    return Origin(path)
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer, with its chat template if it has one. Raises ModelError."""
+    tokenizer = _from_pretrained(AutoTokenizer, path, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
+    return tokenizer
+
+
+def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in `dtype` on the CPU, with all dropout off. Raises ModelError.
+
+    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout.
+    """
+    model: PreTrainedModel = _from_pretrained(
+        AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, dtype=dtype
+    )
+    if getattr(model.config, "quantization_config", None) is not None:
+        model = _dequantised(model)
+    disable_dropout(model)
+    return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch off every dropout, also the rates that attention layers keep as plain numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    """Write a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer, chat template.
+
+    Written beside its place and renamed, so that a folder of that name is always whole.
+    """
+    partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
+    model.save_pretrained(partial, state_dict=state)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():
+        raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
+    partial.rename(folder)
+
+
+def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that knows nothing of the quantised file, so that it can be saved."""
+    config = model.config
+    del config.quantization_config
+    plain: Any = type(model)(config).to(dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
+    origin = locate(path)
+    gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
+    try:
+        return kind.from_pretrained(origin.name, **gguf, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path: cannot load {path}: {reason}") from error

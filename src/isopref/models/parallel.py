@@ -1,0 +1,106 @@
+"""A policy over many ranks: DDP, FSDP2 or HSDP, and when their gradients are reduced.
+
+All three average gradients over the data-parallel ranks; normalize.py undoes that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from isopref.errors import ConfigError
+from isopref.models.policy import Policy
+
+Parallel = Literal["single", "ddp", "fsdp", "hsdp"]
+GradSync = Literal["last", "every"]
+
+
+def parallelize(
+    policy: Policy,
+    mode: Parallel,
+    *,
+    device: torch.device,
+    world_size: int = 1,
+    compute_dtype: torch.dtype | None = None,
+    hsdp_shard: int | None = None,
+) -> nn.Module:
+    """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
+
+    `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
+    """
+    policy.to(device)
+    if mode == "single":
+        return policy
+    if mode == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(policy, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if mode == "fsdp":
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        shard = _shard_size(hsdp_shard, world_size)
+        mesh = init_device_mesh(device.type, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(policy.parameters()).dtype)
+    for layer in decoder_layers(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def _shard_size(hsdp_shard: int | None, world_size: int) -> int:
+    """Ranks in one shard group: what was asked for, or the ranks of one node."""
+    shard = hsdp_shard if hsdp_shard is not None else min(world_size, max(1, torch.cuda.device_count()))
+    if shard < 1 or world_size % shard:
+        raise ConfigError(
+            f"layout.hsdp_shard is {shard}, which does not divide the {world_size} ranks. Use one of "
+            f"{', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}."
+        )
+    return shard
+
+
+def decoder_layers(policy: Policy) -> list[nn.Module]:
+    """The blocks that transformers says must stay whole: the units of sharding."""
+    names = set(policy.model._no_split_modules or ())
+    layers = [module for module in policy.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(
+            f"{type(policy.model).__name__} does not say which of its blocks may be sharded (_no_split_modules). "
+            "Set layout.parallel: ddp."
+        )
+    return layers
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[None]:
+    """Around one microbatch's forward and backward: reduce gradients after it, or leave that to a later one.
+
+    `last` keeps the whole gradient on every rank until the step's last microbatch; `every` reduces after each, which
+    costs communication and saves memory under FSDP. Across HSDP's replicas only the last microbatch ever reduces.
+    """
+    now = last or mode == "every"
+    if isinstance(model, DistributedDataParallel) and not now:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)
+    yield
+
+
+def unwrap(model: nn.Module) -> Policy:
+    """The policy inside a DDP wrapper, or the policy itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, Policy)
+    return inner
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,72 @@
+"""The one score path: log-probabilities of completions, for the policy, the reference and evaluation alike.
+
+P: pairs of a microbatch, N: pairs of a table.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from isopref.data.packing import Budget, plan_step
+from isopref.data.rows import build_microbatch
+from isopref.data.table import PairTable
+from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
+
+WINDOW = 256  # pairs planned together when a whole table is scored
+
+
+def score(policy: nn.Module, microbatch: Microbatch) -> PairLogps:
+    """Log-probabilities of a microbatch, with gradient where gradients are on."""
+    logps_2P = policy(microbatch)
+    num_chosen, num_rejected = microbatch.num_completion_tokens
+    return PairLogps(logps_2P[0], logps_2P[1], num_chosen, num_rejected)
+
+
+@dataclass(frozen=True)
+class TableLogps:
+    """Log-probabilities of the completions of N pairs, on the host in float64."""
+
+    chosen: FloatArray  # N
+    rejected: FloatArray  # N
+
+    def select(self, index: IntArray) -> "TableLogps":
+        return TableLogps(self.chosen[index], self.rejected[index])
+
+
+@torch.no_grad()
+def score_table(
+    policy: nn.Module,
+    table: PairTable,
+    budget: Budget,
+    *,
+    device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> TableLogps:
+    """Score every pair of a table without gradients. Ranks share the work; each returns the whole.
+
+    `progress` is called with the number of pairs done on this rank since the last call.
+    """
+    logps_2N = torch.zeros(2, len(table), dtype=torch.float64, device=device)
+    for index, microbatch in _microbatches(table, budget, rank, num_ranks):
+        logps_2P = policy(microbatch.to(device)).double()
+        logps_2N[:, torch.from_numpy(index).to(device)] = logps_2P
+        if progress is not None:
+            progress(len(index) * num_ranks)
+    if num_ranks > 1:
+        torch.distributed.all_reduce(logps_2N)  # every pair was scored on one rank and is zero on the others
+    chosen, rejected = logps_2N.cpu().numpy()
+    return TableLogps(chosen, rejected)
+
+
+def _microbatches(table: PairTable, budget: Budget, rank: int, num_ranks: int) -> Iterator[tuple[IntArray, Microbatch]]:
+    by_length = np.argsort(table.lengths.sum(axis=1), kind="stable")[::-1]
+    for start in range(0, len(table), WINDOW * num_ranks):
+        window = by_length[start : start + WINDOW * num_ranks]
+        for group in plan_step(table.lengths[window], budget, num_ranks=num_ranks)[rank]:
+            index = window[group] if group else window[:0]
+            yield index, build_microbatch([table.tokens(int(i)) for i in index], budget.kind)

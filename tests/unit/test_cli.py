@@ -1,0 +1,304 @@
+"""The command line, through the installed `isopref` script: messages, exit codes, files, imports."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from isopref import __version__
+from isopref.cli.launch import launch, torchrun
+from isopref.config.load import load_config
+from isopref.config.schema import run_id
+
+SCRIPT = Path(sys.executable).with_name("isopref")
+Isopref = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def isopref(tmp_path: Path) -> Isopref:
+    """Run the script in tmp_path; `build` is Python code that stands in for the module isopref.build."""
+
+    def run(*arguments: str, build: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [str(SCRIPT), *arguments]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment(tmp_path, build, env),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def environment(folder: Path, build: str | None, extra: dict[str, str]) -> dict[str, str]:
+    """Variables under which every Python process finds `build` as its isopref.build."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | extra
+    if build is not None:
+        stub = folder / "stub"
+        stub.mkdir(exist_ok=True)
+        (stub / "standin.py").write_text(build)
+        # Python runs sitecustomize at its start, in the ranks that torchrun starts too.
+        (stub / "sitecustomize.py").write_text(
+            "import sys, standin\nsys.modules['isopref.build'] = standin\n"
+        )
+        env["PYTHONPATH"] = str(stub)
+    return env
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "my.config.yaml"
+    path.write_text("model: {path: m}\ndata: {train: d}\n")
+    return path
+
+
+# --- help and version ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"]])
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["isopref", *{arguments!r}]
+from isopref.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {{"torch", "transformers", "olmo_core", "pyarrow", "datasets"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Usage: isopref")
+
+
+def test_help_shows_overrides(isopref: Isopref) -> None:
+    text = isopref("train", "--help").stdout
+    assert "isopref train my.yaml optim.lr=2e-6 objective.beta=0.3\n" in text
+    assert "--resume" in text
+    assert "--nproc" in text
+
+
+def test_version(isopref: Isopref) -> None:
+    result = isopref("--version")
+    assert (result.returncode, result.stdout) == (0, f"isopref {__version__}\n")
+
+
+def test_python_m_isopref() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "isopref", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, f"isopref {__version__}\n")
+
+
+def test_wrong_usage_is_exit_code_2(isopref: Isopref, config_file: Path) -> None:
+    for arguments in (["train"], ["train", str(config_file), "--nproc", "0"], ["trian"]):
+        result = isopref(*arguments)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
+
+
+# --- train -----------------------------------------------------------------------------------------
+
+REPORT = "def train(config, *, name, resume): print(config.optim.lr, config.data.columns, name, resume)"
+
+
+def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: Path) -> None:
+    result = isopref(
+        "train", config_file.name, "optim.lr=2e-6", "data.columns.prompt=q", "--resume", build=REPORT
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "2e-06 {'prompt': 'q'} my.config True\n"
+    assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config False\n"
+
+
+def test_user_error_is_one_message_and_exit_code_1(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", "nowhere.yaml")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "error: nowhere.yaml: there is no such file. To write a starter: isopref init nowhere.yaml\n"
+    )
+    result = isopref("train", config_file.name, "optim.lr=fast")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: override 'optim.lr=fast': optim.lr: must be a number, at least 0; found \"fast\".\n"
+    )
+
+
+FAIL = """
+from isopref.errors import DataError
+def train(config, *, name, resume): raise DataError("x.jsonl:3: bad")
+"""
+
+
+def test_user_error_from_the_run_names_the_rank(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, build=FAIL)
+    assert (result.returncode, result.stderr) == (1, "error: x.jsonl:3: bad\n")
+    result = isopref("train", config_file.name, build=FAIL, RANK="3")
+    assert (result.returncode, result.stderr) == (1, "error on rank 3: x.jsonl:3: bad\n")
+
+
+def test_fault_of_ours_keeps_its_traceback(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, build="def train(config, *, name, resume): 1 / 0")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback (most recent call last):")
+    assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_ctrl_c_is_exit_code_130(tmp_path: Path, config_file: Path) -> None:
+    build = "import time\ndef train(config, *, name, resume): print('started', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [str(SCRIPT), "train", config_file.name],
+        cwd=tmp_path,
+        env=environment(tmp_path, build, {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+
+
+# --- several processes -----------------------------------------------------------------------------
+
+
+def test_torchrun_command() -> None:
+    assert torchrun(4, "isopref.cli.main", ["train", "c.yaml", "optim.lr=1"]) == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4",
+        "-m", "isopref.cli.main", "train", "c.yaml", "optim.lr=1",
+    ]  # fmt: skip
+
+
+def test_nproc_runs_the_same_command_on_every_rank(
+    isopref: Isopref, config_file: Path, tmp_path: Path
+) -> None:
+    build = (
+        "import os, pathlib\n"
+        "def train(config, *, name, resume):\n"
+        "    text = f'{os.environ[\"WORLD_SIZE\"]} {config.optim.lr} {name} {resume}'\n"
+        "    pathlib.Path('rank' + os.environ['RANK']).write_text(text)\n"
+    )
+    result = isopref("train", config_file.name, "optim.lr=2e-6", "--nproc", "2", "--resume", build=build)
+    assert result.returncode == 0, result.stderr
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {
+        "rank0": "2 2e-06 my.config True",
+        "rank1": "2 2e-06 my.config True",
+    }
+
+
+def test_nproc_reports_a_failure_of_the_ranks(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, "--nproc", "2", build=FAIL)
+    assert result.returncode == 1
+    assert "x.jsonl:3: bad\n" in result.stderr
+    assert result.stderr.endswith("error: training failed. The reason stands above the report of torchrun.\n")
+
+
+def test_nproc_checks_the_config_before_it_starts_anything(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, "optim.lr=fast", "--nproc", "2")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: override 'optim.lr=fast'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_nproc_inside_torchrun_is_refused(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, "--nproc", "2", RANK="0")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: --nproc 2: torchrun has started this process already.")
+
+
+def test_launch_returns_the_exit_code() -> None:
+    assert launch([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    assert launch([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + 9
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("code", [0, 1])
+def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, code: int) -> None:
+    """The child writes down what it gets, then ends; success stays success, a failure names the signal."""
+    started = tmp_path / "started"
+    child = (
+        "import pathlib, signal, time\n"
+        "got = []\n"
+        f"signal.signal({int(signum)}, lambda *_: got.append(1))\n"
+        f"pathlib.Path({str(started)!r}).touch()\n"
+        "while not got: time.sleep(0.01)\n"
+        "time.sleep(0.2)\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(len(got)))\n"
+        f"raise SystemExit({code})\n"
+    )
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert launch([sys.executable, "-c", child]) == (128 + signum if code else 0)
+    assert started.read_text() == "1"
+    assert signal.getsignal(signum) is before
+
+
+# --- init and config -------------------------------------------------------------------------------
+
+
+def test_init_writes_a_starter_once(isopref: Isopref, tmp_path: Path) -> None:
+    assert isopref("init").returncode == 0
+    assert load_config(tmp_path / "isopref.yaml", ["model.path=m", "data.train=d"]).model.path == "m"
+    (tmp_path / "isopref.yaml").write_text("mine")
+    result = isopref("init")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "error: isopref.yaml: exists already, and is not overwritten. Choose another name, or remove it.\n"
+    )
+    assert (tmp_path / "isopref.yaml").read_text() == "mine"
+    assert isopref("init", "new/folder/my.yaml").returncode == 0
+    assert (tmp_path / "new/folder/my.yaml").exists()
+
+
+def test_init_in_a_place_that_cannot_be(isopref: Isopref, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = isopref("init", "file/my.yaml")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: file/my.yaml: cannot be written")
+
+
+def test_init_demo_writes_a_config_and_its_data(isopref: Isopref, tmp_path: Path) -> None:
+    result = isopref("init", "--demo", "some/where")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "some/where"
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.yaml", "eval.jsonl", "train.jsonl"]
+    data = load_config(folder / "demo.yaml").data
+    assert (data.train, data.eval) == ("some/where/train.jsonl", "some/where/eval.jsonl")
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "train.jsonl", "eval.jsonl"])
+def test_init_demo_overwrites_nothing(isopref: Isopref, tmp_path: Path, name: str) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / name).write_text("mine")
+    result = isopref("init", "--demo")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: demo/{name}: exists already")
+    assert [path.read_text() for path in (tmp_path / "demo").iterdir()] == ["mine"]
+
+
+def test_config_prints_the_resolved_config_and_its_run_id(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("config", config_file.name, "optim.lr=2e-6")
+    assert result.returncode == 0, result.stderr
+    config = load_config(config_file, ["optim.lr=2e-6"])
+    assert result.stdout.splitlines()[0] == f"# run id: {run_id(config)}"
+    assert yaml.safe_load(result.stdout) == config.model_dump(mode="json")

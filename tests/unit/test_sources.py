@@ -1,0 +1,264 @@
+"""Formats, places, digests, and one clear error for each way a source can be broken."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from isopref.data.sources import read_source
+from isopref.errors import DataError
+
+ROWS = [
+    {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
+    {"prompt": "U+2028 \u2028 is no line end", "chosen": "für\nzwei Zeilen", "rejected": "😀"},
+    {"prompt": "c", "chosen": "d, with \"quotes\"", "rejected": "e"},
+]  # fmt: skip
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def delimited(rows: list[dict[str, Any]], delimiter: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def arrow(rows: list[dict[str, Any]], open_writer: Callable[..., Any]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return bytes(sink.getvalue())
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=2)
+    return bytes(sink.getvalue())
+
+
+FILES = [
+    ("a.jsonl", jsonl(ROWS), "jsonl", [":1", ":2", ":3"]),
+    ("a.ndjson", b"\xef\xbb\xbf\n" + jsonl(ROWS).replace(b"\n", b"\r\n\r\n"), "jsonl", [":2", ":4", ":6"]),
+    ("a.json", json.dumps(ROWS, indent=1).encode(), "json", [":[0]", ":[1]", ":[2]"]),
+    ("lines.json", jsonl(ROWS), "jsonl", [":1", ":2", ":3"]),
+    ("no_suffix", b"  \n" + json.dumps(ROWS).encode(), "json", [":[0]", ":[1]", ":[2]"]),
+    ("a.jsonl.gz", gzip.compress(jsonl(ROWS)), "jsonl.gz", [":1", ":2", ":3"]),
+    ("a.json.gz", gzip.compress(json.dumps(ROWS).encode()), "json.gz", [":[0]", ":[1]", ":[2]"]),
+    ("a.csv", delimited(ROWS, ","), "csv", [":2", ":3", ":5"]),  # the second record has two lines
+    ("a.tsv", delimited(ROWS, "\t"), "tsv", [":2", ":3", ":5"]),
+    ("a.csv.gz", gzip.compress(delimited(ROWS, ",")), "csv.gz", [":2", ":3", ":5"]),
+    ("a.parquet", parquet(ROWS), "parquet", [":row 0", ":row 1", ":row 2"]),
+    ("file.arrow", arrow(ROWS, pa.ipc.new_file), "arrow", [":row 0", ":row 1", ":row 2"]),
+    ("stream.arrow", arrow(ROWS, pa.ipc.new_stream), "arrow", [":row 0", ":row 1", ":row 2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "kind", "places"), FILES, ids=[file[0] for file in FILES])
+def test_reads_every_format(tmp_path: Path, name: str, content: bytes, kind: str, places: list[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    source = read_source(str(path))
+    assert source.format == kind
+    for _ in range(2):  # a source can be read again
+        records = list(source)
+        assert [record.fields for record in records] == ROWS
+        assert [record.origin for record in records] == [f"{path}{place}" for place in places]
+
+
+GOOD = jsonl(ROWS)
+BROKEN = [
+    ("empty.jsonl", b"", "{path}: the file is empty"),
+    ("blank.json", b" \n\t\n", "{path}: the file is empty"),
+    ("array.json", b"[]", "{path}: no records"),
+    ("header.csv", b"prompt,chosen\n", "{path}: no records"),
+    ("cut.jsonl", GOOD + b'{"prompt": "x', "{path}:4: not valid JSON"),
+    ("list.jsonl", GOOD + b"[1, 2]\n", "{path}:4: a record must be a JSON object, this is a list"),
+    ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
+    ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
+    ("pretty.json", b'{\n "a": 1\n}', "{path}:1: not valid JSON"),
+    ("latin.jsonl", GOOD + "für".encode("latin-1"), "{path}:4: not UTF-8"),
+    ("latin.csv", b"a,b\n1,2\n\xff,3\n", "{path}:3: not UTF-8"),
+    ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "{path}:1: JSON that cannot be read"),
+    ("deep.jsonl", b'{"a": ' + b"[" * 100_000 + b"}", "{path}:1: "),
+    ("cut.jsonl.gz", gzip.compress(jsonl(ROWS * 5000))[:-300], ": cannot be read on"),
+    ("cells.csv", b'a,b\n1,"2\n"\n1,2,3\n', "{path}:4: 3 cells, but the header names 2 columns"),
+    ("quotes.csv", b'a,b\n1,2\n1,"2" 3\n', "{path}:3: not valid CSV"),
+    ("twice.csv", b"a,a\n1,2\n", "{path}:1: a column name comes twice"),
+    ("cut.parquet", parquet(ROWS)[:-9], "{path}: cannot be read"),
+    ("cut.arrow", arrow(ROWS, pa.ipc.new_file)[:-9], "{path}:row 0: cannot be read"),
+    ("zipped.parquet.gz", gzip.compress(parquet(ROWS)), "{path}: a gzipped .parquet file"),
+    ("photo.bin", b"\x89PNG\r\n", "{path}: the format is not known"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN, ids=[file[0] for file in BROKEN])
+def test_a_broken_file_is_one_clear_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_source(str(path)))
+    assert message.format(path=path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_rows_come_after_the_good_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + b"{")
+    records = iter(read_source(str(path)))
+    assert [next(records).fields for _ in ROWS] == ROWS
+    with pytest.raises(DataError, match=":4: not valid JSON"):
+        next(records)
+
+
+@pytest.mark.parametrize("spec", ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet"])
+def test_a_missing_file_is_not_asked_of_the_hub(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(DataError, match="no such file or folder") as caught:
+        read_source(spec)
+    assert str(Path(spec).absolute()) in str(caught.value)
+
+
+def test_columns_are_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl([{"question": "q", "prompt": "not this", "chosen": "c", "bad": "r"}, {"chosen": "c"}]))
+    records = read_source(str(path), columns={"prompt": "question", "rejected": "bad"})
+    assert [record.fields for record in records] == [
+        {"prompt": "q", "chosen": "c", "rejected": "r"},
+        {"chosen": "c"},
+    ]
+
+
+def test_columns_can_be_swapped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl([{"prompt": "p", "chosen": "bad", "rejected": "good"}]))
+    (record,) = read_source(str(path), columns={"chosen": "rejected", "rejected": "chosen"})
+    assert record.fields == {"prompt": "p", "chosen": "good", "rejected": "bad"}
+
+
+def test_a_renamed_column_that_no_record_has_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD)
+    with pytest.raises(DataError, match="wieght"):
+        list(read_source(str(path), columns={"weight": "wieght"}))
+
+
+def test_csv_cells_hold_messages_as_json_and_absence_as_nothing(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "a"}]
+    path = tmp_path / "a.csv"
+    path.write_bytes(delimited([{"chosen": json.dumps(messages), "system": "", "prompt": "[{ no json"}], ","))
+    (record,) = read_source(str(path))
+    assert record.fields == {"chosen": messages, "system": None, "prompt": "[{ no json"}
+
+
+def test_a_long_csv_cell_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"prompt\n" + b"x" * 200_000 + b"\n")
+    (record,) = read_source(str(path))
+    assert len(record.fields["prompt"]) == 200_000
+
+
+def test_the_digest_follows_the_bytes_and_not_the_name(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl"))
+    for path in (first, second):
+        path.write_bytes(GOOD)
+    third.write_bytes(GOOD.replace(b"Why", b"why"))
+    digests = [read_source(str(path)).digest() for path in (first, second, third)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+# --- folders, the hub, packages -------------------------------------------------------------------------
+
+
+def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+    source = read_source(str(folder))
+    assert (source.format, source.num_records) == ("saved data set", 3)
+    assert [(record.fields, record.origin) for record in source] == [
+        (row, f"{folder}:row {number}") for number, row in enumerate(ROWS)
+    ]
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert read_source(str(copy)).digest() == source.digest()
+    datasets.Dataset.from_list(ROWS[:2]).save_to_disk(tmp_path / "other")
+    assert read_source(str(tmp_path / "other")).digest() != source.digest()
+
+
+def test_a_split_of_a_saved_data_set_is_named_or_train(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    assert len(list(read_source(str(folder)))) == 3
+    (record,) = read_source(f"{folder}:test")
+    assert record.origin == f"{folder}:test:row 0"
+    with pytest.raises(DataError, match=r"no split 'dev'.*\['test', 'train'\]"):
+        read_source(f"{folder}:dev")
+
+
+def test_a_folder_that_is_no_data_set_names_the_files_in_it(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_bytes(GOOD)
+    with pytest.raises(DataError, match=r"save_to_disk.*pairs\.jsonl"):
+        read_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "split"),
+    [
+        ("owner/set", "owner/set", "train"),
+        ("owner/set:train_prefs", "owner/set", "train_prefs"),
+        ("set", "set", "train"),
+    ],
+)
+def test_a_hub_name_is_loaded(spec: str, name: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    stored = datasets.Dataset.from_list(ROWS)
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return stored
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = read_source(spec)
+    assert asked == [(name, split)]
+    assert (source.format, source.digest()) == ("hub", stored._fingerprint)
+    assert [record.origin for record in source] == [f"{spec}:row {number}" for number in range(3)]
+
+
+def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError) as caught:
+        read_source("owner/set:dev")
+    for part in (str(Path("owner/set:dev").absolute()), "'owner/set'", "'dev'", "ConnectionError: no route"):
+        assert part in str(caught.value)
+
+
+def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pairs_in_a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "train.jsonl").write_bytes(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "package:pairs_in_a_package/train.jsonl"
+    assert [record.origin for record in read_source(spec)] == [f"{spec}:{line}" for line in (1, 2, 3)]
+    with pytest.raises(DataError, match="has no file 'dev.jsonl'"):
+        read_source("package:pairs_in_a_package/dev.jsonl")
+    with pytest.raises(DataError, match="no package 'no_such_package'"):
+        read_source("package:no_such_package/x.jsonl")
