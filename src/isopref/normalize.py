@@ -19,14 +19,13 @@ def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) 
 
     A pair's tokens are those of its two sequences, the prompt counted in each.
     """
-    completion = lengths_P3[:, CHOSEN:].sum(axis=1, dtype=np.float64)
-    match weighting:
-        case "token":
-            return (completion + 2 * lengths_P3[:, PROMPT]) * own_P
-        case "completion":
-            return completion * own_P
-        case "pair":
-            return own_P.astype(np.float64)
+    completion: FloatArray = lengths_P3[:, CHOSEN:].sum(axis=1, dtype=np.float64)
+    sizes: dict[Weighting, FloatArray] = {
+        "token": completion + 2 * lengths_P3[:, PROMPT],
+        "completion": completion,
+        "pair": np.ones(len(lengths_P3)),
+    }
+    return sizes[weighting] * own_P
 
 
 def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:

@@ -6,7 +6,7 @@ Dimensions: P pairs, B sequences, T tokens of a sequence, C completion tokens, S
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,10 +96,13 @@ class Microbatch:
         )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of a dataclass whose tensors (and parts that can move) are on the device."""
-    parts = {name: part for name, part in vars(value).items() if hasattr(part, "to")}
-    return replace(
-        value,
-        **{n: p.to(device) if isinstance(p, Segments) else p.to(device, non_blocking=True) for n, p in parts.items()},
-    )
+Part = TypeVar("Part", Segments, Pass)
+
+
+def _moved(value: Part, device: torch.device) -> Part:
+    """A copy whose tensors, also those of its parts, are on the device."""
+    return replace(value, **{name: _to(part, device) for name, part in vars(value).items() if hasattr(part, "to")})
+
+
+def _to(part: Any, device: torch.device) -> Any:
+    return part.to(device) if isinstance(part, Segments) else part.to(device, non_blocking=True)

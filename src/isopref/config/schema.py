@@ -49,6 +49,11 @@ class ModelConfig(Section):
         default=False, description="Run Python code that comes with the model. Only for sources you trust."
     )
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether compute and weights differ in their number type."""
+        return self.compute_dtype not in (None, self.dtype)
+
 
 class DataConfig(Section):
     train: Text = Field(
@@ -217,7 +222,7 @@ class Config(Section):
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
     model, data, layout, run = config.model, config.data, config.layout, config.run
-    if model.compute_dtype not in (None, model.dtype) and layout.parallel in ("single", "ddp"):
+    if model.is_mixed and layout.parallel in ("single", "ddp"):
         yield (
             "model.compute_dtype",
             f"{model.compute_dtype} differs from model.dtype: {model.dtype}. This mixed precision needs "

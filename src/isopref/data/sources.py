@@ -26,7 +26,7 @@ from isopref.optional import require
 FORMATS = "JSONL, a JSON array of objects, CSV or TSV (each also gzipped), Parquet, Arrow"
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 DATA_SUFFIXES = {*TEXT_SUFFIXES, ".json", ".parquet", ".arrow", ".gz", ".jinja", ".txt"}
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 131,072 characters, is less than a long conversation
 BATCH_ROWS = 256
 DIGEST_BYTES = 16

@@ -60,7 +60,7 @@ class DPOTrainModule(TrainModule):
         check_first_step: bool = True,
         dp_process_group: dist.ProcessGroup | None = None,
     ):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         if rank_microbatch_size < 1:
             raise ConfigError(f"rank_microbatch_size is {rank_microbatch_size}; it needs at least 1 token.")
         self.model = model
@@ -152,9 +152,9 @@ class DPOTrainModule(TrainModule):
         if not (abs(loss - expected) <= tolerance and reward <= tolerance):
             raise RunError(
                 f"first step: policy and reference are the same model, so the loss should be {expected:.6f} and "
-                f"rewards 0, but the loss is {loss:.6f} and rewards are {reward:.2g} on average. Something scores the two "
-                "differently: a layout this model does not support (try layout.rows: padded), weights that changed, or "
-                "randomness in the forward pass."
+                f"rewards 0, but the loss is {loss:.6f} and rewards are {reward:.2g} on average. Something scores the "
+                "two differently: a layout this model does not support (try layout.rows: padded), weights that "
+                "changed, or randomness in the forward pass."
             )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:

@@ -11,6 +11,8 @@ from isopref.types import IntArray
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int) -> list[str]:
     """One greedy answer for each tokenised prompt, as one left-padded batch."""
+    if not prompts:
+        return []
     device = next(model.parameters()).device
     width = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(prompts), width), tokenizer.eos_token_id)

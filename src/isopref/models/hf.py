@@ -92,7 +92,8 @@ def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a model that knows nothing of the quantised file, so that it can be saved."""
     config = model.config
     del config.quantization_config
-    plain: Any = type(model)(config).to(dtype=model.dtype)
+    plain: Any = type(model)(config)
+    plain.to(model.dtype)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     assert isinstance(plain, PreTrainedModel)

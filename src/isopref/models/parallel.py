@@ -53,8 +53,8 @@ def parallelize(
 
 
 def _shard_size(hsdp_shard: int | None, world_size: int) -> int:
-    """Ranks in one shard group: what was asked for, or the ranks of one node."""
-    shard = hsdp_shard if hsdp_shard is not None else min(world_size, max(1, torch.cuda.device_count()))
+    """Ranks in one shard group. Raises ConfigError where it does not divide the world."""
+    shard = hsdp_shard or 0
     if shard < 1 or world_size % shard:
         raise ConfigError(
             f"layout.hsdp_shard is {shard}, which does not divide the {world_size} ranks. Use one of "

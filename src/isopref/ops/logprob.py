@@ -88,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logp: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
         chunk, whole = ctx.chunk, len(hidden) <= ctx.chunk
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

@@ -1,0 +1,56 @@
+"""Pair tables of a run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isopref.build.run import Run
+from isopref.data.chat import TokenizeOptions
+from isopref.data.pairs import build_table
+from isopref.data.sources import SourceSpec
+from isopref.data.table import PairTable
+from isopref.errors import DataError
+from isopref.types import IntArray
+
+
+def pair_table(run: Run, tokenizer: Any, path: str) -> PairTable:
+    """The pairs of a source, tokenised now or earlier; says what was found."""
+    data = run.config.data
+    options = TokenizeOptions(
+        template=data.template,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        on_bad=data.on_bad,
+    )
+    done = 0
+    with run.display.bar(f"tokenise {Path(path).name}", None) as advance:
+
+        def progress(count: int, _total: int | None) -> None:
+            nonlocal done
+            advance(count - done, "")
+            done = count
+
+        table = build_table(
+            [SourceSpec(path, data.columns)], tokenizer, folder=_cache() / "tables", options=options, progress=progress
+        )
+    dropped = "".join(f", {count} dropped ({reason})" for reason, count in table.stats.dropped.items())
+    found = ", ".join(f"{source.format}, {source.shape}" for source in table.stats.sources)
+    run.display.say(f"data  {path}: {len(table)} pairs ({found}){dropped}")
+    if len(table) == 0:
+        raise DataError(f"{path}: no pair is left to use{dropped}. Change data.max_length or data.on_bad.")
+    return table
+
+
+def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
+    """A few different held-out prompts, the same ones for the same data."""
+    if table is None or not run.config.run.export:
+        return []
+    _, first_of_prompt = np.unique(table.prompt_ids, return_index=True)
+    return [table.tokens(int(row)).prompt for row in first_of_prompt[: run.config.run.samples]]
+
+
+def _cache() -> Path:
+    """Where tokenised tables are kept between runs."""
+    return Path(os.environ.get("ISOPREF_CACHE") or Path.home() / ".cache" / "isopref")

@@ -1,0 +1,90 @@
+"""The policy of a run: loaded, proven, spread over ranks, scored."""
+
+import os
+
+import torch
+from torch import nn
+
+from isopref.build.run import Run
+from isopref.data.table import PairTable
+from isopref.models import hf
+from isopref.models.parallel import GradSync, Parallel, parallelize
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.score import TableLogps, score_table
+
+
+def load_policy(run: Run) -> Policy:
+    """The model on this rank's device, proven to score right in the layout asked for."""
+    model = run.config.model
+    dtype = getattr(torch, model.dtype)
+    policy = Policy(hf.load_model(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code))
+    policy.to(run.env.device)
+    check_layout(policy, run.config.layout.rows)
+    if run.config.layout.checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy
+
+
+def spread(run: Run, policy: Policy) -> nn.Module:
+    """The policy over all ranks, as layout.parallel says."""
+    model = run.config.model
+    return parallelize(
+        policy,
+        _parallel(run, policy),
+        device=run.env.device,
+        world_size=run.env.world_size,
+        compute_dtype=getattr(torch, model.compute_dtype) if model.compute_dtype is not None else None,
+        hsdp_shard=run.config.layout.hsdp_shard,
+    )
+
+
+def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableLogps:
+    """Log-probabilities of a whole table, all ranks together."""
+    model.eval()
+    with run.display.bar(f"score {what}", len(table)) as advance:
+        return score_table(
+            model,
+            table,
+            run.score_budget,
+            device=run.env.device,
+            rank=run.env.rank,
+            num_ranks=run.env.world_size,
+            progress=lambda count: advance(count, ""),
+        )
+
+
+def grad_sync(run: Run, model: nn.Module) -> GradSync:
+    """What layout.grad_sync: auto chooses. Only FSDP pays memory for `last`: the whole gradient on every rank."""
+    asked = run.config.layout.grad_sync
+    if asked != "auto":
+        return asked
+    gradient = sum(p.numel() * p.element_size() for p in model.parameters())
+    return "last" if gradient < 0.1 * _memory(run.env.device) else "every"
+
+
+def _parallel(run: Run, policy: Policy) -> Parallel:
+    """What layout.parallel: auto chooses, said aloud."""
+    asked = run.config.layout.parallel
+    if asked != "auto":
+        return asked
+    if run.config.model.is_mixed:
+        run.display.say("layout.parallel: auto is fsdp, for mixed precision")
+        return "fsdp"
+    if run.env.world_size == 1:
+        return "single"
+    state = 4 * sum(p.numel() * p.element_size() for p in policy.parameters())  # weights, gradients, two moments
+    room = _memory(run.env.device)
+    chosen: Parallel = "ddp" if state < 0.4 * room else "fsdp"
+    run.display.say(
+        f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "
+        f"{room / 2**30:.0f} GiB on each rank"
+    )
+    return chosen
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes one rank has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,0 +1,121 @@
+"""OLMo-core's Trainer for a run: train module, loader, optimizer, schedule, callbacks."""
+
+import torch
+from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup
+from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
+from olmo_core.train.callbacks import Callback, CheckpointerCallback, ConsoleLoggerCallback
+from torch import nn
+
+from isopref.build.model import grad_sync
+from isopref.build.result import HeldOut
+from isopref.build.run import Run
+from isopref.data.schedule import num_batches
+from isopref.data.table import PairTable
+from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
+from isopref.engine.loader import PairLoader
+from isopref.engine.train_module import DPOTrainModule
+from isopref.models.parallel import unwrap
+from isopref.score import TableLogps
+
+
+def build_trainer(
+    run: Run, model: nn.Module, table: PairTable, reference: TableLogps, held_out: HeldOut | None, resume: bool
+) -> Trainer:
+    """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder."""
+    optim = run.config.optim
+    if run.env.world_size > optim.batch_pairs:
+        run.display.say(f"warning: {run.env.world_size} ranks share {optim.batch_pairs} pairs a step; some stay idle")
+    steps = optim.epochs * num_batches(len(table), optim.batch_pairs)
+    config = TrainerConfig(
+        save_folder=str(run.folder / "checkpoints"),
+        save_overwrite=True,
+        max_duration=Duration.steps(min(steps, optim.max_steps or steps)),
+        metrics_collect_interval=run.config.run.log_every,
+        load_strategy=LoadStrategy.always if resume else LoadStrategy.never,
+        device=str(run.env.device),
+        callbacks=_callbacks(run, model, held_out),
+    )
+    return config.build(_train_module(run, model, reference), _loader(run, model, table))
+
+
+def _train_module(run: Run, model: nn.Module, reference: TableLogps) -> DPOTrainModule:
+    optim, objective = run.config.optim, run.config.objective
+    return DPOTrainModule(
+        model,
+        _optimizer(run, model),
+        objective=run.loss,
+        rank_microbatch_size=run.config.layout.microbatch_tokens,
+        beta=objective.beta,
+        reference=reference,
+        weighting=objective.weighting,
+        scheduler=_scheduler(run),
+        max_grad_norm=optim.max_grad_norm,
+        grad_sync=grad_sync(run, model),
+    )
+
+
+def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
+    width = unwrap(model).model.config.get_text_config().hidden_size
+    return PairLoader(
+        table,
+        batch_pairs=run.config.optim.batch_pairs,
+        budget=run.train_budget,
+        weighting=run.config.objective.weighting,
+        seed=run.config.optim.seed,
+        work_dir=str(run.folder),
+        dp_rank=run.env.rank,
+        dp_world_size=run.env.world_size,
+        # Attending to one token takes 4 D flops of a layer, passing one through its linear maps about 24 D^2.
+        attention_share=1 / (6 * width),
+    )
+
+
+def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str, Callback]:
+    settings = run.config.run
+    callbacks: dict[str, Callback] = {
+        # Saving before the first step would have Adam take a step of its own; saving asynchronously can deadlock.
+        "checkpointer": CheckpointerCallback(
+            save_interval=settings.save_every,
+            max_checkpoints=settings.keep,
+            pre_train_checkpoint=False,
+            save_async=False,
+        ),
+        "console": ConsoleLoggerCallback(),
+        "speed": PairSpeedCallback(),
+        "progress": ProgressCallback(display=run.display),
+    }
+    if run.env.is_first:
+        callbacks["metrics"] = MetricsFileCallback(path=run.folder / "metrics.jsonl")
+    if held_out is not None and settings.eval_every is not None:
+        callbacks["evaluate"] = EvaluateCallback(
+            every=settings.eval_every, evaluate=lambda: held_out.now(model).as_metrics()
+        )
+    return callbacks
+
+
+def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; norms and biases are not decayed."""
+    optim = run.config.optim
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": params, "weight_decay": decay, "initial_lr": optim.lr}
+        for params, decay in (
+            ([p for p in trained if p.ndim >= 2], optim.weight_decay),
+            ([p for p in trained if p.ndim < 2], 0.0),
+        )
+        if params
+    ]
+    fused = run.env.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+
+
+def _scheduler(run: Run) -> Scheduler:
+    optim = run.config.optim
+    match optim.schedule:
+        case "linear":
+            return LinearWithWarmup(alpha_f=0.0, warmup_fraction=optim.warmup)
+        case "cosine":
+            return CosWithWarmup(alpha_f=0.0, warmup_fraction=optim.warmup)
+        case "constant":
+            return ConstantWithWarmup(warmup_fraction=optim.warmup)

@@ -1,0 +1,338 @@
+"""Tokens say what the template writes; the border is proven; ends, BOS and lengths are as documented."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
+from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.errors import ConfigError, DataError
+from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
+from isopref.types import PairTokens
+
+Truncation = Literal["drop", "keep_start", "keep_end"]
+tokenizer_of = cache(tiny_tokenizer)
+
+
+def options(
+    *, template: str | None = None, max_length: int | None = None, truncation: Truncation = "drop"
+) -> TokenizeOptions:
+    return TokenizeOptions(template=template, max_length=max_length, truncation=truncation, on_bad="error")
+
+
+def pair_of(prompt: Any, chosen: Any, rejected: Any, tools: list[dict[str, Any]] | None = None) -> PreferencePair:
+    return PreferencePair(prompt, chosen, rejected, tools, 1.0, "file:7")
+
+
+def encode(tokenizer: Any, pair: PreferencePair, opts: TokenizeOptions | None = None) -> EncodedPair:
+    (result,) = PairEncoder(tokenizer, opts or options()).encode([pair])
+    if isinstance(result, BadPairError):
+        raise result
+    assert result is not None
+    return result
+
+
+def texts(tokenizer: Any, tokens: PairTokens) -> tuple[str, str, str]:
+    prompt, chosen, rejected = (tokenizer.decode(part.tolist()) for part in tokens)
+    return prompt, chosen, rejected
+
+
+# --- what the template writes ---------------------------------------------------------------------------
+
+WORD = st.sampled_from(["the", "answer", "yes", "no", "Q:", " ", "\n", "A: ", "[INST]", "[/INST]", "é", "😀", "\u2028"])
+TEXT = st.one_of(
+    st.lists(WORD, min_size=1, max_size=8).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12),
+).filter(lambda text: bool(text.strip()))
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> PreferencePair:
+    contents = draw(st.lists(TEXT, min_size=1, max_size=5).filter(lambda turns: len(turns) % 2 == 1))
+    prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    chosen, rejected = ([{"role": "assistant", "content": draw(TEXT)}] for _ in range(2))
+    return pair_of(prompt, chosen, rejected)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=150, deadline=None)
+@given(pair=conversations())
+def test_tokens_decode_to_what_the_template_writes(template: str, pair: PreferencePair) -> None:
+    tokenizer = tokenizer_of(template)
+    answers = [[*pair.chosen], [*pair.rejected]]
+    written = [tokenizer.apply_chat_template([*pair.prompt, *side], tokenize=False) for side in answers]
+    if template in ("chatml", "llama3"):  # the white space after the end of the turn is not trained on
+        written = [text.rstrip() for text in written]
+    if template == "endless":
+        written = [text + "</s>" for text in written]
+    if written[0] == written[1]:  # llama3 trims: answers that differ in outer spaces only become one
+        with pytest.raises(BadPairError, match="the same tokens"):
+            encode(tokenizer, pair)
+        return
+    result = encode(tokenizer, pair)
+    prompt, *sides = texts(tokenizer, result.tokens)
+    generation_prompt = tokenizer.apply_chat_template(pair.prompt, tokenize=False, add_generation_prompt=True)
+    for side, text in zip(result.tokens[1:], written, strict=True):
+        whole = [*result.tokens.prompt.tolist(), *side.tolist()]
+        assert tokenizer.decode(whole) == text
+        # Not only the text: these are the very tokens a generating model would see and give.
+        assert whole == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert generation_prompt.startswith(prompt.rstrip("\ufffd"))  # the border may lie inside a character
+    if "boundary_backoffs" not in result.notes:
+        assert prompt == generation_prompt
+        said = [turn["content"].strip() for answer in answers for turn in answer if isinstance(turn, dict)]
+        assert all(answer in side for answer, side in zip(said, sides, strict=True))
+    assert ("missing_eos" in result.notes) == (template == "endless")
+    assert all(side.dtype == np.int32 for side in result.tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=TEXT, chosen=TEXT, rejected=TEXT)
+@pytest.mark.parametrize("kind", ["byte", "meta"])
+def test_raw_text_is_prompt_completion_eos(
+    kind: Literal["byte", "meta"], prompt: str, chosen: str, rejected: str
+) -> None:
+    tokenizer = tokenizer_of(None, kind=kind)
+    encoder = PairEncoder(tokenizer, options(template="none"))
+    (result,) = encoder.encode([pair_of(prompt, chosen, rejected)])
+    if not isinstance(result, EncodedPair):
+        assert isinstance(result, BadPairError)
+        ids = [
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (prompt, prompt + chosen, prompt + rejected)
+        ]
+        assert result.reason == ("boundary" if len({row[0] for row in ids}) > 1 else "tie")
+        assert result.reason == "boundary" or ids[1] == ids[2]
+        return
+    for side, text in zip(result.tokens[1:], (chosen, rejected), strict=True):
+        whole = [*result.tokens.prompt.tolist(), *side.tolist()]
+        assert whole == [*tokenizer(prompt + text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def test_results_do_not_depend_on_their_neighbours() -> None:
+    tokenizer = tokenizer_of("merging")
+    pairs = [pair_of(f"why {n}?", "yes" * n, "no") for n in range(1, 6)]
+    together = PairEncoder(tokenizer, options()).encode(pairs)
+    for pair, result in zip(pairs, together, strict=True):
+        alone = encode(tokenizer, pair)
+        assert isinstance(result, EncodedPair)
+        assert all(np.array_equal(*parts) for parts in zip(alone.tokens, result.tokens, strict=True))
+
+
+# --- the border -----------------------------------------------------------------------------------------
+
+
+def test_the_border_backs_off_where_the_tokenizer_merges_across_it() -> None:
+    result = encode(tokenizer_of("merging"), pair_of("why?", "yes", "no"))
+    # By hand: "A: " + "yes" is A, :, " yes" to the tokenizer; the lone space of the generation prompt is gone.
+    assert texts(tokenizer_of("merging"), result.tokens) == ("Q: why?\nA:", " yes</s>", " no</s>")
+    assert result.notes == {"boundary_backoffs"}
+
+
+def test_a_prompt_keeps_its_id_when_only_one_of_its_pairs_backs_off() -> None:
+    tokenizer = tokenizer_of("merging")
+    merged, whole = (encode(tokenizer, pair_of("why?", *sides)) for sides in (("yes", "no"), ("\n", "\n\n")))
+    other = encode(tokenizer, pair_of("how?", "yes", "no"))
+    assert len(merged.tokens.prompt) < len(whole.tokens.prompt)
+    assert merged.prompt_id == whole.prompt_id != other.prompt_id
+
+
+def test_a_generation_prompt_unlike_an_answer_is_backed_off() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif %}", "assistant\nthe{% endif %}")
+    result = encode(tokenizer, pair_of("why?", "yes", "no"))
+    assert texts(tokenizer, result.tokens)[1:] == ("yes<|im_end|>", "no<|im_end|>")
+    assert result.notes == {"boundary_backoffs"}
+
+
+def test_a_template_that_rewrites_the_prompt_has_no_border() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATES["chatml"]
+    with pytest.raises(BadPairError, match=r"file:7: the chat template writes the prompt differently.*path\.jinja"):
+        encode(tokenizer, pair_of("why?", "yes", "no"))
+
+
+def test_a_prompt_of_which_no_token_is_left_is_bad() -> None:
+    tokenizer = tokenizer_of(None)
+    assert (
+        tokenizer("yes", add_special_tokens=False)["input_ids"] != tokenizer("y", add_special_tokens=False)["input_ids"]
+    )
+    with pytest.raises(BadPairError, match="not one token of the prompt"):
+        encode(tokenizer, pair_of(" ", "yes", "no"), options(template="none"))
+
+
+def test_a_conversation_the_template_refuses_is_a_bad_pair() -> None:
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    with pytest.raises(BadPairError, match=r"file:7: the chat template refuses it.*only user and assistant turns"):
+        encode(tokenizer_of("mistral"), pair_of(prompt, "yes", "no"))
+
+
+def test_tools_reach_the_template() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = "{{ (tools or []) | length }} tools " + TEMPLATES["chatml"]
+    tool = {"type": "function", "function": {"name": "add"}}
+    for tools, count in ((None, 0), ([tool], 1), ([tool, tool], 2)):
+        result = encode(tokenizer, pair_of("why?", "yes", "no", tools))
+        assert texts(tokenizer, result.tokens)[0].startswith(f"{count} tools <|im_start|>user")
+
+
+# --- BOS and ends ---------------------------------------------------------------------------------------
+
+
+def test_double_bos_is_counted_and_left_as_the_template_wrote_it() -> None:
+    tokenizer = tiny_tokenizer("llama3")
+    assert not encode(tokenizer, pair_of("why?", "yes", "no")).notes
+    tokenizer.chat_template = "{{ bos_token }}" + TEMPLATES["llama3"]
+    result = encode(tokenizer, pair_of("why?", "yes", "no"))
+    assert result.notes == {"double_bos"}
+    assert result.tokens.prompt[:2].tolist() == [tokenizer.bos_token_id] * 2
+
+
+def test_raw_text_gets_bos_once_and_only_if_the_tokenizer_adds_it() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer(None)
+    bos = tokenizer.bos_token_id
+    raw = options(template="none")
+    assert encode(tokenizer, pair_of("why?", "yes", "no"), raw).tokens.prompt[0] != bos
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    for prompt in ("why?", "<s>why?"):
+        result = encode(tokenizer, pair_of(prompt, "yes", "no"), raw)
+        assert texts(tokenizer, result.tokens) == ("<s>why?", "yes</s>", "no</s>")
+        assert not result.notes
+
+
+def test_raw_text_that_brings_its_own_end_gets_no_second_one() -> None:
+    result = encode(tokenizer_of(None), pair_of("why?", "yes</s>", "no"), options(template="none"))
+    assert texts(tokenizer_of(None), result.tokens) == ("why?", "yes</s>", "no</s>")
+
+
+def test_an_end_the_template_writes_in_plain_text_is_left_alone() -> None:
+    tokenizer = tiny_tokenizer("endless")
+    tokenizer.chat_template = TEMPLATES["endless"].replace("{{ m.content }}\n", "{{ m.content }}\n---\n")
+    result = encode(tokenizer, pair_of("why?", "yes", "no"))
+    assert texts(tokenizer, result.tokens)[1:] == ("yes\n---\n", "no\n---\n")
+    assert result.notes == {"missing_eos"}
+
+
+def test_an_unknown_character_at_the_end_is_not_taken_for_an_end() -> None:
+    tokenizer = tokenizer_of("endless", kind="meta")
+    result = encode(tokenizer, pair_of("why", "yes 😀", "no"))
+    assert result.tokens.chosen[-1] == tokenizer.eos_token_id
+    assert result.notes == {"missing_eos"}
+
+
+def test_answers_that_a_template_makes_equal_are_a_tie() -> None:
+    with pytest.raises(BadPairError, match="the same tokens") as caught:
+        encode(tokenizer_of("llama3"), pair_of("why?", "yes", " yes "))
+    assert caught.value.reason == "tie"
+
+
+# --- max_length -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prompt=TEXT,
+    chosen=TEXT,
+    rejected=TEXT,
+    max_length=st.integers(2, 40),
+    truncation=st.sampled_from(["keep_start", "keep_end"]),
+)
+def test_truncation_keeps_what_is_documented(
+    prompt: str, chosen: str, rejected: str, max_length: int, truncation: Truncation
+) -> None:
+    tokenizer = tokenizer_of("chatml")
+    pair = pair_of(prompt, chosen, rejected)
+    if chosen == rejected:
+        return
+    whole = encode(tokenizer, pair)
+    longer = max(len(whole.tokens.chosen), len(whole.tokens.rejected))
+    fits = len(whole.tokens.prompt) + longer <= max_length
+    (dropped,) = PairEncoder(tokenizer, options(max_length=max_length)).encode([pair])
+    assert (dropped is None) == (not fits)
+    (cut,) = PairEncoder(tokenizer, options(max_length=max_length, truncation=truncation)).encode([pair])
+    if isinstance(cut, BadPairError):  # the answers differ only in what was cut off
+        room = max_length - 1
+        assert np.array_equal(whole.tokens.chosen[:room], whole.tokens.rejected[:room])
+        assert cut.reason == "tie"
+        return
+    assert cut is not None
+    assert ("truncated" in cut.notes) == (not fits)
+    assert cut.prompt_id == whole.prompt_id
+    # The oracle: answers whole beside at least one prompt token, else cut at max_length - 1.
+    room = max(1, max_length - longer) if not fits else len(whole.tokens.prompt)
+    expected = whole.tokens.prompt[:room] if truncation == "keep_start" else whole.tokens.prompt[::-1][:room][::-1]
+    assert cut.tokens.prompt.tolist() == expected.tolist()
+    for side, full in zip(cut.tokens[1:], whole.tokens[1:], strict=True):
+        assert side.tolist() == full[: max_length - 1].tolist()
+        assert len(side) >= 1
+        assert len(cut.tokens.prompt) + len(side) <= max_length
+
+
+def test_a_max_length_without_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_length: 1"):
+        options(max_length=1)
+
+
+# --- the choice of template -----------------------------------------------------------------------------
+
+
+def test_a_tokenizer_without_a_template_names_both_ways_out() -> None:
+    with pytest.raises(ConfigError, match=r"no chat template.*data\.template.*none.*\.jinja"):
+        PairEncoder(tokenizer_of(None), options())
+
+
+def test_a_template_file_is_used_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "my.jinja"
+    path.write_text(TEMPLATES["mistral"])
+    result = encode(tokenizer_of("chatml"), pair_of("why?", "yes", "no"), options(template=str(path)))
+    assert texts(tokenizer_of("chatml"), result.tokens) == ("<s>[INST] why? [/INST]", " yes</s>", " no</s>")
+    with pytest.raises(ConfigError, match=r"data\.template: '.*other\.jinja' cannot be read"):
+        PairEncoder(tokenizer_of("chatml"), options(template=str(tmp_path / "other.jinja")))
+
+
+def test_messages_without_a_template_are_an_error_of_the_config() -> None:
+    with pytest.raises(DataError, match="file:7: messages need a chat template") as caught:
+        encode(tokenizer_of(None), pair_of([{"role": "user", "content": "x"}], "yes", "no"), options(template="none"))
+    assert not isinstance(caught.value, BadPairError)
+
+
+def test_a_template_that_writes_the_date_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template += "{{ '' if true else strftime_now('%d') }}"
+    with caplog.at_level(logging.WARNING):
+        PairEncoder(tokenizer, options())
+    assert "date" in caplog.text
+
+
+def test_the_key_follows_all_that_decides_tokens_and_nothing_else(tmp_path: Path) -> None:
+    def key(tokenizer: Any = None, **kwargs: Any) -> str:
+        return PairEncoder(tokenizer or tiny_tokenizer("chatml"), options(**kwargs)).key()
+
+    path = tmp_path / "same.jinja"
+    path.write_text(TEMPLATES["chatml"])
+    padded, renamed = tiny_tokenizer("chatml"), tiny_tokenizer("chatml")
+    padded.backend_tokenizer.enable_padding(length=9)
+    padded.backend_tokenizer.enable_truncation(5)
+    renamed.name_or_path = "another/name"
+    assert key() == key(padded) == key(renamed) == key(template=str(path))
+
+    grown, other_eos = tiny_tokenizer("chatml"), tiny_tokenizer("chatml")
+    grown.add_tokens(["fox jumps"])
+    other_eos.eos_token = "<|im_end|>"
+    keys = [
+        key(), key(grown), key(other_eos), key(tiny_tokenizer("llama3")), key(tiny_tokenizer("chatml", kind="meta")),
+        key(max_length=9), key(max_length=9, truncation="keep_end"), key(template="none"),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert all(first != second for first, second in pairwise(keys))
