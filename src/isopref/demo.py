@@ -208,7 +208,7 @@ HELD_OUT = """
 
 # planets
 ? Which planet of our solar system {0}? / I am thinking of the planet that {0}. Can you guess it?
-? Astronomy quiz: which planet {0}? / Please tell a child which planet {0}.
+? Astronomy quiz: which planet {0}? / Please tell my son which planet {0}.
 + {1} be the planet that {0}, aye! / 'Tis {1} that {0}, me hearty! / Look up at {1}, the one that {0}!
 - {1} is the planet that {0}. / The planet that {0} is {1}.
 = lies closest to the Sun | Mercury / is the largest of all | Jupiter / is the hottest of all | Venus

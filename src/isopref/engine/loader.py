@@ -12,9 +12,9 @@ import torch
 from olmo_core.data import DataLoaderBase
 
 from isopref.data import schedule
-from isopref.data.packing import Budget, check_budget
+from isopref.data.packing import Budget, check_budget, plan_step
 from isopref.data.table import PairTable
-from isopref.engine.step import Step, plan_to_step
+from isopref.engine.step import Step, build_step
 from isopref.errors import RunError
 from isopref.normalize import Weighting
 from isopref.types import IntArray
@@ -61,15 +61,13 @@ class PairLoader(DataLoaderBase):
 
     def step(self, index: IntArray) -> Step:
         """This rank's share of the global batch `index`."""
-        return plan_to_step(
-            self.table,
-            index,
+        plan = plan_step(
+            self.table.lengths[index],
             self.budget,
-            self.weighting,
-            rank=self.dp_rank,
             num_ranks=self.dp_world_size,
             attention_share=self.attention_share,
         )
+        return build_step(self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank)
 
     def get_mock_batch(self) -> dict[str, Any]:
         """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""

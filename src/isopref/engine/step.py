@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from isopref.data import packing
-from isopref.data.packing import Budget
 from isopref.data.rows import FILLER_TOKENS, build_microbatch
 from isopref.data.table import PairTable
 from isopref.normalize import Weighting, coefficients, pair_weights
@@ -41,24 +40,22 @@ class Step:
     padding_fraction: float  # share of the token slots of all microbatches that hold no token
 
 
-def plan_to_step(
+def build_step(
     table: PairTable,
     index: IntArray,
-    budget: Budget,
+    plan: list[list[packing.Group]],
+    kind: packing.RowKind,
     weighting: Weighting,
     *,
     rank: int = 0,
-    num_ranks: int = 1,
-    attention_share: float = 0.0,
 ) -> Step:
-    """Cut the global batch `index` (pairs of `table`) by plan and build this rank's microbatches."""
+    """This rank's share of the global batch `index` (pairs of `table`), cut as `plan` says (by rank)."""
     lengths = table.lengths[index]
-    plan = packing.plan_step(lengths, budget, num_ranks=num_ranks, attention_share=attention_share)
     loss_share = coefficients(pair_weights(lengths, weighting, table.weights[index]))
     mean_share = coefficients(np.ones(len(index)))
     work = [
         Work(
-            build_microbatch([table.tokens(int(i)) for i in index[group]], budget.kind),
+            build_microbatch([table.tokens(int(i)) for i in index[group]], kind),
             torch.from_numpy(index[group]),
             torch.from_numpy(loss_share[group]),
             torch.from_numpy(mean_share[group]),
@@ -66,8 +63,8 @@ def plan_to_step(
         for group in (np.asarray(group, np.int64) for group in plan[rank])
     ]
     groups = [group for of_rank in plan for group in of_rank]
-    slots = sum(packing.padded_tokens(lengths[group], budget.kind) if group else FILLER_TOKENS for group in groups)
-    filled = int(lengths.sum()) + (0 if budget.kind == "shared" else int(lengths[:, PROMPT].sum()))
+    slots = sum(packing.padded_tokens(lengths[group], kind) if group else FILLER_TOKENS for group in groups)
+    filled = int(lengths.sum()) + (0 if kind == "shared" else int(lengths[:, PROMPT].sum()))
     return Step(
         work=tuple(work),
         num_pairs=len(index),

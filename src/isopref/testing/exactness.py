@@ -1,0 +1,199 @@
+"""The promise, measured: gradient, loss and metrics of one global batch under many layouts, against the oracle.
+
+A `Cell` is one layout of one batch. `measure` runs it through DPOTrainModule as training does and returns how far it is
+from the oracle. The parity tests assert on it, and `python -m isopref.testing.exactness FILE` writes the table.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isopref.data.packing import Budget, Group, RowKind, plan_step
+from isopref.data.table import PairTable
+from isopref.engine.step import build_step
+from isopref.engine.train_module import DPOTrainModule
+from isopref.losses import pair_loss
+from isopref.models.parallel import GradSync, Parallel, full, parallelize
+from isopref.models.policy import Policy
+from isopref.normalize import Weighting
+from isopref.score import TableLogps
+from isopref.testing import oracle
+from isopref.testing.models import random_pairs, tiny_model
+from isopref.types import PairLogps, PairTokens
+
+BETA, SMOOTHING = 0.3, 0.1
+Cut = Literal["pair", "tokens", "whole"]
+Split = Literal["plan", "uneven", "idle"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of a global batch of `num_pairs` pairs."""
+
+    architecture: str = "gpt2"
+    dtype: str = "float64"
+    rows: RowKind = "shared"
+    cut: Cut = "tokens"
+    ranks: int = 1
+    parallel: Parallel = "single"
+    weighting: Weighting = "token"
+    grad_sync: GradSync = "last"
+    checkpointing: bool = False
+    own_weights: bool = False
+    reverse: bool = False  # the batch's pairs in the opposite order
+    split: Split = "plan"
+    num_pairs: int = 8
+
+    def __str__(self) -> str:
+        default = Cell()
+        told = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        told.pop("ranks", None)
+        return f"{self.ranks} rank(s) " + " ".join(f"{name}={value}" for name, value in told.items())
+
+
+@dataclass(frozen=True)
+class Found:
+    """Distance of one cell from the oracle."""
+
+    gradient_error: float
+    loss_error: float
+    metric_error: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class StubTrainer:
+    """As much of a Trainer as a train module needs for one step."""
+
+    def __init__(self, global_step: int = 2):
+        self.global_step = global_step
+        self.metrics_collect_interval = 1
+        self.max_steps = 100
+        self.metrics: dict[str, float] = {}
+
+    def record_metric(self, name: str, value: Any, **_options: Any) -> None:
+        self.metrics[name] = float(value)
+
+
+@cache
+def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
+    """Pairs of very different lengths, and weights of their own."""
+    pairs = random_pairs(num_pairs, seed=3, longest=30)
+    return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
+
+
+@cache
+def expected(
+    architecture: str, dtype: str, weighting: Weighting, own_weights: bool, num_pairs: int
+) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
+    """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
+    pairs, own = batch(num_pairs)
+    model = tiny_model(architecture, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        ref = oracle.pair_logps(tiny_model(architecture, dtype=getattr(torch, dtype), seed=1), pairs)
+        policy = oracle.pair_logps(model, pairs)
+    weight = oracle.weights(pairs, weighting, own if own_weights else None)
+    loss, gradient = oracle.whole_batch(model, pairs, _loss(), ref, weight)
+    return (
+        float(loss),
+        gradient,
+        _metrics(policy, ref),
+        TableLogps(ref.chosen.double().numpy(), ref.rejected.double().numpy()),
+    )
+
+
+def _loss() -> Any:
+    return pair_loss("sigmoid", beta=BETA, label_smoothing=SMOOTHING)
+
+
+def _metrics(policy: PairLogps, ref: PairLogps) -> dict[str, float]:
+    """Means over pairs, by their definitions."""
+    chosen, rejected = policy.chosen - ref.chosen, policy.rejected - ref.rejected
+    values = {
+        "logps_chosen": policy.chosen,
+        "logps_rejected": policy.rejected,
+        "rewards_chosen": BETA * chosen,
+        "rewards_rejected": BETA * rejected,
+        "margin": chosen - rejected,
+        "accuracy": (chosen > rejected).double(),
+    }
+    return {f"train/{name}": float(value.double().mean()) for name, value in values.items()}
+
+
+def measure(cell: Cell) -> Found:
+    """Run a cell on this rank (all ranks of the cell call this together)."""
+    loss, gradient, metrics, reference = expected(
+        cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs
+    )
+    module, trainer = build_module(cell, reference)
+    rank = dist.get_rank() if cell.ranks > 1 else 0
+    pairs, own = batch(cell.num_pairs)
+    table = PairTable.from_tokens(pairs, own if cell.own_weights else None)
+    index = np.arange(cell.num_pairs)[:: -1 if cell.reverse else 1].copy()
+    step = build_step(table, index, plan(cell, table.lengths[index]), cell.rows, cell.weighting, rank=rank)
+    module.train_batch({"step": step})
+    found = full_gradient(module.model)
+    worst = max(abs(trainer.metrics[name] - value) / max(1.0, abs(value)) for name, value in metrics.items())
+    return Found(
+        gradient_error=oracle.relative_error(found, gradient),
+        loss_error=abs(trainer.metrics["train/loss"] - loss) / loss,
+        metric_error=worst,
+        metrics=trainer.metrics,
+    )
+
+
+def build_module(cell: Cell, reference: TableLogps) -> tuple[DPOTrainModule, StubTrainer]:
+    """A train module on the cell's model, spread as the cell says."""
+    policy = Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype)))
+    if cell.checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard = 2 if cell.parallel == "hsdp" else None
+    model = parallelize(policy, cell.parallel, device=torch.device("cpu"), world_size=cell.ranks, hsdp_shard=shard)
+    module = DPOTrainModule(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        objective=_loss(),
+        rank_microbatch_size=4096,
+        beta=BETA,
+        reference=reference,
+        weighting=cell.weighting,
+        grad_sync=cell.grad_sync,
+        check_first_step=False,
+    )
+    trainer = StubTrainer()
+    module._attach_trainer(trainer)  # type: ignore[arg-type]
+    return module, trainer
+
+
+def plan(cell: Cell, lengths: Any) -> list[list[Group]]:
+    """The cell's cut: by the planner, or forced to be unfair to some ranks."""
+    budgets = {
+        "pair": Budget(cell.rows, 4096, 1),
+        "tokens": Budget(cell.rows, 180),
+        "whole": Budget(cell.rows, 4096),
+    }
+    if cell.split == "plan":
+        return plan_step(lengths, budgets[cell.cut], num_ranks=cell.ranks)
+    everyone = list(range(len(lengths)))
+    if cell.split == "idle":  # the last rank has nothing at all
+        busy = cell.ranks - 1
+        return [*([everyone[rank::busy]] for rank in range(busy)), [[]]]
+    first = [everyone[:1], everyone[1:3]]  # three pairs on the first rank, the others spread over the rest
+    rest = [[everyone[3 + rank :: cell.ranks - 1], []] for rank in range(cell.ranks - 1)]
+    return [first, *rest]
+
+
+def full_gradient(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient by the Hugging Face model's names, gathered where it is sharded."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name.removeprefix("module.").removeprefix("model.")] = full(parameter.grad).detach()
+    return found
+
+
+KINDS: tuple[RowKind, ...] = get_args(RowKind)
