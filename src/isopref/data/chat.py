@@ -94,7 +94,7 @@ class PairEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions) -> None:
         self._tokenizer = tokenizer
-        self._options = options
+        self.options = options
         self._template = _template_text(tokenizer, options.template)
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
@@ -104,7 +104,7 @@ class PairEncoder:
 
     def key(self) -> str:
         """Digest of everything here that decides tokens: tokenizer, template, options. Content, not names."""
-        options = self._options
+        options = self.options
         parts = {
             "tokenizer": _tokenizer_content(self._tokenizer),
             "special": [self._bos, self._eos, sorted(self._ends), str(self._tokenizer.special_tokens_map)],
@@ -136,7 +136,7 @@ class PairEncoder:
     # --- text ---
 
     def _write(self, pair: PreferencePair) -> _Texts | BadPairError:
-        if self._options.raw:
+        if self.options.raw:
             return self._write_raw(pair)
         prompt = _as_messages(pair.prompt, "user")
         answers = [_as_messages(side, "assistant") for side in (pair.chosen, pair.rejected)]
@@ -170,7 +170,7 @@ class PairEncoder:
             return []
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         rows: list[IntArray] = [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
-        if self._options.raw and self._starts_with_bos:
+        if self.options.raw and self._starts_with_bos:
             bos = np.array([self._bos], dtype=np.int32)
             rows = [row if len(row) and row[0] == bos else np.concatenate([bos, row]) for row in rows]
         return rows
@@ -191,7 +191,7 @@ class PairEncoder:
             notes.add("double_bos")
         ended = [self._end(*item, border, notes) for item in zip(sides, texts.sides, texts.answers, strict=True)]
         tokens = PairTokens(prompt[:border], ended[0], ended[1])
-        cut = _truncate(tokens, self._options)
+        cut = _truncate(tokens, self.options)
         if cut is None:
             return None
         if cut is not tokens:
@@ -207,7 +207,7 @@ class PairEncoder:
 
     def _check_border(self, pair: PreferencePair, texts: _Texts) -> None:
         """The prompt's turns must read the same before an answer; only the generation prompt may differ."""
-        if self._options.raw:
+        if self.options.raw:
             return
         turns = self._render(_as_messages(pair.prompt, "user"), pair).rstrip()
         if not all(side.startswith(turns) for side in texts.sides):
@@ -225,13 +225,13 @@ class PairEncoder:
             last -= 1
         if last >= border and int(side[last]) in self._ends:
             return side[border : last + 1]
-        if not self._options.raw:
+        if not self.options.raw:
             notes.add("missing_eos")
         elif self._eos is None:
             notes.add("missing_eos")
             return side[border:]
         nothing_follows = bool(answer.strip()) and text.rstrip().endswith(answer.rstrip())
-        if self._eos is None or not (self._options.raw or nothing_follows):
+        if self._eos is None or not (self.options.raw or nothing_follows):
             return side[border:]
         return np.append(side[border:], np.int32(self._eos))
 

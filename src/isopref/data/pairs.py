@@ -75,12 +75,13 @@ def build_table(
     """
     sources = [_open(spec) for spec in specs]
     encoder = PairEncoder(tokenizer, options)
-    path = folder / f"{_key(sources, encoder)}.arrow"
+    content = _content(sources)
+    path = folder / f"{_key(content, encoder)}.arrow"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
             if not path.exists():  # else another process built it while we waited
-                _build(path, sources, tokenizer, options, progress, workers)
+                _build(path, sources, content, encoder, progress, workers)
     return PairTable.open(path, [source.name for source in sources])
 
 
@@ -91,8 +92,11 @@ def _open(spec: SourceSpec) -> Source:
     return read_source(spec.path, columns=spec.columns)
 
 
-def _key(sources: list[Source], encoder: PairEncoder) -> str:
-    content = [(source.format, source.digest(), sorted(source.columns.items())) for source in sources]
+def _content(sources: list[Source]) -> list[Any]:
+    return [(source.format, source.digest(), sorted(source.columns.items())) for source in sources]
+
+
+def _key(content: list[Any], encoder: PairEncoder) -> str:
     parts = json.dumps([CODE_VERSION, CHUNK_RECORDS, encoder.key(), content])
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
@@ -112,8 +116,8 @@ def _lock(path: Path) -> Iterator[None]:
 def _build(
     path: Path,
     sources: list[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    options: TokenizeOptions,
+    content: list[Any],
+    encoder: PairEncoder,
     progress: Progress | None,
     workers: int,
 ) -> None:
@@ -123,14 +127,11 @@ def _build(
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            _write(
-                file,
-                sources,
-                _encode_all(_chunks(sources, options.raw), tokenizer, options, workers),
-                progress,
-            )
+            _write(file, sources, _encode_all(_chunks(sources, encoder.options.raw), encoder, workers), progress)
             file.flush()
             os.fsync(file.fileno())
+        if _content(sources) != content:
+            raise DataError("The data changed while it was read. Start again once nobody writes to it.")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -180,7 +181,8 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
 # --- encoding, here or in worker processes -----------------------------------------------------------
 
 
-def _encode_chunk(encoder: PairEncoder, options: TokenizeOptions, chunk: _Chunk) -> _Encoded:
+def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
+    options = encoder.options
     dropped: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     columns: set[str] = set()
@@ -212,19 +214,17 @@ def _encode_chunk(encoder: PairEncoder, options: TokenizeOptions, chunk: _Chunk)
     return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, unused)
 
 
-def _encode_all(
-    chunks: Iterator[_Chunk], tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions, workers: int
-) -> Iterator[_Encoded]:
+def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:
     """Encoded chunks, in order."""
     first = list(islice(chunks, 2))
     everything = chain(first, chunks)
     if workers == 1 or len(first) == 1:  # starting processes would cost more than the work
-        yield from map(partial(_encode_chunk, PairEncoder(tokenizer, options), options), everything)
+        yield from map(partial(_encode_chunk, encoder), everything)
         return
     pending: deque[Future[_Encoded]] = deque()
     # spawn: a fork would copy held locks of torch's and the tokenizer's threads, and our lock on the cache.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer, options)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
         try:
             for chunk in everything:
                 pending.append(pool.submit(_work, chunk))
@@ -244,10 +244,10 @@ def _encode_all(
 _encode_here: Callable[[_Chunk], _Encoded]  # of a worker process, set when it starts
 
 
-def _start_worker(tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions) -> None:
+def _start_worker(encoder: PairEncoder) -> None:
     global _encode_here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _encode_here = partial(_encode_chunk, PairEncoder(tokenizer, options), options)
+    _encode_here = partial(_encode_chunk, encoder)
 
 
 def _work(chunk: _Chunk) -> _Encoded:

@@ -1,0 +1,152 @@
+"""Which layouts are measured, and the table they make: `python -m isopref.testing.matrix docs/exactness.md`.
+
+The tests run the same cells and hold them to BOUNDS.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from isopref.testing.exactness import KINDS, Cell, Found, measure
+from isopref.testing.ranks import Ranks
+
+# Largest relative error of the gradient, by how a model computes.
+BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5}
+FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
+MOE = "qwen3_moe"
+SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
+
+
+def bound(cell: Cell) -> float:
+    """What the cell's gradient error may be."""
+    return BOUNDS[precision(cell)]
+
+
+def precision(cell: Cell) -> str:
+    if cell.dtype == "float32":
+        return "float32"
+    return "float64 throughout" if cell.architecture == "gpt2" else "float32 inside"
+
+
+def cells(ranks: int) -> list[Cell]:
+    """Every cell that is measured on so many ranks."""
+    found: dict[Cell, None] = {}
+    for parallel in SPREADS[ranks]:
+        base = Cell(ranks=ranks, parallel=parallel)  # type: ignore[arg-type]
+        found.update(dict.fromkeys(_full(base)))
+        found.update(dict.fromkeys(_one_by_one(base)))
+        found.update(dict.fromkeys(_architectures(base)))
+    return list(found)
+
+
+def _full(base: Cell) -> Iterator[Cell]:
+    """GPT-2 in float64: every kind of row with every cut and weighting."""
+    for rows in KINDS:
+        for cut in ("pair", "tokens", "whole"):
+            for weighting in ("token", "completion", "pair"):
+                yield replace(base, rows=rows, cut=cut, weighting=weighting)
+
+
+def _one_by_one(base: Cell) -> Iterator[Cell]:
+    """Everything else a layout can be, each beside every kind of row."""
+    for rows in KINDS:
+        kind = replace(base, rows=rows)
+        yield replace(kind, reverse=True)
+        yield replace(kind, own_weights=True)
+        yield replace(kind, own_weights=True, weighting="pair")
+        yield replace(kind, checkpointing=True)
+        yield replace(kind, grad_sync="every", cut="pair")
+        yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
+        if base.ranks > 1:
+            yield replace(kind, split="uneven")
+            yield replace(kind, split="idle")
+
+
+def _architectures(base: Cell) -> Iterator[Cell]:
+    for architecture, dtype in [
+        *((name, "float64") for name in FLOAT32_INSIDE),
+        *((name, "float32") for name in ("gpt2", *FLOAT32_INSIDE, MOE)),
+    ]:
+        for rows in KINDS:
+            yield replace(base, architecture=architecture, dtype=dtype, rows=rows)
+
+
+def run(ranks: int, group: Ranks | None = None) -> dict[Cell, Found]:
+    """Measure all cells of so many ranks, on the ranks given or in this process."""
+    wanted = cells(ranks)
+    found: list[Found] = [measure(cell) for cell in wanted] if group is None else group(_measure_all, wanted)[0]
+    return dict(zip(wanted, found, strict=True))
+
+
+def _measure_all(wanted: list[Cell]) -> list[Found]:
+    return [measure(cell) for cell in wanted]
+
+
+def table(found: dict[Cell, Found]) -> str:
+    """Markdown: the largest errors by precision, architecture, ranks and parallel mode."""
+    groups: dict[tuple[str, str, int, str], list[Found]] = {}
+    for cell, result in found.items():
+        groups.setdefault((precision(cell), cell.architecture, cell.ranks, cell.parallel), []).append(result)
+    lines = [
+        "| computes in | model | ranks | parallel | layouts | gradient | loss | metrics | bound |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for (kind, architecture, ranks, parallel), results in sorted(groups.items(), key=lambda item: _order(item[0])):
+        worst = (max(getattr(r, name) for r in results) for name in ("gradient_error", "loss_error", "metric_error"))
+        errors = " | ".join(f"{value:.1e}" for value in worst)
+        lines.append(
+            f"| {kind} | {architecture} | {ranks} | {parallel} | {len(results)} | {errors} | {BOUNDS[kind]:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def _order(key: tuple[str, str, int, str]) -> tuple[int, str, int, str]:
+    return (list(BOUNDS).index(key[0]), *key[1:])
+
+
+PAGE = """# Exactness
+
+The global batch defines the math; the layout never changes it. This page is that promise, measured. It is written by
+`make exactness`; do not edit it.
+
+One global batch of eight pairs (three for the short batch) goes through the train module under {count} layouts: packed
+rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
+at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
+gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
+weighted by token, completion and pair, with and without weights of their own. The oracle computes one sequence at a
+time with the model's own forward pass, and sums by the definition.
+
+Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
+loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64
+whose norms and rotary embeddings compute in float32, so that a rounding there can flip.
+
+{table}
+
+Measured with torch {torch}, transformers {transformers}, tiny models with random weights, gloo ranks on one CPU.
+"""
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    found = run(1)
+    for ranks in (2, 4):
+        with Ranks(ranks) as group:
+            found |= run(ranks, group)
+    page = PAGE.format(
+        count=len(found), table=table(found), torch=torch.__version__, transformers=transformers.__version__
+    )
+    Path(sys.argv[1]).write_text(page, encoding="utf-8")
+    over = [
+        f"{cell}: {result.gradient_error:.1e}" for cell, result in found.items() if result.gradient_error > bound(cell)
+    ]
+    if over:
+        sys.exit("over the bound:\n" + "\n".join(over))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

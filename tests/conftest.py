@@ -1,0 +1,35 @@
+"""Shared by all tests: one thread, no network, CPU ranks that are started once."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from isopref.testing.ranks import Ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip without a GPU; all tests that start ranks run on one worker, which starts them once."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -1,0 +1,44 @@
+"""The promise: every layout gives the oracle's gradient, loss and metrics."""
+
+import pytest
+
+from isopref.testing import matrix
+from isopref.testing.exactness import Cell, Found
+from isopref.testing.ranks import Ranks
+
+# Metrics are recorded in float32 by some, so they are held to that; the gradient has the sharp bounds.
+METRIC_BOUND = 1e-5
+
+
+def check(found: dict[Cell, Found]) -> None:
+    assert len(found) == len(set(found)) > 50
+    wrong = [
+        f"{cell}: gradient {one.gradient_error:.1e}, loss {one.loss_error:.1e}, metrics {one.metric_error:.1e}"
+        for cell, one in found.items()
+        if not (
+            one.gradient_error <= matrix.bound(cell)
+            and one.loss_error <= METRIC_BOUND
+            and one.metric_error <= METRIC_BOUND
+        )
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_rank() -> None:
+    check(matrix.run(1))
+
+
+def test_two_ranks(two_ranks: Ranks) -> None:
+    check(matrix.run(2, two_ranks))
+
+
+def test_four_ranks(four_ranks: Ranks) -> None:
+    check(matrix.run(4, four_ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_matrix_covers_what_is_promised(ranks: int) -> None:
+    cells = matrix.cells(ranks)
+    for name in ("rows", "cut", "weighting", "grad_sync", "checkpointing", "own_weights", "reverse", "num_pairs"):
+        assert len({getattr(cell, name) for cell in cells}) > 1, name
+    assert {cell.parallel for cell in cells} == set(matrix.SPREADS[ranks])
