@@ -1,3 +1,54 @@
-"""Preference tuning of language models: the global batch defines the math, the layout never changes it."""
+"""Preference tuning of language models: the global batch defines the math, the layout never changes it.
+
+The names below are imported when they are first used, so that `import isopref` stays quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isopref.data.packing import Budget
+    from isopref.data.table import PairTable
+    from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
+    from isopref.engine.train_module import DPOTrainModule
+    from isopref.losses import pair_loss
+    from isopref.models.parallel import parallelize
+    from isopref.models.policy import Policy
+    from isopref.score import TableLogps, score_table
+    from isopref.types import PairTokens
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "DPOTrainModule",
+    "DataCollatorForSeq2SeqDPO",
+    "PairTable",
+    "PairTokens",
+    "Policy",
+    "TableLogps",
+    "pair_loss",
+    "parallelize",
+    "score_table",
+    "split_batch_dpo",
+]
+
+_HOME = {
+    "Budget": "data.packing",
+    "DPOTrainModule": "engine.train_module",
+    "DataCollatorForSeq2SeqDPO": "engine.padded",
+    "PairTable": "data.table",
+    "PairTokens": "types",
+    "Policy": "models.policy",
+    "TableLogps": "score",
+    "pair_loss": "losses",
+    "parallelize": "models.parallel",
+    "score_table": "score",
+    "split_batch_dpo": "engine.padded",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'isopref' has no attribute '{name}'")
+    return getattr(import_module(f"isopref.{_HOME[name]}"), name)

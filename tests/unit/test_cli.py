@@ -47,9 +47,7 @@ def environment(folder: Path, build: str | None, extra: dict[str, str]) -> dict[
         stub.mkdir(exist_ok=True)
         (stub / "standin.py").write_text(build)
         # Python runs sitecustomize at its start, in the ranks that torchrun starts too.
-        (stub / "sitecustomize.py").write_text(
-            "import sys, standin\nsys.modules['isopref.build'] = standin\n"
-        )
+        (stub / "sitecustomize.py").write_text("import sys, standin\nsys.modules['isopref.build'] = standin\n")
         env["PYTHONPATH"] = str(stub)
     return env
 
@@ -95,9 +93,7 @@ def test_version(isopref: Isopref) -> None:
 
 
 def test_python_m_isopref() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "isopref", "--version"], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-m", "isopref", "--version"], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, f"isopref {__version__}\n")
 
 
@@ -114,9 +110,7 @@ REPORT = "def train(config, *, name, resume): print(config.optim.lr, config.data
 
 
 def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: Path) -> None:
-    result = isopref(
-        "train", config_file.name, "optim.lr=2e-6", "data.columns.prompt=q", "--resume", build=REPORT
-    )
+    result = isopref("train", config_file.name, "optim.lr=2e-6", "data.columns.prompt=q", "--resume", build=REPORT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "2e-06 {'prompt': 'q'} my.config True\n"
     assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config False\n"
@@ -183,9 +177,7 @@ def test_torchrun_command() -> None:
     ]  # fmt: skip
 
 
-def test_nproc_runs_the_same_command_on_every_rank(
-    isopref: Isopref, config_file: Path, tmp_path: Path
-) -> None:
+def test_nproc_runs_the_same_command_on_every_rank(isopref: Isopref, config_file: Path, tmp_path: Path) -> None:
     build = (
         "import os, pathlib\n"
         "def train(config, *, name, resume):\n"

@@ -81,9 +81,7 @@ def test_config_cannot_be_changed() -> None:
         CONFIG.optim.lr = 1.0
 
 
-@pytest.mark.parametrize(
-    "folder", ["1e5", "1_0", "yes", "null", "2026-01-31", "a: b", "#", "é", " x", "0x1f", "12:30"]
-)
+@pytest.mark.parametrize("folder", ["1e5", "1_0", "yes", "null", "2026-01-31", "a: b", "#", "é", " x", "0x1f", "12:30"])
 def test_dump_reads_back_to_an_equal_config(file: Path, folder: str) -> None:
     run = CONFIG.run.model_copy(update={"folder": folder, "keep": 7})
     data = CONFIG.data.model_copy(update={"columns": {folder: "x"}})
@@ -130,9 +128,7 @@ def test_broken_yaml_names_the_line(file: Path, text: str, start: str) -> None:
 @pytest.mark.parametrize("text", ["- a", "just text", "3"])
 def test_file_without_sections(file: Path, text: str) -> None:
     (line,) = problems(file, text)
-    assert line.startswith(
-        "c.yaml: expected sections with fields (model, data, objective, optim, layout, run)"
-    )
+    assert line.startswith("c.yaml: expected sections with fields (model, data, objective, optim, layout, run)")
 
 
 def test_empty_file_names_the_required_fields(file: Path) -> None:
@@ -327,9 +323,7 @@ def another(section: str, name: str, value: Any) -> Any:
 def test_run_id_hashes_the_math_and_nothing_else(section: str, name: str) -> None:
     part = getattr(CONFIG, section)
     value = getattr(part, name)
-    changed = CONFIG.model_copy(
-        update={section: part.model_copy(update={name: another(section, name, value)})}
-    )
+    changed = CONFIG.model_copy(update={section: part.model_copy(update={name: another(section, name, value)})})
     assert changed != CONFIG
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Pydantic serializer warnings")  # the value may be invalid

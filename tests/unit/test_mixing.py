@@ -42,11 +42,12 @@ def test_counts_take_that_many_of_each_source(sizes: list[int], data: st.DataObj
 def test_weights_give_the_largest_mix_without_repetition() -> None:
     def taken(sizes: list[int], weights: list[float | None]) -> list[int]:
         indices = mix(sizes, specs(weights=weights), 0)
-        return np.histogram(indices, bins=np.cumsum([0, *sizes]) - 0.5)[0].tolist()
+        return [int(count) for count in np.histogram(indices, bins=np.cumsum([0, *sizes]) - 0.5)[0]]
 
     assert taken([100, 100], [1, 1]) == [100, 100]
     assert taken([100, 100], [3, 1]) == [100, 33]
-    assert taken([10, 100], [0.1, 0.3]) == [10, 30]
+    assert taken([3, 3], [0.9, 0.3]) == [3, 1]  # not 0, as in floats
+    assert taken([9, 100], [0.1, 0.7]) == [9, 63]  # not 62
     assert taken([100, 10, 1000], [2, 1, 7]) == [20, 10, 70]
 
 
@@ -84,6 +85,7 @@ def test_the_draw_is_the_same_on_every_machine_and_version() -> None:
         ([SourceSpec("s", weight=float("nan"))], "weight nan"),
         ([SourceSpec("s", weight=1.0, count=1)], "both weight and count"),
         ([SourceSpec("s", weight=1.0), SourceSpec("t")], "some have none"),
+        ([SourceSpec("s", weight=9.0), SourceSpec("t", weight=1.0)], "'t': weight 1.0 gives not one pair"),
     ],
 )
 def test_a_mix_that_cannot_be_is_refused(bad: list[SourceSpec], message: str) -> None:

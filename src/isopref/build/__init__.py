@@ -8,9 +8,9 @@ from pathlib import Path
 
 from isopref.build import result
 from isopref.build.data import pair_table, sample_prompts
-from isopref.build.model import load_policy, score_all, spread
-from isopref.build.run import Run, open_folder
-from isopref.build.trainer import build_trainer
+from isopref.build.model import check_parallel, load_policy, score_all, spread
+from isopref.build.run import Run, claim_folder, open_folder
+from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget
 from isopref.engine.display import Display
@@ -22,7 +22,7 @@ from isopref.models.generate import answers
 def train(config: Config, *, name: str, resume: bool = False) -> None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder."""
     started = time.perf_counter()
-    group = config.model.is_mixed or config.layout.parallel in ("fsdp", "hsdp")
+    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         run = Run(config, folder, env, Display(quiet=not env.is_first))
@@ -33,15 +33,19 @@ def train(config: Config, *, name: str, resume: bool = False) -> None:
 
 def _train(run: Run, resume: bool) -> None:
     config = run.config
+    check_parallel(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     table = pair_table(run, tokenizer, config.data.train)
     eval_table = None if config.data.eval is None else pair_table(run, tokenizer, config.data.eval)
     check_budget(table.lengths, run.train_budget)
+    for scored in [table] if eval_table is None else [table, eval_table]:
+        check_budget(scored.lengths, run.score_budget)
     policy = load_policy(run)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
         before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
     model = spread(run, policy)
+    claim_folder(run)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     reference = score_all(run, model, table, "reference")
@@ -49,7 +53,7 @@ def _train(run: Run, resume: bool) -> None:
     if eval_table is not None:
         held_out = result.HeldOut(run, eval_table, score_all(run, model, eval_table, "held-out"))
     trainer = build_trainer(run, model, table, reference, held_out, resume)
-    trainer.fit()
+    fit(trainer)
 
     if held_out is not None:
         result.say_effect(run, held_out.at_start, held_out.now(model))

@@ -7,11 +7,27 @@ from torch import nn
 
 from isopref.build.run import Run
 from isopref.data.table import PairTable
+from isopref.errors import ConfigError
 from isopref.models import hf
-from isopref.models.parallel import GradSync, Parallel, parallelize
+from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.score import TableLogps, score_table
+
+
+def check_parallel(run: Run) -> None:
+    """Raise ConfigError where layout.parallel cannot work with the processes there are."""
+    layout, ranks = run.config.layout, run.env.world_size
+    if layout.parallel == "single" and ranks > 1:
+        raise ConfigError(
+            f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
+        )
+    if layout.hsdp_shard is not None and ranks % layout.hsdp_shard:
+        fitting = ", ".join(str(n) for n in range(2, ranks + 1) if ranks % n == 0)
+        raise ConfigError(
+            f"layout.hsdp_shard is {layout.hsdp_shard}, which does not divide the number of processes, {ranks}. "
+            + (f"Use one of {fitting}." if fitting else "Start more (--nproc), or set layout.parallel: auto.")
+        )
 
 
 def load_policy(run: Run) -> Policy:
@@ -43,7 +59,7 @@ def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableL
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
     with run.display.bar(f"score {what}", len(table)) as advance:
-        return score_table(
+        logps = score_table(
             model,
             table,
             run.score_budget,
@@ -52,6 +68,8 @@ def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableL
             num_ranks=run.env.world_size,
             progress=lambda count: advance(count, ""),
         )
+    reshard(model)
+    return logps
 
 
 def grad_sync(run: Run, model: nn.Module) -> GradSync:

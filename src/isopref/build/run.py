@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from isopref.config.load import dump_config
+from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
 from isopref.engine.display import Display
@@ -46,20 +46,15 @@ class Run:
 
 
 def open_folder(run: Run, resume: bool) -> None:
-    """Make the run's folder, or refuse one that holds another run; send the engine's log into it."""
-    has_run = (run.folder / "config.yaml").exists()
+    """Make the run's folder, or refuse one that holds another run; send the engine's log into it.
+
+    What makes a folder a run is its config.yaml, which `claim_folder` writes.
+    """
+    _refuse_folder(run, resume)
     run.env.barrier()
-    if has_run and not resume:
-        raise RunError(
-            f"{run.folder} holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove "
-            "that one."
-        )
-    if resume and not has_run:
-        raise RunError(f"--resume: {run.folder} holds no run. Start it without --resume, or check run.folder.")
     if run.env.is_first:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
             handler = logging.FileHandler(run.folder / "engine.log")
         except OSError as error:
             raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
@@ -71,3 +66,46 @@ def open_folder(run: Run, resume: bool) -> None:
     run.env.barrier()
     ranks = f"{run.env.world_size} x {run.env.device.type}"
     run.display.say(f"run   {run.folder} (math {run_id(run.config)}, {ranks})")
+
+
+def claim_folder(run: Run) -> None:
+    """Write the resolved config: the folder holds a run from here on.
+
+    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free.
+    """
+    if run.env.is_first:
+        (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
+
+
+def _refuse_folder(run: Run, resume: bool) -> None:
+    """Raise RunError where the folder's content and `resume` do not go together."""
+    has_run = (run.folder / "config.yaml").exists()
+    if run.config.run.export and run.model_folder.exists():
+        what = "a finished run" if has_run else "a folder 'model', where the tuned model is to go"
+        raise RunError(f"{run.folder} holds {what}. Start in another folder: set run.folder, or remove that one.")
+    if has_run and not resume:
+        raise RunError(
+            f"{run.folder} holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove "
+            "that one."
+        )
+    if resume and not has_run:
+        named = " Its name has the run id, which changes with the math." if run.config.run.folder is None else ""
+        raise RunError(f"--resume: {run.folder} holds no run.{named} Start it without --resume, or check run.folder.")
+    if resume:
+        _refuse_other_math(run)
+
+
+def _refuse_other_math(run: Run) -> None:
+    """Raise RunError where the run in the folder has another model, objective or optimizer (data: see PairLoader)."""
+    before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / "config.yaml"), run.config))
+    changed = [
+        f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
+        for section in ("model", "objective", "optim")
+        for name, value in before[section].items()
+        if now[section][name] != value
+    ]
+    if changed:
+        raise RunError(
+            f"--resume: the run in {run.folder} had another config: {'; '.join(changed)}. Only layout and run may "
+            "change. Use the first values, or start anew in another run.folder."
+        )

@@ -4,7 +4,7 @@ import torch
 from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
-from olmo_core.train.callbacks import Callback, CheckpointerCallback, ConsoleLoggerCallback
+from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
 from isopref.build.model import grad_sync
@@ -12,9 +12,16 @@ from isopref.build.result import HeldOut
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
-from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
+from isopref.engine.callbacks import (
+    EvaluateCallback,
+    KeepingCheckpointerCallback,
+    MetricsFileCallback,
+    PairSpeedCallback,
+    ProgressCallback,
+)
 from isopref.engine.loader import PairLoader
 from isopref.engine.train_module import DPOTrainModule
+from isopref.errors import RunError
 from isopref.models.parallel import unwrap
 from isopref.score import TableLogps
 
@@ -32,11 +39,27 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(min(steps, optim.max_steps or steps)),
         metrics_collect_interval=run.config.run.log_every,
-        load_strategy=LoadStrategy.always if resume else LoadStrategy.never,
+        load_strategy=LoadStrategy.if_available if resume else LoadStrategy.never,
+        # How soon a signal stops the run. Ranks have to agree on it, so there only when they meet to log.
+        cancel_check_interval=run.config.run.log_every if run.env.world_size > 1 else 1,
         device=str(run.env.device),
         callbacks=_callbacks(run, model, held_out),
     )
-    return config.build(_train_module(run, model, reference), _loader(run, model, table))
+    trainer = config.build(_train_module(run, model, reference), _loader(run, model, table))
+    if resume:
+        last = max((step for step, _ in trainer.checkpointer.find_checkpoints(trainer.save_folder)), default=0)
+        run.display.say(f"resume after step {last}" if last else "resume from the first step: there is no checkpoint")
+    return trainer
+
+
+def fit(trainer: Trainer) -> None:
+    """Train to the last step. Raises RunError if a signal ended it before, with a checkpoint of where it was."""
+    trainer.fit()
+    if trainer.max_steps is not None and trainer.global_step < trainer.max_steps:
+        raise RunError(
+            f"stopped by a signal after step {trainer.global_step} of {trainer.max_steps}. A checkpoint is saved; go "
+            "on with --resume."
+        )
 
 
 def _train_module(run: Run, model: nn.Module, reference: TableLogps) -> DPOTrainModule:
@@ -75,7 +98,7 @@ def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str
     settings = run.config.run
     callbacks: dict[str, Callback] = {
         # Saving before the first step would have Adam take a step of its own; saving asynchronously can deadlock.
-        "checkpointer": CheckpointerCallback(
+        "checkpointer": KeepingCheckpointerCallback(
             save_interval=settings.save_every,
             max_checkpoints=settings.keep,
             pre_train_checkpoint=False,
@@ -99,7 +122,7 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     optim = run.config.optim
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": params, "weight_decay": decay, "initial_lr": optim.lr}
+        {"params": params, "weight_decay": decay}
         for params, decay in (
             ([p for p in trained if p.ndim >= 2], optim.weight_decay),
             ([p for p in trained if p.ndim < 2], 0.0),

@@ -88,6 +88,15 @@ class _Texts(NamedTuple):
     sides: tuple[str, str]
     answers: tuple[str, str]
 
+    def bare(self) -> list[bool]:
+        """For each side, whether the template wrote nothing but white space after the answer."""
+        found = []
+        for text, answer in zip(self.sides, (answer.strip() for answer in self.answers), strict=True):
+            after_prompt = text.startswith(self.prompt)  # else the generation prompt is not how it writes an answer
+            same = text[len(self.prompt) :].strip() == answer if after_prompt else text.rstrip().endswith(answer)
+            found.append(bool(answer) and same)
+        return found
+
 
 class PairEncoder:
     """Tokenises pairs with one tokenizer and one template. Raises ConfigError where there is no template."""
@@ -189,8 +198,10 @@ class PairEncoder:
             raise BadPairError(pair.origin, "boundary", "not one token of the prompt stands before both answers")
         if self._bos is not None and border > 1 and prompt[0] == prompt[1] == self._bos:
             notes.add("double_bos")
-        ended = [self._end(*item, border, notes) for item in zip(sides, texts.sides, texts.answers, strict=True)]
-        tokens = PairTokens(prompt[:border], ended[0], ended[1])
+        chosen, rejected = (
+            self._end(side, border, bare, notes) for side, bare in zip(sides, texts.bare(), strict=True)
+        )
+        tokens = PairTokens(prompt[:border], chosen, rejected)
         cut = _truncate(tokens, self.options)
         if cut is None:
             return None
@@ -218,22 +229,17 @@ class PairEncoder:
                 "begins cannot be proven (data.template: path.jinja can replace the template)",
             )
 
-    def _end(self, side: IntArray, text: str, answer: str, border: int, notes: set[str]) -> IntArray:
-        """The completion, ended as the module's docstring says."""
+    def _end(self, side: IntArray, border: int, bare: bool, notes: set[str]) -> IntArray:
+        """The completion, ended as the module's docstring says. `bare`: nothing but EOS can be its end."""
+        bare = bare or self.options.raw
         last = len(side) - 1
         while last >= border and self._whitespace(int(side[last])):
             last -= 1
-        if last >= border and int(side[last]) in self._ends:
+        if last >= border and int(side[last]) in ({self._eos} if bare else self._ends):
             return side[border : last + 1]
-        if not self.options.raw:
+        if self._eos is None or not self.options.raw:
             notes.add("missing_eos")
-        elif self._eos is None:
-            notes.add("missing_eos")
-            return side[border:]
-        nothing_follows = bool(answer.strip()) and text.rstrip().endswith(answer.rstrip())
-        if self._eos is None or not (self.options.raw or nothing_follows):
-            return side[border:]
-        return np.append(side[border:], np.int32(self._eos))
+        return np.append(side[border:], np.int32(self._eos)) if bare and self._eos is not None else side[border:]
 
     def _whitespace(self, token: int) -> bool:
         if token not in self._is_space:

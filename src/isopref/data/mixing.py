@@ -6,6 +6,7 @@ Pure functions of contents and a seed. The order of training is not decided here
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +64,18 @@ def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:
             raise ConfigError(f"{where}: count {spec.count} of {size} pairs. Use 1 to {size}; no pair comes twice.")
         if spec.weight is not None and not 0 < spec.weight < np.inf:
             raise ConfigError(f"{where}: weight {spec.weight} is not a positive number.")
-    weights = [spec.weight for spec in specs if spec.weight is not None]
+    # As decimal fractions, which is how they were written: in floats, 0.3 is not three times 0.1.
+    weights = [Fraction(str(spec.weight)) for spec in specs if spec.weight is not None]
     if not weights:
         return [size if spec.count is None else spec.count for spec, size in zip(specs, num_pairs, strict=True)]
     if len(weights) < len(specs):
         raise ConfigError("Some sources have a weight and some have none. Give one to all of them, or to none.")
-    scale = min(size / weight for size, weight in zip(num_pairs, weights, strict=True))
-    # A whole number that rounding put just below itself still counts whole.
-    return [int(weight * scale + 1e-9) for weight in weights]
+    scale = min(int(size) / weight for size, weight in zip(num_pairs, weights, strict=True))
+    counts = [int(weight * scale) for weight in weights]
+    for spec, count in zip(specs, counts, strict=True):
+        if count == 0:
+            raise ConfigError(f"The source '{spec.path}': weight {spec.weight} gives not one pair. Raise it.")
+    return counts
 
 
 def _hash(values: NDArray[np.uint64], *, seed: int, stream: int) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""OLMo-core callbacks: progress on the terminal, the metrics file, speed, evaluation during training."""
+"""OLMo-core callbacks: progress on the terminal, the metrics file, checkpoints, speed, evaluation during training."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from olmo_core.train.callbacks import Callback, SpeedMonitorCallback
+from olmo_core.train.callbacks import Callback, CheckpointerCallback, SpeedMonitorCallback
 
 from isopref.engine.display import Advance, Display, brief
 
@@ -34,6 +34,8 @@ class ProgressCallback(Callback):
             self._shown = self.step
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        if "train/loss" not in metrics:  # a checkpoint's share of the step
+            return
         self._note = brief(metrics)
         if self._advance is not None:
             self._advance(0, self._note)
@@ -49,13 +51,46 @@ class ProgressCallback(Callback):
 
 @dataclass
 class MetricsFileCallback(Callback):
-    """Appends every logged step to a JSONL file."""
+    """Writes every logged step as one line of a JSONL file; a resumed run first drops the steps it will do again."""
 
     path: Path = Path("metrics.jsonl")
+    _line: dict[str, float] = field(default_factory=dict)
+    _line_start: int = 0
+
+    def pre_train(self) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        done = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= self.step]
+        self.path.write_bytes(b"".join(done))
+        if done:
+            self._line, self._line_start = json.loads(done[-1]), sum(map(len, done[:-1]))
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with self.path.open("r+b") as file:
+            # The engine passes a step's metrics on in parts when it saves or loads a checkpoint there.
+            if self._line.get("step") != step:
+                self._line, self._line_start = {"step": step}, file.seek(0, 2)
+            self._line.update(metrics)
+            file.seek(self._line_start)
+            file.truncate()
+            file.write(json.dumps(self._line).encode() + b"\n")
+
+
+@dataclass
+class KeepingCheckpointerCallback(CheckpointerCallback):
+    """The engine's, but at the end of a run, resumed or not, no more than `max_checkpoints` are left.
+
+    The engine deletes an old one a step after it wrote a new one, so not after the last, and forgets what an earlier
+    process wrote (OLMo-core 3.0.0).
+    """
+
+    def pre_train(self) -> None:
+        super().pre_train()  # type: ignore[no-untyped-call]
+        found = self.checkpointer.find_checkpoints(self.save_folder)
+        self._checkpoints = [path for step, path in sorted(found) if step <= self.step]
+
+    def post_train(self) -> None:
+        super().post_train()  # type: ignore[no-untyped-call]
+        self._remove_old_checkpoints()  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Where a run runs: rank, device and process group. Started by torchrun or as one process."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,4 +58,5 @@ def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Envi
         yield Environment(dist.get_rank() if dist.is_initialized() else 0, world_size, where)
     finally:
         if dist.is_initialized():
+            gc.collect()  # a Trainer that outlives the group can abort the process at its exit
             dist.destroy_process_group()

@@ -88,19 +88,20 @@ def padded_to_step(
     than others get empty ones.
     """
     width = batch["chosen_input_ids"].shape[1]
-    if rank_microbatch_size < 2 * width:
-        raise ConfigError(
-            f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * width} (two "
-            f"sequences padded to {width}). Raise it to at least {2 * width}, or shorten the pairs."
-        )
-    pieces = split_batch_dpo(batch, rank_microbatch_size // (2 * width))
+    pieces = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
     pairs = [_pairs(piece) for piece in pieces]
     lengths = np.array([[len(part) for part in pair] for piece in pairs for pair in piece], dtype=np.int64)
     weights = pair_weights(lengths, weighting, np.ones(len(lengths)))
     tokens, slots = int(batch["token_count"].sum()), 2 * width * len(lengths)
-    (total, num_pairs, num_tokens, num_slots), num_microbatches = _over_ranks(
-        [float(weights.sum()), len(lengths), tokens, slots], len(pieces), device, group
+    sums, (num_microbatches, widest) = _over_ranks(
+        [float(weights.sum()), len(lengths), tokens, slots], [len(pieces), width], device, group
     )
+    if rank_microbatch_size < 2 * widest:  # after the exchange, so that all ranks stop alike
+        raise ConfigError(
+            f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} (two "
+            f"sequences padded to {widest}). Raise it to at least {2 * widest}, or shorten the pairs."
+        )
+    total, num_pairs, num_tokens, num_slots = sums
     shares = np.split(
         np.stack([coefficients(weights, total=total), coefficients(np.ones(len(lengths)), total=num_pairs)]),
         np.cumsum([len(piece) for piece in pairs])[:-1],
@@ -150,13 +151,13 @@ def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, I
 
 
 def _over_ranks(
-    sums: list[float], count: int, device: torch.device, group: dist.ProcessGroup | None
-) -> tuple[list[float], int]:
-    """Sums over ranks, and the largest count."""
+    sums: list[float], largest: list[int], device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[list[float], list[int]]:
+    """Sums over ranks of some figures, the largest over ranks of others."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
-        return sums, count
-    mine = torch.tensor([*sums, count], dtype=torch.float64, device=device)
+        return sums, largest
+    mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     together = torch.stack(every).cpu()
-    return together[:, :-1].sum(dim=0).tolist(), int(together[:, -1].max())
+    return together[:, : len(sums)].sum(dim=0).tolist(), [int(x) for x in together[:, len(sums) :].amax(dim=0)]

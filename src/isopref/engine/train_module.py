@@ -167,11 +167,12 @@ class DPOTrainModule(TrainModule):
         norm = full(get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        for group in self.optim.param_groups:
-            if self.scheduler is not None and self.trainer.max_steps is not None:
-                # One past the end: the schedule's last value belongs to the step after the last.
-                end = self.trainer.max_steps + 1
-                group["lr"] = self.scheduler.get_lr(group["initial_lr"], self.trainer.global_step, end)
+        if self.scheduler is not None and self.trainer.max_steps is not None:
+            for group in self.optim.param_groups:
+                peak = group.setdefault("initial_lr", group["lr"])
+                if peak:  # the engine's warm-up refuses a rate of 0, which needs no schedule
+                    # One past the end: the schedule's last value, often 0, belongs to the step after the last.
+                    group["lr"] = self.scheduler.get_lr(peak, self.trainer.global_step, self.trainer.max_steps + 1)
         if self._logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))

@@ -7,7 +7,7 @@ A model that goes through `AttentionInterface` hands our function every layer's 
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from isopref.errors import ModelError
 from isopref.ops.attention import segment_attention
@@ -17,13 +17,11 @@ NAME = "isopref_segments"
 
 
 def register() -> None:
-    """Make the attention implementation `NAME` known to transformers. Harmless when repeated."""
+    """Make the attention implementation `NAME` known to transformers. Harmless when repeated.
+
+    No mask function is registered with it, so transformers makes no mask: the segments say who sees whom.
+    """
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The segments say who sees whom; a dense mask of a row would be T x T for nothing."""
 
 
 def _attention(

@@ -94,6 +94,16 @@ def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[N
     yield
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP gathered for a forward pass without a backward, which would have done it.
+
+    Until then `model.parameters()` are the gathered copies: an optimizer built on them would train nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def unwrap(model: nn.Module) -> Policy:
     """The policy inside a DDP wrapper, or the policy itself."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model

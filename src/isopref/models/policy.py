@@ -26,6 +26,7 @@ class Policy(nn.Module):
         register()
         self.model = model
         self.own_attention: str = model.config._attn_implementation
+        assert self.own_attention != NAME, "the model is in a policy already"
         config = model.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.

@@ -17,7 +17,7 @@ from isopref.data.packing import Budget, Group, RowKind, plan_step
 from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.losses import pair_loss
+from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync, Parallel, full, parallelize
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
@@ -97,7 +97,7 @@ def expected(
         ref = oracle.pair_logps(tiny_model(architecture, dtype=getattr(torch, dtype), seed=1), pairs)
         policy = oracle.pair_logps(model, pairs)
     weight = oracle.weights(pairs, weighting, own if own_weights else None)
-    loss, gradient = oracle.whole_batch(model, pairs, _loss(), ref, weight)
+    loss, gradient = oracle.whole_batch(model, pairs, pair_objective(), ref, weight)
     return (
         float(loss),
         gradient,
@@ -106,7 +106,8 @@ def expected(
     )
 
 
-def _loss() -> Any:
+def pair_objective() -> PairLoss:
+    """The objective all cells have."""
     return pair_loss("sigmoid", beta=BETA, label_smoothing=SMOOTHING)
 
 
@@ -146,9 +147,9 @@ def measure(cell: Cell) -> Found:
     )
 
 
-def build_module(cell: Cell, reference: TableLogps) -> tuple[DPOTrainModule, StubTrainer]:
+def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
-    policy = Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype)))
+    policy = Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed))
     if cell.checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     shard = 2 if cell.parallel == "hsdp" else None
@@ -156,7 +157,7 @@ def build_module(cell: Cell, reference: TableLogps) -> tuple[DPOTrainModule, Stu
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=_loss(),
+        objective=pair_objective(),
         rank_microbatch_size=4096,
         beta=BETA,
         reference=reference,

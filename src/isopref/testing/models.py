@@ -121,10 +121,10 @@ def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFas
 
 
 def tiny_folder(
-    folder: Path, architecture: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0
+    folder: Path, architecture: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Path:
     """A Hugging Face folder of a tiny model with its tokenizer."""
     tokenizer = byte_tokenizer()
-    tiny_model(architecture, dtype=dtype, seed=seed, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tiny_model(architecture, dtype=dtype, seed=seed, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,0 +1,167 @@
+"""Counts of what a step should do rarely: collectives, and waits of the host for the device."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from isopref.data.table import PairTable
+from isopref.engine.padded import DataCollatorForSeq2SeqDPO
+from isopref.engine.step import build_step
+from isopref.engine.train_module import DPOTrainModule
+from isopref.models.policy import Policy
+from isopref.score import TableLogps
+from isopref.testing import oracle
+from isopref.testing.exactness import (
+    Cell,
+    StubTrainer,
+    batch,
+    build_module,
+    expected,
+    full_gradient,
+    pair_objective,
+    plan,
+)
+
+# Some have another name in another version of torch.
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+COLLECTIVES = ("all_reduce", *SCATTERS, "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast")
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a tensor's value by Python (`item`, `float`, `bool`, `tolist`): each waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(model: torch.nn.Module) -> Iterator[Counter[str]]:
+    """Counts collectives called from Python, and the buckets that DDP reduces."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    if isinstance(model, DistributedDataParallel):
+
+        def reduce_bucket(bucket: Any) -> Any:
+            counts["ddp_buckets"] += 1
+            return allreduce_hook(dist.distributed_c10d._get_default_group(), bucket)
+
+        model.register_comm_hook(None, lambda _state, bucket: reduce_bucket(bucket))
+    patches = [
+        patch.object(dist, name, counting(name, getattr(dist, name))) for name in COLLECTIVES if hasattr(dist, name)
+    ]
+    for one in patches:
+        one.start()
+    try:
+        yield counts
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
+    """One training step of a cell: its collectives, host reads and microbatches, on a step that logs or not."""
+    module, trainer = build_module(
+        cell, expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)[3]
+    )
+    trainer.record_metric = lambda *_args, **_kwargs: None  # type: ignore[method-assign]  # ours reads values; the engine waits
+    trainer.metrics_collect_interval = 1 if logs else 10
+    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    rank = dist.get_rank() if cell.ranks > 1 else 0
+    index = np.arange(cell.num_pairs)
+    step = build_step(table, index, plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
+    with counted(module.model) as counts, HostReads() as reads:
+        module.train_batch({"step": step})
+    return dict(counts), reads.count, len(step.work)
+
+
+def dry_run_traces(cell: Cell) -> list[str]:
+    """What a dry run leaves behind; nothing, if all is well."""
+    module, trainer = build_module(
+        cell, expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)[3]
+    )
+    before = [p.detach().clone() for p in module.model.parameters()]
+    random = torch.get_rng_state()
+    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    step = build_step(table, np.arange(cell.num_pairs), plan(cell, table.lengths), cell.rows, cell.weighting)
+    module.train_batch({"step": step}, dry_run=True)
+    traces = {
+        "gradients": any(p.grad is not None for p in module.model.parameters()),
+        "weights": any(not torch.equal(a, b) for a, b in zip(before, module.model.parameters(), strict=True)),
+        "metrics": bool(trainer.metrics) or bool(module._window.num_steps),
+        "random state": not torch.equal(random, torch.get_rng_state()),
+    }
+    return [name for name, left in traces.items() if left]
+
+
+def padded_gradient_error(cell: Cell, shares: list[list[int]], rank_microbatch_size: int) -> float:
+    """A padded batch of OLMo-core's form, `shares[rank]` on each rank, against the oracle."""
+    loss, gradient, _, reference = expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)
+    module, trainer = build_module(cell, reference)
+    module.rank_microbatch_size = rank_microbatch_size
+    module.train_batch(padded_batch(shares[dist.get_rank() if cell.ranks > 1 else 0], cell.num_pairs))
+    assert abs(trainer.metrics["train/loss"] - loss) < 1e-6
+    return oracle.relative_error(full_gradient(module.model), gradient)
+
+
+def padded_batch(share: list[int], num_pairs: int) -> dict[str, torch.Tensor]:
+    """Some pairs of the batch, collated."""
+    instances = []
+    for index in share:
+        pair = batch(num_pairs)[0][index]
+        one: dict[str, Any] = {"index": index}
+        for side, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            one[f"{side}_input_ids"] = [*pair.prompt, *completion]
+            one[f"{side}_labels"] = [*([-100] * len(pair.prompt)), *completion]
+        instances.append(one)
+    return DataCollatorForSeq2SeqDPO()(instances)
+
+
+def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]:
+    """A function that runs one training step of several microbatches, optimizer included, and logs nothing."""
+    pairs = batch(8)[0]
+    table = PairTable.from_tokens(pairs)
+    policy = Policy(model).to(device)
+    module = DPOTrainModule(
+        policy,
+        torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True),
+        objective=pair_objective(),
+        rank_microbatch_size=4096,
+        beta=0.1,
+        reference=TableLogps(np.zeros(len(pairs)), np.zeros(len(pairs))),
+        max_grad_norm=1.0,
+        check_first_step=False,
+    )
+    trainer = StubTrainer()
+    trainer.metrics_collect_interval = 1000
+    module._attach_trainer(trainer)  # type: ignore[arg-type]
+    cut = plan(Cell(), table.lengths)
+    step = build_step(table, np.arange(len(pairs)), cut, "shared", "token")
+
+    def run() -> None:
+        module.train_batch({"step": step})
+        module.optim_step()
+        module.zero_grads()
+
+    return run

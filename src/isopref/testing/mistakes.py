@@ -1,0 +1,79 @@
+"""Mistakes of a user, by name, made on every rank alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isopref.data.packing import Budget
+from isopref.data.table import PairTable
+from isopref.engine.loader import PairLoader
+from isopref.engine.padded import split_batch_dpo
+from isopref.engine.train_module import DPOTrainModule
+from isopref.models.parallel import parallelize
+from isopref.models.policy import Policy
+from isopref.score import TableLogps
+from isopref.testing.counting import padded_batch, padded_gradient_error
+from isopref.testing.exactness import Cell, batch, pair_objective
+from isopref.testing.models import tiny_model
+
+
+def _hsdp_mesh() -> None:
+    parallelize(
+        Policy(tiny_model("gpt2")), "hsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), hsdp_shard=3
+    )
+
+
+def _small_budget() -> None:
+    table = PairTable.from_tokens(batch(8)[0])
+    PairLoader(table, batch_pairs=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
+
+
+def _wide_padded_batch() -> None:
+    padded_gradient_error(Cell(ranks=2, parallel="ddp"), [[0, 1, 2, 3], [4, 5, 6, 7]], 20)
+
+
+def _zero_microbatch() -> None:
+    policy = Policy(tiny_model("gpt2"))
+    nothing = torch.zeros(0).double().numpy()
+    DPOTrainModule(
+        policy,
+        torch.optim.SGD(policy.parameters()),
+        objective=pair_objective(),
+        rank_microbatch_size=0,
+        beta=0.1,
+        reference=TableLogps(nothing, nothing),
+    )
+
+
+def _negative_split() -> None:
+    split_batch_dpo(padded_batch([0, 1], 8), -1)
+
+
+def _non_tensor() -> None:
+    split_batch_dpo({**padded_batch([0, 1], 8), "source": "a file"}, 1)
+
+
+MISTAKES: dict[str, Callable[[], Any]] = {
+    "hsdp_mesh": _hsdp_mesh,
+    "small_budget": _small_budget,
+    "wide_padded_batch": _wide_padded_batch,
+    "zero_microbatch": _zero_microbatch,
+    "negative_split": _negative_split,
+    "non_tensor": _non_tensor,
+}
+
+
+def error_of(mistake: str) -> str:
+    """What a mistake raises, as text; the rank stays usable."""
+    try:
+        MISTAKES[mistake]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("planted")

@@ -1,0 +1,91 @@
+"""Planted bugs, each one that a known trainer has or had. A suite that stays green with one of them is no suite."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from torch import Tensor
+
+from isopref.data import rows, schedule
+from isopref.engine import step, train_module
+from isopref.types import IntArray
+
+
+@contextmanager
+def mean_of_means() -> Iterator[None]:
+    """Each microbatch's mean counts the same, whatever it holds."""
+
+    def share(loss_P: Tensor, _coefficient_P: Tensor, *, num_ranks: int) -> Tensor:
+        return loss_P.sum() / max(1, len(loss_P)) * num_ranks / 3
+
+    with patch.object(train_module, "share_of_loss", share):
+        yield
+
+
+@contextmanager
+def token_share_of_pair_mean() -> Iterator[None]:
+    """A microbatch's share of the tokens, times its mean over pairs."""
+
+    def share(loss_P: Tensor, coefficient_P: Tensor, *, num_ranks: int) -> Tensor:
+        return loss_P.sum() / max(1, len(loss_P)) * coefficient_P.sum() * num_ranks
+
+    with patch.object(train_module, "share_of_loss", share):
+        yield
+
+
+@contextmanager
+def rank_local_denominator() -> Iterator[None]:
+    """Each rank divides by its own pairs' weight; the ranks' gradients are then averaged."""
+    build = step.build_step
+
+    def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
+        whole = build(table, index, plan, kind, weighting, rank=rank)
+        mine = sum(float(work.loss_share.sum()) for work in whole.work)
+        for work in whole.work:
+            work.loss_share.div_(max(mine, 1e-9) * len(plan))
+        return whole
+
+    with patch("isopref.testing.exactness.build_step", local):
+        yield
+
+
+@contextmanager
+def dropped_last_batch() -> Iterator[None]:
+    """A short last batch is thrown away."""
+    with patch.object(schedule, "num_batches", lambda num_pairs, batch_pairs: num_pairs // batch_pairs):
+        yield
+
+
+@contextmanager
+def duplicated_pair() -> Iterator[None]:
+    """A short last batch is filled up with pairs that were seen already."""
+    with patch.object(
+        schedule, "batch", lambda order, size, n: np.take(order, range(n * size, (n + 1) * size), mode="wrap")
+    ):
+        yield
+
+
+@contextmanager
+def leaking_attention() -> Iterator[None]:
+    """The rejected answer of a shared row also attends to the chosen one."""
+    segment = rows._Row.segment
+
+    def leak(self: Any, tokens: IntArray, positions: IntArray, seen_before: IntArray) -> IntArray:
+        if len(seen_before):
+            seen_before = np.arange(seen_before[0], self.length)
+        return segment(self, tokens, positions, seen_before)
+
+    with patch.object(rows._Row, "segment", leak):
+        yield
+
+
+GRADIENT = {m.__name__: m for m in (mean_of_means, token_share_of_pair_mean, rank_local_denominator, leaking_attention)}
+SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
+
+
+def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` with a bug planted."""
+    with {**GRADIENT, **SCHEDULE}[name]():
+        return function(*args)

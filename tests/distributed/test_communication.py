@@ -1,0 +1,69 @@
+"""What a step costs besides computing: collectives and waits of the host."""
+
+import pytest
+
+from isopref.testing.counting import SCATTERS, count_step, dry_run_traces
+from isopref.testing.exactness import Cell
+from isopref.testing.ranks import Ranks
+
+
+def cells(parallel: str) -> tuple[Cell, Cell]:
+    """The same batch in one microbatch a rank, and in four."""
+    whole = Cell(ranks=2, parallel=parallel, cut="whole")  # type: ignore[arg-type]
+    return whole, Cell(ranks=2, parallel=parallel, cut="pair")  # type: ignore[arg-type]
+
+
+def reductions(counts: dict[str, int]) -> int:
+    return sum(counts.get(name, 0) for name in ("ddp_buckets", *SCATTERS))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_sync_last_reduces_like_one_microbatch(two_ranks: Ranks, parallel: str) -> None:
+    one, four = (two_ranks(count_step, cell, False)[0] for cell in cells(parallel))
+    assert (one[2], four[2]) == (1, 4)
+    assert reductions(one[0]) > 0
+    assert reductions(four[0]) == reductions(one[0])
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_sync_every_reduces_every_time(two_ranks: Ranks, parallel: str) -> None:
+    cell = Cell(ranks=2, parallel=parallel, cut="pair", grad_sync="every")  # type: ignore[arg-type]
+    one = two_ranks(count_step, cells(parallel)[0], False)[0]
+    assert reductions(two_ranks(count_step, cell, False)[0][0]) == 4 * reductions(one[0])
+
+
+@pytest.mark.parametrize("grad_sync", ["last", "every"])
+def test_hsdp_reduces_over_replicas_once(four_ranks: Ranks, grad_sync: str) -> None:
+    cell = Cell(ranks=4, parallel="hsdp", cut="pair", grad_sync=grad_sync)  # type: ignore[arg-type]
+    one = four_ranks(count_step, Cell(ranks=4, parallel="hsdp", cut="whole"), False)[0]
+    many = four_ranks(count_step, cell, False)[0]
+    assert many[2] > one[2] == 1
+    assert many[0]["all_reduce"] == one[0]["all_reduce"] > 0
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_metrics_take_one_collective_and_only_when_logged(two_ranks: Ranks, parallel: str) -> None:
+    cell = cells(parallel)[1]
+    silent, logged = (two_ranks(count_step, cell, logs)[0][0] for logs in (False, True))
+    assert silent.get("all_reduce", 0) == silent.get("ddp_buckets", 0)  # gradients only
+    assert logged["all_reduce"] == silent.get("all_reduce", 0) + 1
+    assert {**logged, "all_reduce": 0} == {**silent, "all_reduce": 0}
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    assert [count_step(Cell(cut="pair"), logs)[1] for logs in (False, True)] == [0, 0]
+
+
+def test_host_reads_are_counted() -> None:
+    import torch
+
+    from isopref.testing.counting import HostReads
+
+    with HostReads() as reads:
+        float(torch.ones(3).sum())
+        torch.ones(2).tolist()
+    assert reads.count >= 1
+
+
+def test_dry_run_leaves_no_trace() -> None:
+    assert dry_run_traces(Cell()) == []

@@ -1,0 +1,49 @@
+"""Mistakes that every rank must meet alike, before the first step, leaving no rank behind."""
+
+import pytest
+
+from isopref.testing import mistakes
+from isopref.testing.exactness import Cell, measure
+from isopref.testing.ranks import RankError, Ranks
+
+
+def same_on_all(ranks: Ranks, mistake: str) -> str:
+    """The one message all ranks give, after which they still work together."""
+    messages = ranks(mistakes.error_of, mistake)
+    assert len(set(messages)) == 1, messages
+    cell = Cell(ranks=ranks.world_size, parallel="ddp")
+    assert ranks(measure, cell)[0].gradient_error <= 1e-10
+    return str(messages[0])
+
+
+def test_hsdp_mesh_that_does_not_divide_the_world(four_ranks: Ranks) -> None:
+    message = same_on_all(four_ranks, "hsdp_mesh")
+    assert message == "ConfigError: layout.hsdp_shard is 3, which does not divide the 4 ranks. Use one of 1, 2, 4."
+
+
+def test_microbatch_smaller_than_the_longest_pair(two_ranks: Ranks) -> None:
+    message = same_on_all(two_ranks, "small_budget")
+    assert message.startswith("ConfigError: layout.microbatch_tokens (rank_microbatch_size) is 20, but pair ")
+    assert "Raise it to at least " in message
+    assert "data.max_length" in message
+
+
+def test_padded_batch_wider_than_the_microbatch(two_ranks: Ranks) -> None:
+    message = same_on_all(two_ranks, "wide_padded_batch")
+    assert message.startswith("ConfigError: rank_microbatch_size is 20 tokens, but one pair of this batch takes ")
+
+
+@pytest.mark.parametrize("mistake", ["zero_microbatch", "negative_split", "non_tensor"])
+def test_before_any_rank_is_needed(mistake: str) -> None:
+    expected = {
+        "zero_microbatch": "ConfigError: rank_microbatch_size is 0; it needs at least 1 token.",
+        "negative_split": "ConfigError: split_batch_dpo: num_microbatch_instances is -1; it must be at least 1 pair.",
+        "non_tensor": "DataError: split_batch_dpo: batch['source'] is a str, not a tensor, so it cannot be cut. "
+        "Remove it, or make it a tensor with one entry per pair.",
+    }
+    assert mistakes.error_of(mistake) == expected[mistake]
+
+
+def test_a_rank_that_fails_is_named(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*planted"):
+        two_ranks(mistakes.fail_on_rank_one)

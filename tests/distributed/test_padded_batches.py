@@ -1,0 +1,24 @@
+"""Padded batches of OLMo-core's form, with unequal shares on the ranks, give the oracle's gradient too."""
+
+import pytest
+
+from isopref.testing.counting import padded_gradient_error
+from isopref.testing.exactness import Cell
+from isopref.testing.ranks import Ranks
+
+EVERYONE = list(range(8))
+
+
+@pytest.mark.parametrize("microbatch_tokens", [120, 250, 4096])
+@pytest.mark.parametrize("weighting", ["token", "completion", "pair"])
+def test_one_rank(microbatch_tokens: int, weighting: str) -> None:
+    cell = Cell(weighting=weighting)  # type: ignore[arg-type]
+    assert padded_gradient_error(cell, [EVERYONE], microbatch_tokens) <= 1e-10
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("microbatch_tokens", [120, 4096])
+def test_three_pairs_against_five(two_ranks: Ranks, parallel: str, microbatch_tokens: int) -> None:
+    cell = Cell(ranks=2, parallel=parallel)  # type: ignore[arg-type]
+    for error in two_ranks(padded_gradient_error, cell, [EVERYONE[:3], EVERYONE[3:]], microbatch_tokens):
+        assert error <= 1e-10

@@ -1,0 +1,198 @@
+"""A folder with a tiny model, a few pairs and a config, and the command line to run in it.
+
+The command runs in the test's own process, because importing the engine takes seconds; what it leaves behind there
+(environment, log handlers, random state) is put back. A test whose subject is the process starts one itself.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from isopref.cli.main import main
+from isopref.testing.models import tiny_folder
+
+Record = dict[str, Any]
+Weights = dict[str, Tensor]
+MakeProject = Callable[..., "Project"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "float64"},  # GPT-2 keeps it throughout
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+    "optim": {"lr": 1e-3, "batch_pairs": 5, "epochs": 2},  # five steps an epoch, the last one of three pairs
+    "run": {"device": "cpu", "samples": 0},
+}
+NUM_TRAIN, NUM_EVAL = 23, 8
+
+
+def make_pairs(count: int, seed: int) -> list[Record]:
+    """Pairs that differ in length and weight; what is chosen starts with yes, what is rejected with no."""
+    rng = random.Random(seed)
+
+    def word(longest: int) -> str:
+        return "".join(rng.choices("abcdefgh", k=rng.randint(2, longest)))
+
+    return [
+        {
+            "prompt": f"{word(8)}?",
+            "chosen": f"yes {word(12)}",
+            "rejected": f"no {word(6)}",
+            "weight": rng.choice([0.5, 1.0, 2.0]),
+        }
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Project:
+    """A user's folder. Every command runs there, with a cache of its own."""
+
+    def __init__(self, folder: Path, model: Path, settings: Mapping[str, Mapping[str, Any]] | None = None):
+        self.folder, self.model = folder, model
+        self.write_pairs("train.jsonl", make_pairs(NUM_TRAIN, seed=0))
+        self.write_pairs("eval.jsonl", make_pairs(NUM_EVAL, seed=1))
+        sections = {name: {**SETTINGS.get(name, {}), **(settings or {}).get(name, {})} for name in SETTINGS}
+        sections["model"]["path"] = str(model)
+        (folder / "my.yaml").write_text(yaml.safe_dump(sections))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of a command: no ranks, one thread, the cache in the folder."""
+        kept = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        }
+        return {**kept, "ISOPREF_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def write_pairs(self, name: str, pairs: Sequence[Record]) -> None:
+        (self.folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+    def isopref(self, *arguments: str) -> Outcome:
+        """Run a command in this process. A fault of ours, which would print a traceback, is raised."""
+        out, err = io.StringIO(), io.StringIO()
+        code = 0
+        with (
+            untouched_process(),
+            mock.patch.dict(os.environ, self.env, clear=True),
+            mock.patch.object(sys, "argv", ["isopref", *arguments]),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return Outcome(code, out.getvalue(), err.getvalue())
+
+    def train(self, run: str, *arguments: str) -> Path:
+        """Train with `run` as the run's folder, which is returned."""
+        outcome = self.isopref("train", "my.yaml", f"run.folder={run}", *arguments)
+        assert outcome.code == 0, outcome.err
+        return self.folder / run
+
+    def refused(self, run: str, *arguments: str) -> str:
+        """Train, which must end with exit code 1 and one message; returns the message."""
+        outcome = self.isopref("train", "my.yaml", f"run.folder={run}", *arguments)
+        assert outcome.code == 1, outcome
+        match = re.fullmatch(r"error: (.+)\n", outcome.err)
+        assert match, outcome.err
+        return match[1]
+
+
+@contextlib.contextmanager
+def untouched_process() -> Iterator[None]:
+    """Put back what a run changes in its process, which is usually its own."""
+    loggers = [logging.getLogger(), logging.getLogger("olmo_core")]
+    before = [(list(one.handlers), one.level) for one in loggers]
+    bars = transformers_logging.is_progress_bar_enabled()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        logging.captureWarnings(False)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        for one, (handlers, level) in zip(loggers, before, strict=True):
+            for handler in set(one.handlers) - set(handlers):
+                handler.close()
+            one.handlers[:] = handlers
+            one.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, by architecture: GPT-2 in float64, others in float32."""
+    made: dict[str, Path] = {}
+
+    def folder(architecture: str) -> Path:
+        if architecture not in made:
+            dtype = torch.float64 if architecture == "gpt2" else torch.float32
+            made[architecture] = tiny_folder(tmp_path_factory.mktemp(architecture), architecture, dtype=dtype)
+        return made[architecture]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_project(tmp_path_factory: pytest.TempPathFactory, models: Callable[[str], Path]) -> MakeProject:
+    """Makes a project with a model of some architecture, and with some settings other than SETTINGS."""
+
+    def make(architecture: str = "gpt2", **settings: Mapping[str, Any]) -> Project:
+        return Project(tmp_path_factory.mktemp("project"), models(architecture), settings)
+
+    return make
+
+
+@pytest.fixture
+def project(tmp_path: Path, models: Callable[[str], Path]) -> Project:
+    """GPT-2 in float64."""
+    return Project(tmp_path, models("gpt2"))
+
+
+@pytest.fixture(scope="session")
+def load_weights() -> Callable[[Path], Weights]:
+    """The parameters of a model's folder, loaded as a user would."""
+
+    def load(folder: Path) -> Weights:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
+    """The lines of a run's metrics.jsonl."""
+
+    def read(run: Path) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    return read

@@ -1,0 +1,307 @@
+"""Runs that stop in the middle and go on: in the same weights as if nothing had happened, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from olmo_core.train.callbacks import Callback
+
+from isopref.build import trainer as build_trainer
+from isopref.testing import oracle
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import MakeProject, Project, Weights
+
+STEPS = 10
+SAVE = ("run.save_every=2", "data.eval=null")
+Stop = Callable[[int, Callable[[], None]], None]
+ReadMetrics = Callable[[Path], list[dict[str, float]]]
+LoadWeights = Callable[[Path], "Weights"]
+
+
+class PulledPlugError(Exception):
+    """Stands for all that ends a process without a warning."""
+
+
+def pull_plug() -> None:
+    raise PulledPlugError
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@dataclass
+class StopCallback(Callback):
+    at: int = 0
+    how: Callable[[], None] = pull_plug
+
+    def post_step(self) -> None:
+        if self.step == self.at:
+            self.how()
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> Stop:
+    """Has the next run stop after a step, in some way."""
+    ours = build_trainer._callbacks
+
+    def stop_next(step: int, how: Callable[[], None]) -> None:
+        def callbacks(*arguments: Any) -> dict[str, Callback]:
+            monkeypatch.undo()
+            return {**ours(*arguments), "stop": StopCallback(at=step, how=how)}
+
+        monkeypatch.setattr(build_trainer, "_callbacks", callbacks)
+
+    return stop_next
+
+
+@pytest.fixture(scope="module")
+def whole(make_project: MakeProject) -> Path:
+    """A run that nothing stopped."""
+    return make_project().train("whole", *SAVE)
+
+
+def same(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What a run computed, without how long it took."""
+    return [{k: v for k, v in line.items() if not k.startswith(("speed/", "checkpoint/"))} for line in metrics]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step*"))
+
+
+# --- it goes on --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stopped", "saved"), [(3, 2), (4, 4), (5, 4), (7, 6)])
+def test_after_a_crash_the_weights_are_bit_identical(
+    project: Project,
+    whole: Path,
+    stop: Stop,
+    read_metrics: ReadMetrics,
+    load_weights: LoadWeights,
+    stopped: int,
+    saved: int,
+) -> None:
+    """Stopped inside an epoch, at a checkpoint, at the end of the first epoch, inside the second."""
+    stop(stopped, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    run = project.folder / "run"
+    assert not (run / "model").exists()
+    assert [line["step"] for line in read_metrics(run)][-1] >= saved
+
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert f"resume after step {saved}\n" in outcome.out
+    assert f"step {saved + 1}/{STEPS} " in outcome.out
+    assert f"step {saved}/{STEPS} " not in outcome.out
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Every step once, as if nothing had happened.
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+    assert checkpoints(run) == checkpoints(whole) == ["step10", "step8"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.rows=padded", "layout.microbatch_pairs=1"],
+        ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.parallel=fsdp"],
+    ],
+    ids=" ".join,
+)
+def test_on_another_layout_the_weights_are_the_same_to_rounding(
+    project: Project, whole: Path, stop: Stop, load_weights: LoadWeights, layout: list[str]
+) -> None:
+    stop(5, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    run = project.train("run", *SAVE, *layout, "--resume")
+    assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
+    assert f"rows: {layout[0].removeprefix('layout.rows=')}" in (run / "config.yaml").read_text()
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stop(3, press_ctrl_c)
+    assert project.refused("run", *SAVE) == (
+        "stopped by a signal after step 3 of 10. A checkpoint is saved; go on with --resume."
+    )
+    run = project.folder / "run"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert checkpoints(run) == ["step2", "step3"]
+    assert not (run / "model").exists()
+    project.train("run", *SAVE, "--resume")
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+
+
+def test_twice(project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights) -> None:
+    run = project.folder / "run"
+    for step, resume in ((3, []), (6, ["--resume"])):
+        stop(step, pull_plug)
+        with pytest.raises(PulledPlugError):
+            project.train("run", *SAVE, *resume)
+    project.train("run", *SAVE, "--resume")
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+    assert checkpoints(run) == ["step10", "step8"]
+
+
+def test_before_the_first_checkpoint_it_starts_again(
+    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
+    stop(1, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "resume from the first step: there is no checkpoint\n" in outcome.out
+    run = project.folder / "run"
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+
+
+def test_what_was_half_written_is_not_trusted(
+    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
+    """A power cut while a checkpoint and a line of metrics were written."""
+    stop(5, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    run = project.folder / "run"
+    (run / "checkpoints" / "step4" / ".metadata.json").unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train/lo')
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "resume after step 2\n" in outcome.out
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+
+
+def test_data_that_moved_is_the_same_data(project: Project, whole: Path, stop: Stop, load_weights: LoadWeights) -> None:
+    stop(3, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    (project.folder / "train.jsonl").rename(project.folder / "moved.jsonl")
+    run = project.train("run", *SAVE, "data.train=moved.jsonl", "--resume")
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# --- it is refused -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(make_project: MakeProject) -> Project:
+    """A project with a run that stopped after its fifth step, for tests that change nothing."""
+    project = make_project()
+    with pytest.MonkeyPatch.context() as patch:
+        ours = build_trainer._callbacks
+        patch.setattr(build_trainer, "_callbacks", lambda *a: {**ours(*a), "stop": StopCallback(at=5)})
+        with pytest.raises(PulledPlugError):
+            project.train("run", *SAVE)
+    return project
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but the engine's log."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "engine.log")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_resume_without_a_run(stopped: Project) -> None:
+    message = stopped.refused("nowhere", "--resume")
+    assert message == "--resume: nowhere holds no run. Start it without --resume, or check run.folder."
+    assert not (stopped.folder / "nowhere").exists()
+
+
+def test_resume_where_the_run_id_names_the_folder(stopped: Project) -> None:
+    """Another value in the config is another folder, which the message has to say."""
+    outcome = stopped.isopref("train", "my.yaml", "optim.lr=1e-5", "--resume")
+    assert outcome.code == 1
+    assert "holds no run. Its name has the run id, which changes with the math." in outcome.err
+
+
+def test_a_second_run_in_the_folder(stopped: Project) -> None:
+    before = snapshot(stopped.folder / "run")
+    message = stopped.refused("run", *SAVE)
+    assert message == (
+        "run holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove that one."
+    )
+    assert snapshot(stopped.folder / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.seed=1", "optim.seed was 0, is 1"),
+        ("optim.batch_pairs=4", "optim.batch_pairs was 5, is 4"),
+        ("optim.lr=2e-3", "optim.lr was 0.001, is 0.002"),
+        ("optim.epochs=3", "optim.epochs was 2, is 3"),
+        ("objective.beta=0.2", "objective.beta was 0.1, is 0.2"),
+        ("model.dtype=float32", "model.dtype was float64, is float32"),
+    ],
+)
+def test_resume_with_other_math(stopped: Project, override: str, says: str) -> None:
+    before = snapshot(stopped.folder / "run")
+    message = stopped.refused("run", *SAVE, override, "--resume")
+    assert f"the run in run had another config: {says}." in message
+    assert "Use the first values, or start anew in another run.folder." in message
+    assert snapshot(stopped.folder / "run") == before
+
+
+@pytest.mark.parametrize("change", ["order", "weight", "template"])
+def test_resume_with_other_data(stopped: Project, change: str) -> None:
+    records = [json.loads(line) for line in (stopped.folder / "train.jsonl").read_text().splitlines()]
+    arguments = ["data.train=other.jsonl"]
+    match change:
+        case "order":
+            records.reverse()
+        case "weight":
+            records[0]["weight"] = 7
+        case "template":
+            arguments.append("data.template=none")
+    stopped.write_pairs("other.jsonl", records)
+    before = snapshot(stopped.folder / "run")
+    message = stopped.refused("run", *SAVE, *arguments, "--resume")
+    assert "resume: the checkpoint was trained with data " in message
+    assert "Use the config of the first run, or start anew in another run.folder." in message
+    left = snapshot(stopped.folder / "run")
+    assert {k: v for k, v in left.items() if k != "config.yaml"} == {
+        k: v for k, v in before.items() if k != "config.yaml"
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"]], ids=["again", "resume"])
+def test_a_finished_run(whole: Path, project: Project, arguments: list[str]) -> None:
+    shutil.copytree(whole, project.folder / "run")
+    before = snapshot(project.folder / "run")
+    message = project.refused("run", *SAVE, *arguments)
+    assert message == "run holds a finished run. Start in another folder: set run.folder, or remove that one."
+    assert snapshot(project.folder / "run") == before
+
+
+def test_a_place_that_the_export_would_need(project: Project) -> None:
+    """Better said now than after the training."""
+    (project.folder / "run" / "model").mkdir(parents=True)
+    message = project.refused("run")
+    assert message.startswith("run holds a folder 'model', where the tuned model is to go.")

@@ -1,0 +1,117 @@
+"""On a CUDA device: the varlen kernel, the head, whole steps. Compared with float64 on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isopref.data.rows import build_microbatch
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.ops.attention import segment_attention
+from isopref.ops.logprob import token_logprobs, token_logprobs_eager
+from isopref.testing import oracle
+from isopref.testing.exactness import KINDS
+from isopref.testing.models import random_pairs, tiny_folder, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+WIDE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}  # head widths that the kernel takes
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = (x.detach().double().cpu() for x in (found, expected))
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_varlen_attention_is_the_portable_one(kind: str, window: int | None, dtype: torch.dtype) -> None:
+    row = build_microbatch(random_pairs(7, seed=5, longest=90), kind, row_tokens=2000).passes[0]  # type: ignore[arg-type]
+    assert row.segments is not None
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 2000, 64), (2, 2000, 64), (2, 2000, 64))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    grad = torch.randn((2000, 8, 64), generator=generator, dtype=torch.float64)
+
+    def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        assert row.segments is not None
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = segment_attention(*leaves, row.segments.to(device), scale=0.125, window=window)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(device, dtype))]
+
+    for found, expected in zip(run(CUDA, dtype), run(torch.device("cpu"), torch.float64), strict=True):
+        assert relative(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("max_logits", [2**27, 3 * 5000])
+def test_head(softcap: float | None, max_logits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(301, 128, generator=generator, dtype=torch.float64)
+    weight = torch.randn(5000, 128, generator=generator, dtype=torch.float64) * 0.2
+    target = torch.randint(5000, (301,), generator=generator)
+    grad = torch.randn(301, generator=generator, dtype=torch.float64)
+
+    expected_leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = token_logprobs_eager(*expected_leaves, target, softcap=softcap)
+    expected_grads = torch.autograd.grad(expected, expected_leaves, grad)
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        leaves = [x.to(CUDA, dtype).requires_grad_() for x in (hidden, weight)]
+        found = token_logprobs(*leaves, target.to(CUDA), softcap=softcap, max_logits=max_logits)
+        grads = torch.autograd.grad(found, leaves, grad.to(CUDA, found.dtype))
+        for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
+            assert relative(one, other) < bound
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores(architecture: str, kind: str) -> None:
+    pairs = random_pairs(6, seed=1, longest=40)
+    with torch.no_grad():
+        expected = oracle.pair_logps(tiny_model(architecture, dtype=torch.float64, **WIDE), pairs)
+        for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+            policy = Policy(tiny_model(architecture, dtype=dtype, **WIDE)).to(CUDA)
+            found = policy(build_microbatch(pairs, kind).to(CUDA))  # type: ignore[arg-type]
+            assert relative(found, torch.stack([expected.chosen, expected.rejected])) < bound
+            check_layout(policy, kind)  # type: ignore[arg-type]
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    """CUDA itself raises where Python would wait for it."""
+    from isopref.testing.counting import one_step
+
+    step = one_step(tiny_model("llama", dtype=torch.bfloat16, **WIDE), CUDA)
+    step()  # allocations and kernels of the first time may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+def test_train(tmp_path: Path, compute_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command, in pure float32 and with float32 master weights and bfloat16 compute."""
+    import json
+
+    from isopref.build import train
+    from isopref.config.load import load_config
+    from isopref.demo import write
+
+    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "data")
+    model = tiny_folder(tmp_path / "model", **WIDE)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{path: {model}, compute_dtype: {compute_dtype or 'null'}}}\n"
+        f"data: {{train: {tmp_path}/data/train.jsonl, eval: {tmp_path}/data/eval.jsonl}}\n"
+        "optim: {lr: 1e-3, batch_pairs: 32}\n"
+        f"run: {{folder: {tmp_path}/run, device: cuda}}\n"
+    )
+    train(load_config(config), name="run")
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert result["before"]["accuracy"] == 0.5
+    assert result["after"]["accuracy"] > 0.9

@@ -1,0 +1,46 @@
+"""The checks fail when they should: each planted bug moves what they measure far over the bound."""
+
+import pytest
+import torch
+
+from isopref.testing import matrix, mutations, trajectory
+from isopref.testing.exactness import Cell, measure
+from isopref.testing.oracle import relative_error
+from isopref.testing.ranks import Ranks
+
+VISIBLE = 1e-3  # relative; the bounds are 1e-5 and less
+
+
+@pytest.mark.parametrize("name", [name for name in mutations.GRADIENT if name != "rank_local_denominator"])
+def test_one_rank(name: str) -> None:
+    cell = Cell()
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", mutations.GRADIENT)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
+    cell = Cell(ranks=2, parallel=parallel, split="uneven")  # type: ignore[arg-type]
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", mutations.SCHEDULE)
+def test_schedule(name: str) -> None:
+    expected = trajectory.by_oracle()
+    assert relative_error(trajectory.by_layout(Cell()), expected) <= 1e-8
+    assert relative_error(mutations.mutated(name, trajectory.by_layout, Cell()), expected) > VISIBLE
+
+
+def test_leak_is_visible_in_the_scores() -> None:
+    """The leak is also caught where it happens, before any gradient: by the probe that every run makes."""
+    from isopref.errors import ModelError
+    from isopref.models.policy import Policy
+    from isopref.models.probe import check_layout
+    from isopref.testing.models import tiny_model
+
+    policy = Policy(tiny_model("llama", dtype=torch.float32))
+    check_layout(policy, "shared")
+    with pytest.raises(ModelError, match=r"layout\.rows: padded"), mutations.leaking_attention():
+        check_layout(policy, "shared")

@@ -1,0 +1,152 @@
+"""The probe accepts what is right, and refuses what is wrong with a way out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from isopref.data.packing import RowKind
+from isopref.errors import ModelError
+from isopref.models import attention
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.ops.attention import segment_attention
+from isopref.testing.models import ARCHITECTURES, tiny_model
+from isopref.types import Segments
+
+PACKED: tuple[RowKind, ...] = ("shared", "packed")
+PADDED: tuple[RowKind, ...] = ("padded", "padded_separate")
+UNHOOKED = ("falcon", "mamba")
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(UNHOOKED)))
+def test_every_hooked_architecture_is_accepted(architecture: str, kind: RowKind) -> None:
+    check_layout(Policy(tiny_model(architecture)), kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "cohere", "granite"])
+def test_rounding_is_accepted(architecture: str, dtype: torch.dtype) -> None:
+    for kind in PACKED:
+        check_layout(Policy(tiny_model(architecture, dtype=dtype)), kind)
+
+
+@pytest.mark.parametrize("architecture", UNHOOKED)
+def test_models_without_the_hook_are_for_padded_rows(architecture: str) -> None:
+    policy = Policy(tiny_model(architecture))
+    for padded in PADDED:
+        check_layout(policy, padded)
+    for packed in PACKED:
+        with pytest.raises(ModelError, match=rf"layout\.rows: {packed}:.*Set layout\.rows: padded\."):
+            check_layout(policy, packed)
+    check_layout(policy, "padded")  # a refusal leaves nothing behind
+
+
+class LoudLlama(LlamaForCausalLM):
+    """Changes its logits after the head, as no config says."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 1.1
+        return out
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_a_head_that_is_not_all_is_refused(kind: RowKind) -> None:
+    make: Any = LoudLlama
+    with pytest.raises(ModelError, match=r"LoudLlama cannot be trained.*off by"):
+        check_layout(Policy(make(tiny_model("llama").config).eval()), kind)
+
+
+def leaky(segments: Segments) -> Segments:
+    """Each rejected answer also sees the chosen one: segments of a shared row come in twos."""
+    keys: list[int] = []
+    bounds = [0]
+    for s, (start, end) in enumerate(zip(segments.query_bounds, segments.query_bounds[1:], strict=False)):
+        keys += range(segments.query_bounds[s - 1] if s % 2 else start, end)
+        bounds.append(len(keys))
+    return replace(
+        segments, key_index=torch.tensor(keys), key_bounds=tuple(bounds), key_offsets=torch.tensor(bounds).int()
+    )
+
+
+def one_segment(segments: Segments) -> Segments:
+    """Everything sees everything before it."""
+    bounds = (0, segments.query_bounds[-1])
+    offsets = torch.tensor(bounds).int()
+    return replace(
+        segments, key_index=None, query_bounds=bounds, key_bounds=bounds, query_offsets=offsets, key_offsets=offsets
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("kind", "leak"), [("shared", leaky), ("shared", one_segment), ("packed", one_segment)], ids=lambda x: str(x)[:12]
+)
+def test_a_planted_leak_is_caught(architecture: str, kind: RowKind, leak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaking(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
+        return segment_attention(q, k, v, leak(segments), **options)
+
+    policy = Policy(tiny_model(architecture))
+    check_layout(policy, kind)
+    monkeypatch.setattr(attention, "segment_attention", leaking)
+    with pytest.raises(ModelError, match=r"a rejected answer moves by.*Set layout\.rows: padded"):
+        check_layout(policy, kind)
+
+
+def test_a_leak_in_one_layer_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+
+    def leaking(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
+        last_layer = next(calls) % 2 == 1
+        return segment_attention(q, k, v, leaky(segments) if last_layer else segments, **options)
+
+    policy = Policy(tiny_model("llama"))
+    monkeypatch.setattr(attention, "segment_attention", leaking)
+    with pytest.raises(ModelError, match="a rejected answer moves by"):
+        check_layout(policy, "shared")
+
+
+def test_a_leak_too_weak_to_show_in_the_scores_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are off by less than rounding may be, but a rejected answer hears of the chosen one."""
+
+    def leaking(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
+        right, wrong = (segment_attention(q, k, v, s, **options) for s in (segments, leaky(segments)))
+        return torch.lerp(right, wrong, 1e-3)
+
+    policy = Policy(tiny_model("gpt2"))
+    monkeypatch.setattr(attention, "segment_attention", leaking)
+    with pytest.raises(ModelError, match="a rejected answer moves by"):
+        check_layout(policy, "shared")
+
+
+@pytest.mark.xfail(strict=True, reason="the probe's sequences (9 tokens) are shorter than the window (12)")
+def test_a_window_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
+        return segment_attention(q, k, v, segments, **{**options, "window": None})
+
+    policy = Policy(tiny_model("mistral"))
+    monkeypatch.setattr(attention, "segment_attention", wide)
+    with pytest.raises(ModelError):
+        check_layout(policy, "shared")
+
+
+@pytest.mark.xfail(strict=True, reason="only ModelError and TypeError are turned into a refusal", raises=AttributeError)
+def test_a_model_whose_decoder_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama4ForCausalLM names its decoder otherwise, so that `base_model` is the whole model."""
+    settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 2, "intermediate_size_mlp": 48}
+    monkeypatch.setitem(ARCHITECTURES, "llama4", ("llama4_text", settings))
+    with pytest.raises(ModelError, match="Llama4ForCausalLM"):
+        check_layout(Policy(tiny_model("llama4")), "padded")
+
+
+def test_attention_sinks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ("gpt_oss", {**ARCHITECTURES["llama"][1], "num_local_experts": 4}))
+    policy = Policy(tiny_model("gpt_oss"))
+    check_layout(policy, "padded")
+    with pytest.raises(ModelError, match=r"attention sinks.*Set layout\.rows: padded"):
+        check_layout(policy, "shared")

@@ -1,0 +1,176 @@
+"""segment_attention against a dense T x T mask written from the definition, in float64.
+
+H query heads, G key heads, T tokens of a row, E width of a head.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from isopref.ops.attention import segment_attention
+from isopref.types import Segments
+
+# A segment: how many tokens it adds to the row, and the earlier tokens that it sees besides itself.
+Layout = list[tuple[int, list[int]]]
+
+SHARED_PAIRS: Layout = [(7, []), (4, [0, 1, 2]), (5, []), (6, [11])]  # prompts of 3 and 1 tokens
+PADDED_ROW: Layout = [*SHARED_PAIRS, (9, [])]
+ONE_BY_ONE: Layout = [(5, []), (1, []), (8, [])]
+
+
+def keys_of(layout: Layout) -> list[list[int]]:
+    """For each segment, the row's tokens that are its keys."""
+    keys, start = [], 0
+    for length, seen in layout:
+        keys.append([*seen, *range(start, start + length)])
+        start += length
+    return keys
+
+
+def segments_of(layout: Layout) -> Segments:
+    keys = keys_of(layout)
+    queries = [0]
+    bounds = [0]
+    for (length, _), own in zip(layout, keys, strict=True):
+        queries.append(queries[-1] + length)
+        bounds.append(bounds[-1] + len(own))
+    return Segments(
+        query_offsets=torch.tensor(queries, dtype=torch.int32),
+        key_offsets=torch.tensor(bounds, dtype=torch.int32),
+        key_index=torch.tensor([t for own in keys for t in own]) if any(seen for _, seen in layout) else None,
+        query_bounds=tuple(queries),
+        key_bounds=tuple(bounds),
+        max_queries=max(length for length, _ in layout),
+        max_keys=max(map(len, keys)),
+    )
+
+
+def dense_mask(layout: Layout, window: int | None) -> Tensor:
+    """mask[t, u]: token t sees token u. A query sees the keys up to itself, of those the last `window`."""
+    num_tokens = sum(length for length, _ in layout)
+    mask = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    t = 0
+    for (length, seen), keys in zip(layout, keys_of(layout), strict=True):
+        for i in range(length):
+            visible = keys[: len(seen) + i + 1]
+            for u in visible if window is None else visible[-window:]:
+                mask[t, u] = True
+            t += 1
+    return mask
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """softmax(mask(cap(scale q k))) v, head by head. Returns T, H, E."""
+    heads = []
+    for h in range(q.shape[0]):
+        g = h * k.shape[0] // q.shape[0]
+        scores = scale * q[h] @ k[g].T
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        heads.append(torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ v[g])
+    return torch.stack(heads, dim=1)
+
+
+def random_qkv(layout: Layout, heads: int, groups: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(length for length, _ in layout)
+
+    def draw(count: int) -> Tensor:
+        return torch.randn(count, num_tokens, 4, dtype=torch.float64, generator=generator).requires_grad_()
+
+    return draw(heads), draw(groups), draw(groups)
+
+
+def assert_same(
+    layout: Layout, heads: int, groups: int, window: int | None, softcap: float | None, seed: int = 0
+) -> None:
+    """Values and gradients of all three inputs."""
+    qkv = random_qkv(layout, heads, groups, seed)
+    found = segment_attention(*qkv, segments_of(layout), scale=0.7, window=window, softcap=softcap)
+    expected = dense_attention(*qkv, dense_mask(layout, window), scale=0.7, softcap=softcap)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
+    grads, expected_grads = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", [SHARED_PAIRS, PADDED_ROW, ONE_BY_ONE], ids=["shared", "padding", "in_order"])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_against_the_dense_mask(
+    layout: Layout, heads: int, groups: int, window: int | None, softcap: float | None
+) -> None:
+    assert_same(layout, heads, groups, window, softcap)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    layout: Layout = []
+    num_tokens = 0
+    for length in draw(st.lists(st.integers(1, 8), min_size=1, max_size=6)):
+        before = st.lists(st.integers(0, num_tokens - 1), unique=True, max_size=8) if num_tokens else st.just([])
+        layout.append((length, sorted(draw(before))))
+        num_tokens += length
+    return layout
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layout=layouts(),
+    groups=st.integers(1, 2),
+    repeats=st.integers(1, 2),
+    window=st.one_of(st.none(), st.integers(1, 12)),
+    softcap=st.sampled_from([None, None, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_any_layout_against_the_dense_mask(
+    layout: Layout, groups: int, repeats: int, window: int | None, softcap: float | None, seed: int
+) -> None:
+    assert_same(layout, groups * repeats, groups, window, softcap, seed)
+
+
+def test_the_mask_by_hand() -> None:
+    """The oracle itself: prompt a, chosen b c, rejected d e; and the same with a window of two keys."""
+    layout: Layout = [(3, []), (2, [0])]
+    rows = ["a....", "ab...", "abc..", "a..d.", "a..de"]
+    narrow = ["a....", "ab...", ".bc..", "a..d.", "...de"]
+    for window, drawn in ((None, rows), (2, narrow)):
+        assert dense_mask(layout, window).tolist() == [[letter != "." for letter in row] for row in drawn]
+
+
+def test_what_a_query_does_not_see_does_not_reach_it() -> None:
+    """Other keys and values for chosen answers, other pairs and padding: the rejected answer stays, bit for bit."""
+    q, k, v = (x.detach() for x in random_qkv(PADDED_ROW, 4, 2))
+    segments = segments_of(PADDED_ROW)
+    rejected = slice(7, 11)  # sees tokens 0, 1, 2 and itself
+    before = segment_attention(q, k, v, segments, scale=0.5)[rejected]
+    unseen = [t for t in range(k.shape[1]) if t not in (0, 1, 2, 7, 8, 9, 10)]
+    k[:, unseen], v[:, unseen] = 1e6, torch.nan
+    assert torch.equal(segment_attention(q, k, v, segments, scale=0.5)[rejected], before)
+
+
+def test_index_and_order_are_the_same_where_nothing_is_shared() -> None:
+    q, k, v = random_qkv(ONE_BY_ONE, 2, 2)
+    in_order = segments_of(ONE_BY_ONE)
+    by_index = replace(in_order, key_index=torch.arange(q.shape[1]))
+    assert torch.equal(segment_attention(q, k, v, in_order, scale=1.0), segment_attention(q, k, v, by_index, scale=1.0))
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_the_model_is_kept(dtype: torch.dtype, softcap: float | None) -> None:
+    q, k, v = (x.detach().to(dtype) for x in random_qkv(SHARED_PAIRS, 4, 2))
+    low = segment_attention(q, k, v, segments_of(SHARED_PAIRS), scale=0.5, softcap=softcap)
+    assert low.dtype == dtype
+    mask = dense_mask(SHARED_PAIRS, None)
+    exact = dense_attention(q.double(), k.double(), v.double(), mask, scale=0.5, softcap=softcap)
+    # Scores below 8 are rounded by half a unit in the last place: e^(8 eps) - 1 in weights, then once more in values.
+    torch.testing.assert_close(low.double(), exact, rtol=0, atol=10 * torch.finfo(dtype).eps * float(v.abs().max()))

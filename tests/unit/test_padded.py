@@ -1,0 +1,211 @@
+"""Padded batches in OLMo-core's form: collated and cut by hand, refused when damaged, the same Step as from a plan."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isopref.data.packing import Budget, plan_step
+from isopref.data.table import PairTable
+from isopref.engine.padded import DataCollatorForSeq2SeqDPO, padded_to_step, split_batch_dpo
+from isopref.engine.step import Step, build_step
+from isopref.errors import ConfigError, DataError
+from isopref.normalize import Weighting
+from isopref.testing import oracle
+from isopref.testing.models import random_pairs
+from isopref.types import PairTokens
+
+CPU = torch.device("cpu")
+IGNORE = -100
+
+
+def instance(pair: PairTokens, index: int) -> dict[str, Any]:
+    sides = {"chosen": pair.chosen, "rejected": pair.rejected}
+    ids = {f"{side}_input_ids": [*pair.prompt, *answer] for side, answer in sides.items()}
+    labels = {f"{side}_labels": [IGNORE] * len(pair.prompt) + [*answer] for side, answer in sides.items()}
+    return {**ids, **labels, "index": index}
+
+
+def collated(pairs: list[PairTokens], **options: Any) -> dict[str, Tensor]:
+    return DataCollatorForSeq2SeqDPO(**options)([instance(pair, n) for n, pair in enumerate(pairs)])
+
+
+def tiny() -> dict[str, Tensor]:
+    """Two pairs: prompts (5, 6) and (7), answers (8, 9), (4) and (3), (2, 1)."""
+    first = PairTokens(*(np.array(part) for part in ([5, 6], [8, 9], [4])))
+    second = PairTokens(*(np.array(part) for part in ([7], [3], [2, 1])))
+    return collated([first, second])
+
+
+@pytest.mark.parametrize(
+    ("options", "pad", "width"), [({}, 0, 4), ({"pad_token_id": 9, "pad_to_multiple_of": 3}, 9, 6)]
+)
+def test_the_collator_by_hand(options: dict[str, int], pad: int, width: int) -> None:
+    pairs = [
+        {"chosen_input_ids": [5, 6, 8, 9], "rejected_input_ids": [5, 6, 4], "index": 41}
+        | {"chosen_labels": [IGNORE, IGNORE, 8, 9], "rejected_labels": [IGNORE, IGNORE, 4]},
+        {"chosen_input_ids": np.array([7, 3]), "rejected_input_ids": torch.tensor([7, 2, 1]), "index": 7}
+        | {"chosen_labels": np.array([IGNORE, 3]), "rejected_labels": torch.tensor([IGNORE, 2, 1])},
+    ]
+    more = width - 4
+    expected = {
+        "chosen_input_ids": [[5, 6, 8, 9] + [pad] * more, [7, 3, pad, pad] + [pad] * more],
+        "rejected_input_ids": [[5, 6, 4, pad] + [pad] * more, [7, 2, 1, pad] + [pad] * more],
+        "chosen_attention_mask": [[1, 1, 1, 1] + [0] * more, [1, 1, 0, 0] + [0] * more],
+        "rejected_attention_mask": [[1, 1, 1, 0] + [0] * more, [1, 1, 1, 0] + [0] * more],
+        "chosen_labels": [[IGNORE, IGNORE, 8, 9] + [IGNORE] * more, [IGNORE, 3, IGNORE, IGNORE] + [IGNORE] * more],
+        "rejected_labels": [[IGNORE, IGNORE, 4, IGNORE] + [IGNORE] * more, [IGNORE, 2, 1, IGNORE] + [IGNORE] * more],
+        "token_count": [4 + 3, 2 + 3],
+        "index": [41, 7],
+    }
+    batch = DataCollatorForSeq2SeqDPO(**options)(pairs)
+    assert {key: value.tolist() for key, value in batch.items()} == expected
+
+
+def test_nothing_cannot_be_collated() -> None:
+    with pytest.raises(DataError, match="no pairs"):
+        DataCollatorForSeq2SeqDPO()([])
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (99, [5])])
+def test_split_keeps_order_and_every_key(size: int, sizes: list[int]) -> None:
+    batch = collated(random_pairs(5))
+    pieces = split_batch_dpo(batch, size)
+    assert [len(piece["index"]) for piece in pieces] == sizes
+    for key, value in batch.items():
+        assert torch.equal(torch.cat([piece[key] for piece in pieces]), value)
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_split_wants_a_positive_size(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_microbatch_instances is {size}; it must be at least 1"):
+        split_batch_dpo(tiny(), size)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": ["a", "b"]}, r"batch\['source'\] is a list, not a tensor"),
+        ({"index": np.arange(2)}, r"batch\['index'\] is a ndarray, not a tensor"),
+        ({"index": torch.arange(3)}, r"differ in their number of pairs.*'index': 3"),
+        pytest.param(
+            {"step": torch.tensor(1)},
+            r"batch\['step'\]",
+            marks=pytest.mark.xfail(strict=True, reason="TypeError: len() of a 0-d tensor", raises=TypeError),
+        ),
+    ],
+)
+def test_split_says_what_it_cannot_cut(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        split_batch_dpo({**tiny(), **change}, 1)
+
+
+def shares(step: Step) -> dict[int, tuple[float, float]]:
+    """What each pair counts for, by its index."""
+    found: dict[int, tuple[float, float]] = {}
+    for work in step.work:
+        for index, *share in zip(work.index.tolist(), work.loss_share.tolist(), work.mean_share.tolist(), strict=True):
+            assert index not in found
+            found[index] = (share[0], share[1])
+    return found
+
+
+@pytest.mark.parametrize("weighting", ["token", "completion", "pair"])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 7])
+def test_a_padded_batch_and_a_plan_give_the_same_shares(weighting: Weighting, num_microbatches: int) -> None:
+    pairs = random_pairs(7, seed=3)
+    batch = collated(pairs)
+    per_microbatch = -(-7 // num_microbatches)
+    size = 2 * batch["chosen_input_ids"].shape[1] * per_microbatch
+    step = padded_to_step(batch, size, weighting, device=CPU)
+    assert len(step.work) == num_microbatches
+    table = PairTable.from_tokens(pairs)
+    plan = plan_step(table.lengths, Budget("shared", 50))
+    planned = build_step(table, np.arange(7), plan, "shared", weighting)
+    weights = oracle.weights(pairs, weighting)
+    expected = {n: pytest.approx((w / sum(weights), 1 / 7), rel=1e-14) for n, w in enumerate(weights)}
+    assert shares(step) == expected
+    assert shares(planned) == expected
+    num_tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
+    assert (step.num_pairs, step.num_tokens) == (planned.num_pairs, planned.num_tokens) == (7, num_tokens)
+
+
+def test_the_microbatches_hold_the_pairs_tokens() -> None:
+    pairs = random_pairs(5, seed=4)
+    batch = collated(pairs)
+    step = padded_to_step(batch, 4 * batch["chosen_input_ids"].shape[1], "token", device=CPU)
+    for work in step.work:
+        (one,) = work.microbatch.passes
+        for side, name in enumerate(("chosen", "rejected")):
+            for p, index in enumerate(work.index.tolist()):
+                prompt, answer = pairs[index].prompt, getattr(pairs[index], name)
+                row = one.input_ids[side * work.microbatch.num_pairs + p].tolist()
+                end = len(prompt) + len(answer)
+                assert row == [*prompt, *answer] + [0] * (len(row) - end)
+                assert one.target[one.completion == side * work.microbatch.num_pairs + p].tolist() == answer.tolist()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="slots are counted at the batch's width, but each microbatch has its own"
+)
+def test_padding_is_what_the_microbatches_hold() -> None:
+    pairs = [PairTokens(*(np.full(n, 5) for n in lengths)) for lengths in ((20, 9, 9), (1, 1, 1))]
+    step = padded_to_step(collated(pairs), 58, "token", device=CPU)
+    slots = sum(one.input_ids.numel() for work in step.work for one in work.microbatch.passes)
+    assert step.padding_fraction == pytest.approx(1 - step.num_tokens / slots)
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_a_budget_below_one_pair_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"rank_microbatch_size is {size} tokens.*takes 8.*at least 8"):
+        padded_to_step(tiny(), size, "token", device=CPU)
+
+
+# Row 0 of the chosen side is [5, 6, 8, 9], all real, with labels [-, -, 8, 9]; row 1 is [7, 3, 0, 0] with [-, 3, -, -].
+@pytest.mark.parametrize(
+    ("key", "row", "values"),
+    [
+        ("chosen_attention_mask", 1, [0, 0, 1, 1]),  # padded on the left
+        ("chosen_attention_mask", 0, [1, 0, 1, 1]),  # a hole
+        ("chosen_attention_mask", 0, [1, 1, 1, 0]),  # labels go on into the padding
+        ("chosen_attention_mask", 0, [0, 0, 0, 0]),  # nothing real
+        ("chosen_labels", 0, [5, 6, 8, 9]),  # no prompt
+        ("chosen_labels", 0, [IGNORE] * 4),  # no completion
+        ("chosen_labels", 0, [IGNORE, IGNORE, 8, 1]),  # not what the input says
+        ("chosen_labels", 0, [IGNORE, 6, IGNORE, 9]),  # a hole
+        ("chosen_labels", 0, [IGNORE, IGNORE, 8, IGNORE]),  # ends early
+        ("chosen_labels", 1, [IGNORE, IGNORE, IGNORE, 0]),  # begins in the padding
+        ("rejected_labels", 1, [IGNORE, 1, 2, IGNORE]),  # the other side too
+    ],
+)
+def test_bad_masks_and_labels_are_refused(key: str, row: int, values: list[int]) -> None:
+    batch = tiny()
+    batch[key][row] = torch.tensor(values)
+    with pytest.raises(DataError, match=f"'{key.split('_')[0]}' must be right-padded.*labels"):
+        padded_to_step(batch, 100, "token", device=CPU)
+
+
+def test_two_prompts_are_refused() -> None:
+    batch = tiny()
+    batch["rejected_input_ids"][0, 0] = 1
+    with pytest.raises(DataError, match="different prompts"):
+        padded_to_step(batch, 100, "token", device=CPU)
+
+
+@pytest.mark.xfail(strict=True, reason="a key that is missing is a bare KeyError", raises=KeyError)
+@pytest.mark.parametrize("key", ["index", "token_count", "chosen_labels"])
+def test_a_missing_key_is_named(key: str) -> None:
+    batch = tiny()
+    del batch[key]
+    with pytest.raises(DataError, match=key):
+        padded_to_step(batch, 100, "token", device=CPU)
+
+
+@pytest.mark.xfail(strict=True, reason="lengths of no pairs have one dimension", raises=IndexError)
+def test_a_rank_without_pairs_gets_fillers() -> None:
+    """A short last batch over many ranks. (On one process alone it would have to be refused.)"""
+    empty = {key: value[:0] for key, value in tiny().items()}
+    with pytest.raises(DataError, match="no pairs"):
+        padded_to_step(empty, 100, "token", device=CPU)
