@@ -182,6 +182,16 @@ def test_a_conversation_the_template_refuses_is_a_bad_pair() -> None:
         encode(tokenizer_of("mistral"), pair_of(prompt, "yes", "no"))
 
 
+def test_a_template_that_cannot_write_a_prompt_alone_is_a_bad_pair_too() -> None:
+    tokenizer = tiny_tokenizer("merging")  # the border backs off, so the prompt is also written without its answer
+    refuse = (
+        "{% if not add_generation_prompt and messages[-1].role != 'assistant' %}{{ raise_exception('x') }}{% endif %}"
+    )
+    tokenizer.chat_template = refuse + TEMPLATES["merging"]
+    with pytest.raises(BadPairError, match="file:7: the chat template refuses it"):
+        encode(tokenizer, pair_of("why?", "yes", "no"))
+
+
 def test_tools_reach_the_template() -> None:
     tokenizer = tiny_tokenizer("chatml")
     tokenizer.chat_template = "{{ (tools or []) | length }} tools " + TEMPLATES["chatml"]

@@ -204,8 +204,8 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="lengths of no pairs have one dimension", raises=IndexError)
-def test_a_rank_without_pairs_gets_fillers() -> None:
-    """A short last batch over many ranks. (On one process alone it would have to be refused.)"""
+def test_a_batch_without_pairs_is_refused() -> None:
+    """On one process. A rank of several without pairs would want fillers: the same line fails there."""
     empty = {key: value[:0] for key, value in tiny().items()}
     with pytest.raises(DataError, match="no pairs"):
         padded_to_step(empty, 100, "token", device=CPU)

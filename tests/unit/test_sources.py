@@ -91,6 +91,7 @@ BROKEN = [
     ("list.jsonl", GOOD + b"[1, 2]\n", "{path}:4: a record must be a JSON object, this is a list"),
     ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
     ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
+    ("one_line.json", b'[{"a": 1}, {"a": }]', "{path}:1: not valid JSON"),
     ("pretty.json", b'{\n "a": 1\n}', "{path}:1: not valid JSON"),
     ("latin.jsonl", GOOD + "für".encode("latin-1"), "{path}:4: not UTF-8"),
     ("latin.csv", b"a,b\n1,2\n\xff,3\n", "{path}:3: not UTF-8"),

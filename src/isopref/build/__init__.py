@@ -45,7 +45,8 @@ def _train(run: Run, resume: bool) -> None:
     with policy.plain() as plain:
         before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
     model = spread(run, policy)
-    claim_folder(run)
+    if not resume:
+        claim_folder(run)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     reference = score_all(run, model, table, "reference")
@@ -53,6 +54,8 @@ def _train(run: Run, resume: bool) -> None:
     if eval_table is not None:
         held_out = result.HeldOut(run, eval_table, score_all(run, model, eval_table, "held-out"))
     trainer = build_trainer(run, model, table, reference, held_out, resume)
+    if resume:
+        claim_folder(run)
     fit(trainer)
 
     if held_out is not None:

@@ -69,9 +69,10 @@ def open_folder(run: Run, resume: bool) -> None:
 
 
 def claim_folder(run: Run) -> None:
-    """Write the resolved config: the folder holds a run from here on.
+    """Write the resolved config: the folder holds this run from here on.
 
-    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free.
+    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
+    and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
         (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")

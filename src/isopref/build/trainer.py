@@ -29,7 +29,10 @@ from isopref.score import TableLogps
 def build_trainer(
     run: Run, model: nn.Module, table: PairTable, reference: TableLogps, held_out: HeldOut | None, resume: bool
 ) -> Trainer:
-    """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder."""
+    """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder, if there is one.
+
+    Raises RunError for a checkpoint of other data.
+    """
     optim = run.config.optim
     if run.env.world_size > optim.batch_pairs:
         run.display.say(f"warning: {run.env.world_size} ranks share {optim.batch_pairs} pairs a step; some stay idle")
@@ -39,7 +42,7 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(min(steps, optim.max_steps or steps)),
         metrics_collect_interval=run.config.run.log_every,
-        load_strategy=LoadStrategy.if_available if resume else LoadStrategy.never,
+        load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
         # How soon a signal stops the run. Ranks have to agree on it, so there only when they meet to log.
         cancel_check_interval=run.config.run.log_every if run.env.world_size > 1 else 1,
         device=str(run.env.device),
@@ -47,8 +50,9 @@ def build_trainer(
     )
     trainer = config.build(_train_module(run, model, reference), _loader(run, model, table))
     if resume:
-        last = max((step for step, _ in trainer.checkpointer.find_checkpoints(trainer.save_folder)), default=0)
-        run.display.say(f"resume after step {last}" if last else "resume from the first step: there is no checkpoint")
+        found = trainer.maybe_load_checkpoint(trainer.save_folder, load_trainer_state=True, load_optim_state=True)
+        place = f"after step {trainer.global_step}" if found else "from the first step: there is no checkpoint yet"
+        run.display.say(f"resume {place}")
     return trainer
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TEMPLATE = "none"
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -128,32 +129,23 @@ class PairEncoder:
 
         Pairs are tokenised together, so that a fast tokenizer uses all cores; no result depends on another.
         """
-        texts: list[_Texts | BadPairError] = [self._write(pair) for pair in pairs]
-        flat = [text for item in texts if isinstance(item, _Texts) for text in (item.prompt, *item.sides)]
+        written = [_or_bad(self._write, pair) for pair in pairs]
+        flat = [text for item in written if isinstance(item, _Texts) for text in (item.prompt, *item.sides)]
         ids = iter(self._tokenize(flat))
-        results: list[EncodedPair | BadPairError | None] = []
-        for pair, item in zip(pairs, texts, strict=True):
-            if isinstance(item, BadPairError):
-                results.append(item)
-                continue
-            try:
-                results.append(self._finish(pair, item, next(ids), (next(ids), next(ids))))
-            except BadPairError as bad:
-                results.append(bad)
-        return results
+        return [
+            _or_bad(self._finish, pair, item, next(ids), (next(ids), next(ids))) if isinstance(item, _Texts) else item
+            for pair, item in zip(pairs, written, strict=True)
+        ]
 
     # --- text ---
 
-    def _write(self, pair: PreferencePair) -> _Texts | BadPairError:
+    def _write(self, pair: PreferencePair) -> _Texts:
         if self.options.raw:
             return self._write_raw(pair)
         prompt = _as_messages(pair.prompt, "user")
         answers = [_as_messages(side, "assistant") for side in (pair.chosen, pair.rejected)]
-        try:
-            start = self._render(prompt, pair, add_generation_prompt=True)
-            chosen, rejected = (self._render(prompt + answer, pair) for answer in answers)
-        except Exception as error:  # a template is foreign code: it raises what it likes about a conversation
-            return BadPairError(pair.origin, "template", f"the chat template refuses it ({error})")
+        start = self._render(prompt, pair, add_generation_prompt=True)
+        chosen, rejected = (self._render(prompt + answer, pair) for answer in answers)
         return _Texts(start, (chosen, rejected), (answers[0][-1]["content"], answers[1][-1]["content"]))
 
     def _write_raw(self, pair: PreferencePair) -> _Texts:
@@ -164,13 +156,16 @@ class PairEncoder:
         return _Texts(prompt, (prompt + chosen, prompt + rejected), (chosen, rejected))
 
     def _render(self, messages: list[Message], pair: PreferencePair, *, add_generation_prompt: bool = False) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tools=list(pair.tools) if pair.tools else None,
-            chat_template=self._template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(pair.tools) if pair.tools else None,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is foreign code: it raises what it likes about a conversation
+            raise BadPairError(pair.origin, "template", f"the chat template refuses it ({error})") from error
         assert isinstance(text, str)
         return text
 
@@ -208,10 +203,8 @@ class PairEncoder:
         if cut is not tokens:
             notes.add("truncated")
         if np.array_equal(cut.chosen, cut.rejected):
-            what = "'chosen' and 'rejected' are the same tokens" + (
-                " once cut to data.max_length" * (cut is not tokens)
-            )
-            raise BadPairError(pair.origin, "tie", what)
+            when = "" if cut is tokens else " once cut to data.max_length"
+            raise BadPairError(pair.origin, "tie", f"'chosen' and 'rejected' are the same tokens{when}")
         if not (len(cut.chosen) and len(cut.rejected)):
             raise BadPairError(pair.origin, "empty", "an answer has no tokens")
         return EncodedPair(cut, prompt_id(prompt), frozenset(notes))
@@ -247,6 +240,14 @@ class PairEncoder:
             assert isinstance(text, str)
             self._is_space[token] = not text.strip()
         return self._is_space[token]
+
+
+def _or_bad(function: Callable[..., Result], *args: Any) -> Result | BadPairError:
+    """The result, or the BadPairError that was raised: one bad pair must not stop its neighbours."""
+    try:
+        return function(*args)
+    except BadPairError as bad:
+        return bad
 
 
 def _as_messages(turns: Turns, role: str) -> list[Message]:

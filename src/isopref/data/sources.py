@@ -25,7 +25,7 @@ from isopref.optional import require
 
 FORMATS = "JSONL, a JSON array of objects, CSV or TSV (each also gzipped), Parquet, Arrow"
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
-DATA_SUFFIXES = {*TEXT_SUFFIXES, ".json", ".parquet", ".arrow", ".gz", ".jinja", ".txt"}
+DATA_SUFFIXES = {*TEXT_SUFFIXES, ".json", ".parquet", ".arrow", ".gz", ".txt"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 131,072 characters, is less than a long conversation
 BATCH_ROWS = 256
@@ -72,7 +72,7 @@ class Source:
         if place is None:
             raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
         if unseen:
-            raise DataError(f"{self.name}: no record has the columns that data.columns names: {sorted(unseen)}.")
+            raise DataError(f"{self.name}: no record has the columns data.columns names: {sorted(unseen)}. Mend them.")
 
     def _renamed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.columns:
@@ -160,15 +160,15 @@ def _lines(name: str, path: Path, zipped: bool) -> Iterator[tuple[int, str]]:
         raise DataError(f"{name}:{number + 1}: cannot be read on ({error}). Is the file whole?") from error
 
 
-def _load_json(text: str, where: str, way_out: str) -> Any:
+def _load_json(text: str, name: str, line: int, way_out: str) -> Any:
+    """The value of a JSON text that begins on this line of the source."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        # A whole file is parsed at once: then the line of the fault is known only to the parser.
-        at = where if "\n" not in text.rstrip() else f"{where}:{error.lineno}"
-        raise DataError(f"{at}: not valid JSON: {error.msg} at column {error.colno}. {way_out}") from error
+        where = f"{name}:{line + error.lineno - 1}"
+        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}. {way_out}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        raise DataError(f"{where}: JSON that cannot be read ({error}). {way_out}") from error
+        raise DataError(f"{name}:{line}: JSON that cannot be read ({error}). {way_out}") from error
 
 
 def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
@@ -181,14 +181,14 @@ def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
     way_out = "Mend the line, or remove it; a file that is one JSON array needs the suffix .json."
     for number, line in _lines(name, path, zipped):
         if line.strip():
-            where = f"{name}:{number}"
-            yield _object(_load_json(line, where, way_out), where, way_out), f":{number}"
+            value = _load_json(line.rstrip(), name, number, way_out)
+            yield _object(value, f"{name}:{number}", way_out), f":{number}"
 
 
 def _read_json(name: str, path: Path, zipped: bool) -> Places:
     text = "".join(line for _, line in _lines(name, path, zipped))
     way_out = "A .json file is one array of objects, or one object on each line."
-    for index, value in enumerate(_load_json(text, name, way_out)):
+    for index, value in enumerate(_load_json(text, name, 1, way_out)):
         place = f":[{index}]"
         yield _object(value, name + place, way_out), place
 

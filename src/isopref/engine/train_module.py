@@ -65,6 +65,8 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(f"rank_microbatch_size is {rank_microbatch_size}; it needs at least 1 token.")
         self.model = model
         self.optim = optim
+        for group in optim.param_groups:  # now, since a checkpoint brings back the rate it was saved at
+            group.setdefault("initial_lr", group["lr"])
         self.objective = objective
         self.rank_microbatch_size = rank_microbatch_size
         self.beta = beta
@@ -169,7 +171,7 @@ class DPOTrainModule(TrainModule):
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         if self.scheduler is not None and self.trainer.max_steps is not None:
             for group in self.optim.param_groups:
-                peak = group.setdefault("initial_lr", group["lr"])
+                peak = group["initial_lr"]
                 if peak:  # the engine's warm-up refuses a rate of 0, which needs no schedule
                     # One past the end: the schedule's last value, often 0, belongs to the step after the last.
                     group["lr"] = self.scheduler.get_lr(peak, self.trainer.global_step, self.trainer.max_steps + 1)

@@ -1,0 +1,151 @@
+"""`--nproc`: several processes, the same weights; and when one of them ends, all end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from isopref.testing import oracle
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import MakeProject, Project, Weights
+
+SCRIPT = Path(sys.executable).with_name("isopref")
+TIMEOUT_S = 150
+LoadWeights = Callable[[Path], "Weights"]
+
+# They start processes that start processes; two such tests at once would take memory and time from each other.
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
+]
+
+
+@dataclass
+class Command:
+    """A started command, and every process that it started."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def family(self) -> dict[int, dict[str, str]]:
+        """The living processes of the command by their ids, with their environments."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                text = (folder / "environ").read_text(errors="replace")
+                alive = " Z " not in (folder / "stat").read_text()
+            except OSError:  # ended meanwhile, or not ours to read
+                continue
+            if alive and self.mark in text:
+                found[int(folder.name)] = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+        return found
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank."""
+        (found,) = (pid for pid, env in self.family().items() if env.get("RANK") == str(number))
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end of the command: its exit code and what it printed as errors."""
+        _, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Command]]:
+    """Starts `isopref train my.yaml --nproc 2 ...` in a project; what is left of it at the end is killed."""
+    started: list[Command] = []
+
+    def begin(project: Project, *arguments: str) -> Command:
+        mark = f"isopref-test-{uuid.uuid4().hex}"
+        process = subprocess.Popen(
+            [str(SCRIPT), "train", "my.yaml", "--nproc", "2", *arguments],
+            cwd=project.folder,
+            env={**project.env, "ISOPREF_TEST_MARK": mark, "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(Command(process, mark))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        for pid in command.family():
+            os.kill(pid, signal.SIGKILL)
+        command.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def alone(make_project: MakeProject) -> Path:
+    """The same training by one process."""
+    return make_project().train("alone")
+
+
+def test_same_weights_as_one_process(
+    project: Project, start: Callable[..., Command], alone: Path, load_weights: LoadWeights
+) -> None:
+    command = start(project, "run.folder=run")
+    code, err = command.end()
+    assert code == 0, err
+    assert command.family() == {}
+    assert oracle.relative_error(load_weights(project.folder / "run" / "model"), load_weights(alone / "model")) <= 1e-8
+    # One process writes: every step is there once.
+    assert len((project.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 10
+    assert (project.folder / "run" / "evaluation.json").exists()
+
+
+def test_a_mistake_ends_all_processes(project: Project, start: Callable[..., Command]) -> None:
+    command = start(project, "run.folder=run", "layout.parallel=single")
+    code, err = command.end()
+    assert code == 1
+    assert "error: layout.parallel: single, but 2 processes were started. Set layout.parallel: auto" in err
+    assert err.endswith("error: training failed. The reason stands above the report of torchrun.\n")
+    assert command.family() == {}
+    assert not (project.folder / "run" / "config.yaml").exists()
+
+
+def test_a_mistake_in_the_config_starts_no_process(project: Project, start: Callable[..., Command]) -> None:
+    command = start(project, "optim.epochs=some")
+    code, err = command.end()
+    assert code == 1
+    assert err == (
+        "error: override 'optim.epochs=some': optim.epochs: must be a whole number, at least 1; found \"some\".\n"
+    )
+    assert command.family() == {}
+
+
+def test_a_rank_that_dies_ends_the_others_and_one_process_goes_on(
+    project: Project, start: Callable[..., Command], make_project: MakeProject, load_weights: LoadWeights
+) -> None:
+    """Killed while it trains sharded on two ranks; resumed on one, in other rows."""
+    settings = ("optim.epochs=40", "run.save_every=2", "data.eval=null")  # 200 steps: enough to be killed in
+    command = start(project, "run.folder=run", *settings, "layout.parallel=fsdp")
+    checkpoints = project.folder / "run" / "checkpoints"
+    give_up = time.monotonic() + TIMEOUT_S
+    while not (checkpoints / "step4" / ".metadata.json").exists():
+        assert command.process.poll() is None, command.end()
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    os.kill(command.rank(1), signal.SIGKILL)
+    code, err = command.end()
+    assert code != 0
+    assert err.endswith("error: training failed. The reason stands above the report of torchrun.\n")
+    assert command.family() == {}
+    assert not (project.folder / "run" / "model").exists()
+
+    run = project.train("run", *settings, "layout.parallel=auto", "layout.rows=padded", "--resume")
+    whole = make_project().train("whole", *settings, "run.save_every=250")
+    assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 200
