@@ -21,7 +21,7 @@ def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) 
     """
     completion: FloatArray = lengths_P3[:, CHOSEN:].sum(axis=1, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
-        "token": completion + 2 * lengths_P3[:, PROMPT],
+        "token": completion + 2.0 * lengths_P3[:, PROMPT],
         "completion": completion,
         "pair": np.ones(len(lengths_P3)),
     }

@@ -49,7 +49,7 @@ def score_table(
 ) -> TableLogps:
     """Score every pair of a table without gradients. Ranks share the work; each returns the whole.
 
-    `progress` is called with the number of pairs done on this rank since the last call.
+    `progress` is called with the number of pairs done since the last call, taking the other ranks to be as fast.
     """
     logps_2N = torch.zeros(2, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, rank, num_ranks):

@@ -72,7 +72,9 @@ MISTAKES = {
         ("train.jsonl:23: 'chosen' equals 'rejected'", "Remove it, or set data.on_bad: drop"),
         spoil=replace_line(23, pair(chosen="no")),
     ),
-    "no pair short enough": Mistake(("train.jsonl: none of 23 records gave a pair", "too_long"), ("data.max_length=5",)),
+    "no pair short enough": Mistake(
+        ("train.jsonl: none of 23 records gave a pair", "too_long"), ("data.max_length=5",)
+    ),
     "unknown field": Mistake(
         ("override 'optim.epoch=2': optim.epoch: there is no such field", "Did you mean optim.epochs?"),
         ("optim.epoch=2",),
@@ -105,9 +107,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(value, id=key) for key, value in MISTAKES.items()])
-def test_one_message_and_another_try(
-    project: Project, monkeypatch: pytest.MonkeyPatch, mistake: Mistake
-) -> None:
+def test_one_message_and_another_try(project: Project, monkeypatch: pytest.MonkeyPatch, mistake: Mistake) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     good = (project.folder / "train.jsonl").read_text()
     mistake.spoil(project)

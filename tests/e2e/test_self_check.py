@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import isopref.build
+from isopref.build.model import score_all
+from isopref.build.trainer import build_trainer
 from isopref.score import TableLogps
 
 if TYPE_CHECKING:
@@ -31,14 +32,13 @@ def check_refusal(project: Project, message: str) -> None:
 @pytest.mark.parametrize("side", ["chosen", "rejected", "both"])
 def test_a_reference_that_is_off(project: Project, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """By 0.01 nats an answer; off alike on both sides, the loss is still log 2, so rewards have to be looked at."""
-    right = isopref.build.score_all
 
     def off(*arguments: Any) -> TableLogps:
-        logps = right(*arguments)
+        logps = score_all(*arguments)
         return TableLogps(logps.chosen + 0.01 * (side != "rejected"), logps.rejected + 0.01 * (side != "chosen"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(isopref.build, "score_all", off)
+        patch.setattr("isopref.build.score_all", off)
         message = project.refused("run", *QUICK)
     check_refusal(project, message)
     assert "should be 0.693147 and rewards 0" in message
@@ -51,23 +51,22 @@ def test_a_reference_that_is_off(project: Project, monkeypatch: pytest.MonkeyPat
 
 
 def test_weights_that_changed_after_the_reference(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = isopref.build.build_trainer
-
     def perturbed(run: Any, model: Any, *arguments: Any) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
-        return right(run, model, *arguments)
+        return build_trainer(run, model, *arguments)
 
-    monkeypatch.setattr(isopref.build, "build_trainer", perturbed)
+    monkeypatch.setattr("isopref.build.build_trainer", perturbed)
     check_refusal(project, project.refused("run", *QUICK))
 
 
 def test_a_reference_that_is_no_number(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = isopref.build.score_all
-    monkeypatch.setattr(
-        isopref.build, "score_all", lambda *a: TableLogps(right(*a).chosen * math.nan, right(*a).rejected)
-    )
+    def broken(*arguments: Any) -> TableLogps:
+        logps = score_all(*arguments)
+        return TableLogps(logps.chosen * math.nan, logps.rejected)
+
+    monkeypatch.setattr("isopref.build.score_all", broken)
     check_refusal(project, project.refused("run", *QUICK))
 
 

@@ -23,7 +23,9 @@ def unhookable(request: pytest.FixtureRequest, make_project: MakeProject) -> Pro
 @pytest.mark.parametrize("rows", ["shared", "packed"])
 def test_refused_in_packed_rows(unhookable: Project, rows: str) -> None:
     message = unhookable.refused(f"run-{rows}", f"layout.rows={rows}")
-    assert any(message.startswith(f"{name} cannot be trained with layout.rows: {rows}") for name in ARCHITECTURES.values())
+    assert any(
+        message.startswith(f"{name} cannot be trained with layout.rows: {rows}") for name in ARCHITECTURES.values()
+    )
     assert message.endswith("Set layout.rows: padded.")
     assert {path.name for path in (unhookable.folder / f"run-{rows}").iterdir()} == {"engine.log"}
 

@@ -1,6 +1,7 @@
 """On a CUDA device: the varlen kernel, the head, whole steps. Compared with float64 on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from isopref.testing.models import random_pairs, tiny_folder, tiny_model
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-WIDE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}  # head widths that the kernel takes
+WIDE: dict[str, Any] = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+}  # as the kernel takes them
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -39,7 +44,8 @@ def test_varlen_attention_is_the_portable_one(kind: str, window: int | None, dty
     def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         assert row.segments is not None
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = segment_attention(*leaves, row.segments.to(device), scale=0.125, window=window)
+        query, key, value = leaves
+        out = segment_attention(query, key, value, row.segments.to(device), scale=0.125, window=window)
         return [out, *torch.autograd.grad(out, leaves, grad.to(device, dtype))]
 
     for found, expected in zip(run(CUDA, dtype), run(torch.device("cpu"), torch.float64), strict=True):
@@ -56,11 +62,11 @@ def test_head(softcap: float | None, max_logits: int) -> None:
     grad = torch.randn(301, generator=generator, dtype=torch.float64)
 
     expected_leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = token_logprobs_eager(*expected_leaves, target, softcap=softcap)
+    expected = token_logprobs_eager(expected_leaves[0], expected_leaves[1], target, softcap=softcap)
     expected_grads = torch.autograd.grad(expected, expected_leaves, grad)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         leaves = [x.to(CUDA, dtype).requires_grad_() for x in (hidden, weight)]
-        found = token_logprobs(*leaves, target.to(CUDA), softcap=softcap, max_logits=max_logits)
+        found = token_logprobs(leaves[0], leaves[1], target.to(CUDA), softcap=softcap, max_logits=max_logits)
         grads = torch.autograd.grad(found, leaves, grad.to(CUDA, found.dtype))
         for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
             assert relative(one, other) < bound

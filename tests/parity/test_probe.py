@@ -41,7 +41,7 @@ def test_models_without_the_hook_are_for_padded_rows(architecture: str) -> None:
     for padded in PADDED:
         check_layout(policy, padded)
     for packed in PACKED:
-        with pytest.raises(ModelError, match=rf"layout\.rows: {packed}:.*Set layout\.rows: padded\."):
+        with pytest.raises(ModelError, match=rf"layout\.rows: {packed}, .*Set layout\.rows: padded\."):
             check_layout(policy, packed)
     check_layout(policy, "padded")  # a refusal leaves nothing behind
 
@@ -124,7 +124,6 @@ def test_a_leak_too_weak_to_show_in_the_scores_is_caught(monkeypatch: pytest.Mon
         check_layout(policy, "shared")
 
 
-@pytest.mark.xfail(strict=True, reason="the probe's sequences (9 tokens) are shorter than the window (12)")
 def test_a_window_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
         return segment_attention(q, k, v, segments, **{**options, "window": None})
@@ -135,7 +134,6 @@ def test_a_window_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
         check_layout(policy, "shared")
 
 
-@pytest.mark.xfail(strict=True, reason="only ModelError and TypeError are turned into a refusal", raises=AttributeError)
 def test_a_model_whose_decoder_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama4ForCausalLM names its decoder otherwise, so that `base_model` is the whole model."""
     settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 2, "intermediate_size_mlp": 48}

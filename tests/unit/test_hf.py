@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -112,10 +111,6 @@ def damaged(folder: Path, how: str) -> Path:
     return model
 
 
-def faulty(how: str, reason: str, raises: type[BaseException]) -> Any:
-    return pytest.param(how, marks=pytest.mark.xfail(strict=True, reason=reason, raises=raises))
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -123,14 +118,14 @@ def faulty(how: str, reason: str, raises: type[BaseException]) -> Any:
         "broken config",
         "unknown architecture",
         "broken gguf",
-        faulty("broken weights", "only OSError and ValueError are caught", SafetensorError),
-        faulty("wrong shape", "only OSError and ValueError are caught", RuntimeError),
-        faulty("missing weight", "transformers fills it with random numbers, and we train them", pytest.fail.Exception),
+        "broken weights",
+        "wrong shape",
+        "missing weight",
     ],
 )
 def test_a_damaged_model_is_named(tmp_path: Path, how: str) -> None:
     path = damaged(tmp_path, how)
-    with pytest.raises(ModelError, match=rf"model\.path: cannot load {path}"):
+    with pytest.raises(ModelError, match=rf"model\.path: (cannot load )?{path}"):
         load_model(str(path), dtype=torch.float32)
 
 
@@ -160,9 +155,15 @@ def test_what_is_exported_loads_with_equal_logits(tmp_path: Path, architecture: 
     assert torch.equal(logits(again), logits(model.eval()))
 
 
+def folder_with_dropout(folder: Path) -> Path:
+    config = tiny_folder(folder, "gpt2") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "resid_pdrop": 0.1}, indent=2, sort_keys=True))
+    return folder
+
+
 def test_an_export_keeps_the_config_as_it_was(tmp_path: Path) -> None:
     """Neither dropout that was switched off for training nor our attention belongs into it."""
-    tiny_folder(tmp_path / "in", "gpt2")
+    folder_with_dropout(tmp_path / "in")
     model = load_model(str(tmp_path / "in"), dtype=torch.float32)
     policy = Policy(model)
     policy(build_microbatch(random_pairs(2), "shared"))
@@ -193,9 +194,6 @@ def test_an_export_never_overwrites(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="export writes everything before it looks, and leaves it lying about", raises=AssertionError
-)
 def test_a_refused_export_leaves_nothing_behind(tmp_path: Path) -> None:
     model = tiny_model("llama")
     (tmp_path / "out").mkdir()
@@ -221,15 +219,8 @@ def with_dropout(architecture: str) -> PreTrainedModel:
     "architecture",
     [
         *sorted(set(ARCHITECTURES) - {"falcon", "mamba"}),
-        pytest.param(
-            "falcon",
-            marks=pytest.mark.xfail(
-                strict=True, reason="its layers read config.hidden_dropout in every forward", raises=AssertionError
-            ),
-        ),
-        pytest.param(
-            "opt", marks=pytest.mark.xfail(strict=True, reason="layerdrop is not called dropout", raises=AssertionError)
-        ),
+        "falcon",
+        "opt",
     ],
 )
 def test_no_dropout_is_left_in_training_mode(architecture: str) -> None:
@@ -245,8 +236,7 @@ def test_no_dropout_is_left_in_training_mode(architecture: str) -> None:
 
 
 def test_a_loaded_model_has_no_dropout(tmp_path: Path) -> None:
-    model = load_model(str(tiny_folder(tmp_path, "gpt2")), dtype=torch.float32).train()
-    assert model.config.resid_pdrop == 0.1
+    model = load_model(str(folder_with_dropout(tmp_path)), dtype=torch.float32).train()
     assert torch.equal(logits(model), logits(model))
 
 
@@ -254,14 +244,7 @@ def test_a_loaded_model_has_no_dropout(tmp_path: Path) -> None:
     "dtype",
     [
         torch.float32,
-        pytest.param(
-            torch.bfloat16,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason="Module.to(bfloat16) rounds the rotary frequencies, which from_pretrained does not",
-            ),
-        ),
+        torch.bfloat16,
     ],
 )
 def test_taking_the_quantisation_out_keeps_the_logits(
@@ -271,7 +254,7 @@ def test_taking_the_quantisation_out_keeps_the_logits(
     loaded = AutoModelForCausalLM.from_pretrained(tiny_folder(tmp_path), dtype=dtype)
     expected = logits(loaded)
     loaded.config.quantization_config = {"quant_method": "gguf"}
-    monkeypatch.setattr(hf, "_from_pretrained", lambda *_args, **_kwargs: loaded)
+    monkeypatch.setattr(hf, "_from_pretrained", lambda *_args, **_kwargs: (loaded, {"missing_keys": set()}))
     plain = load_model("any", dtype=dtype)
     assert getattr(plain.config, "quantization_config", None) is None
     assert torch.equal(logits(plain), expected)

@@ -110,11 +110,6 @@ def test_bfloat16_loses_only_the_rounding_of_its_logits(chunk: int) -> None:
         assert relative(grad, by_definition) <= eps * (largest + 1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_logits scales and caps in bfloat16, rounding each time; the twin does not",
-)
 @pytest.mark.parametrize("setting", SETTINGS[1:], ids=str)
 def test_bfloat16_scales_and_caps_as_exactly_as_the_specification(setting: dict[str, Any]) -> None:
     """The twin rounds the logits once, when they leave the matmul."""

@@ -68,12 +68,7 @@ def test_weights_and_their_sum_are_the_oracles(
     [
         np.int32,
         np.uint16,
-        pytest.param(
-            np.int16,
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason="2 * lengths[:, PROMPT] wraps in the lengths' own dtype"
-            ),
-        ),
+        np.int16,
     ],
 )
 def test_narrow_integers_do_not_overflow(dtype: type[np.integer[Any]]) -> None:

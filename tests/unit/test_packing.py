@@ -110,12 +110,7 @@ def test_ranks_differ_by_one_microbatch_at_most(case: Case) -> None:
     "kind",
     [
         "shared",
-        pytest.param(
-            "packed",
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason="_work counts the prompt once, packed rows twice"
-            ),
-        ),
+        "packed",
     ],
 )
 def test_balance_is_in_the_tokens_that_are_computed(kind: RowKind) -> None:
@@ -198,9 +193,6 @@ def test_sorting_halves_the_padding_of_real_lengths(path: Path, kind: RowKind) -
 @pytest.mark.parametrize("path", LENGTH_FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ["shared", "packed", "padded"])
 def test_eight_ranks_share_real_lengths_evenly(path: Path, kind: RowKind, request: pytest.FixtureRequest) -> None:
-    if kind == "padded" and path.stem == "hh_lengths":
-        reason = "groups are halved only until their number fits the ranks, however unequal they then are (1.47)"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     of_ranks = [loads(lengths, plan, kind) for lengths, plan in real_plans(path, kind, num_ranks=8)]
     slowest, mean = sum(max(of_rank) for of_rank in of_ranks), sum(sum(of_rank) / 8 for of_rank in of_ranks)
     assert slowest <= 1.25 * mean

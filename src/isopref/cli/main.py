@@ -109,8 +109,9 @@ def train(
             print("error: training failed. The reason stands above the report of torchrun.", file=sys.stderr)
         raise typer.Exit(code)
 
-    # The engine logs while it is imported; the run's log file takes what comes later.
-    logging.getLogger("olmo_core").addHandler(logging.NullHandler())
+    # The engine logs before the run has its log file, and prints where the root logger has no handler.
+    logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("olmo_core").setLevel(logging.INFO)
     from isopref.build import train as train_run
 
     train_run(config, name=config_file.stem, resume=resume)

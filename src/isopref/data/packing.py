@@ -5,6 +5,7 @@ number of microbatches (sharded training moves in lockstep); a rank short of wor
 speed and memory, never the result.
 """
 
+import bisect
 import heapq
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
 
 RowKind = Literal["shared", "packed", "padded", "padded_separate"]
 Group = list[int]  # positions in the global batch that share a microbatch
+GROUPS_PER_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class Budget:
     kind: RowKind
     tokens: int
     pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or (self.pairs is not None and self.pairs < 1):
+            raise ConfigError(
+                f"a microbatch of {self.tokens} tokens and {self.pairs} pairs holds nothing; use 1 or more."
+            )
 
 
 def padded_tokens(lengths_P3: IntArray, kind: RowKind) -> int:
@@ -70,36 +78,39 @@ def plan_step(
         groups = _pack(lengths_P3, budget, num_ranks, attention_share)
     else:
         groups = _sort_and_cut(lengths_P3, budget, num_ranks)
-    return _deal(groups, _work(lengths_P3, attention_share), num_ranks)
+    return _deal(groups, _work(lengths_P3, budget.kind, attention_share), num_ranks)
 
 
-def _work(lengths_P3: IntArray, attention_share: float) -> FloatArray:
-    """Relative time of each pair: linear in its tokens, plus attention."""
+def _work(lengths_P3: IntArray, kind: RowKind, attention_share: float) -> FloatArray:
+    """Relative time of each pair: linear in the tokens computed, plus attention."""
     lengths = lengths_P3.astype(np.float64)
     sequences = lengths[:, PROMPT, None] + lengths[:, CHOSEN:]
-    work: FloatArray = lengths.sum(axis=1) + attention_share / 2 * (sequences**2).sum(axis=1)
+    tokens = lengths.sum(axis=1) if kind == "shared" else sequences.sum(axis=1)
+    work: FloatArray = tokens + attention_share / 2 * (sequences**2).sum(axis=1)
     return work
 
 
 def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share: float) -> list[Group]:
-    """Largest pair first into the row with the least work; more rows until everything fits."""
+    """As few rows as hold everything, with the same work in each if that can be had."""
     tokens = lengths_P3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_P3[:, PROMPT])
-    work = _work(lengths_P3, attention_share)
+    work = _work(lengths_P3, budget.kind, attention_share)
     num_rows = -(-int(tokens.sum()) // budget.tokens)
     if budget.pairs is not None:
         num_rows = max(num_rows, -(-len(tokens) // budget.pairs))
     order = np.argsort(-work, kind="stable").tolist()
     while True:
         num_rows = -(-num_rows // num_ranks) * num_ranks
-        rows = _fill_rows(order, tokens.tolist(), work.tolist(), num_rows, budget)
+        rows = _least_work(order, tokens.tolist(), work.tolist(), num_rows, budget)
+        rows = rows or _best_fit(np.argsort(-tokens, kind="stable").tolist(), tokens.tolist(), num_rows, budget)
         if rows is not None:
             return rows
         num_rows += 1
 
 
-def _fill_rows(
+def _least_work(
     order: list[int], tokens: list[int], work: list[float], num_rows: int, budget: Budget
 ) -> list[Group] | None:
+    """Largest pair first, into the row with the least work that has room."""
     rows: list[Group] = [[] for _ in range(num_rows)]
     used = [0] * num_rows
     heap = [(0.0, row) for row in range(num_rows)]
@@ -121,6 +132,21 @@ def _fill_rows(
     return rows
 
 
+def _best_fit(order: list[int], tokens: list[int], num_rows: int, budget: Budget) -> list[Group] | None:
+    """Each pair into the fullest row that still has room: less even, but it fits where balance alone would not."""
+    rows: list[Group] = [[] for _ in range(num_rows)]
+    room = [(budget.tokens, row) for row in range(num_rows)]  # sorted
+    for pair in order:
+        at = bisect.bisect_left(room, (tokens[pair], -1))
+        if at == len(room):
+            return None
+        free, row = room.pop(at)
+        rows[row].append(pair)
+        if budget.pairs is None or len(rows[row]) < budget.pairs:
+            bisect.insort(room, (free - tokens[pair], row))
+    return rows
+
+
 def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[Group]:
     """Neighbours in length share a padded microbatch, which keeps padding low; halve groups until ranks are even."""
 
@@ -128,9 +154,12 @@ def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[
         return padded_tokens(lengths_P3[group], budget.kind)
 
     longest = lengths_P3[:, PROMPT] + lengths_P3[:, CHOSEN:].max(axis=1)
+    # Several groups to a rank, so that they can be dealt out evenly.
+    even = 2 * int(longest.sum()) // (GROUPS_PER_RANK * num_ranks) if num_ranks > 1 else budget.tokens
+    tokens = min(budget.tokens, max(even, 2 * int(longest.max())))
     groups: list[Group] = []
     for pair in np.argsort(-longest, kind="stable").tolist():
-        full = not groups or len(groups[-1]) == budget.pairs or slots([*groups[-1], pair]) > budget.tokens
+        full = not groups or len(groups[-1]) == budget.pairs or slots([*groups[-1], pair]) > tokens
         if full:
             groups.append([])
         groups[-1].append(pair)

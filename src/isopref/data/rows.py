@@ -1,7 +1,8 @@
 """Pairs to tensors: packed rows and padded batches. Every layout ends in the same Microbatch, and so in one score path.
 
-A packed row holds whole pairs one after another. With a shared prompt a pair is [prompt | chosen | rejected]: the
-rejected answer's positions restart after the prompt, and it attends to the prompt and itself, never to the chosen one.
+A packed row holds whole pairs. With a shared prompt a pair is [prompt | chosen | rejected]: the rejected answer's
+positions restart after the prompt, and it attends to the prompt and itself, never to the chosen one. Without, all
+sequences [prompt | answer] follow one another, first the chosen ones.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: 
 
     `row_tokens` pads a packed row to that length; the padding is a segment of its own.
     """
+    if row_tokens is not None and kind not in ("shared", "packed"):
+        raise ValueError(f"row_tokens is for packed rows, not for {kind}")
     if any(len(pair.prompt) == 0 for pair in pairs):
         raise ValueError("a prompt needs at least one token: something must predict the first completion token")
     counts = torch.tensor([[len(p.chosen) for p in pairs], [len(p.rejected) for p in pairs]], dtype=torch.long)
@@ -72,7 +75,10 @@ class _Row:
         self.completion.append(np.full(len(target), completion))
 
     def finish(self, row_tokens: int | None) -> Pass:
-        padding = FILLER_TOKENS if self.length == 0 else max(0, (row_tokens or 0) - self.length)
+        wanted = row_tokens or max(self.length, FILLER_TOKENS if self.length == 0 else 0)
+        padding = wanted - self.length
+        if padding < 0:
+            raise ValueError(f"row_tokens is {row_tokens}, but the pairs of the row take {self.length}")
         if padding:
             nothing = np.zeros(padding, np.int64)  # position 0 too: a long padding must not run out of positions
             self.segment(nothing, nothing, nothing[:0])
@@ -104,7 +110,7 @@ def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
         second = row.segment(rejected, np.arange(length, length + len(rejected)), first[:length])
         end = first[length - 1 : length]  # the prompt's last token predicts the first token of both answers
         row.predicts(first[length - 1 : -1], chosen, p)
-        row.predicts(np.concatenate([end, second[:-1]]), rejected, len(pairs) + p)
+        row.predicts(np.concatenate([end, second])[: len(rejected)], rejected, len(pairs) + p)
     return row.finish(row_tokens)
 
 

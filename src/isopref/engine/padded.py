@@ -1,7 +1,8 @@
 """Padded preference batches in the form OLMo-core scripts use: collated, cut into microbatches, turned into a Step.
 
 A batch is a dict of `{chosen,rejected}_{input_ids,attention_mask,labels}` (P, T; right-padded; labels are IGNORE_INDEX
-outside the completion), `index` (P) and `token_count` (P). P: pairs, T: tokens.
+outside the completion), `index` (P), `token_count` (P) and, if pairs have weights of their own, `weight` (P).
+P: pairs, T: tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,22 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isopref.data.packing import padded_tokens
 from isopref.data.rows import build_microbatch
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, DataError
 from isopref.normalize import Weighting, coefficients, pair_weights
-from isopref.types import IntArray, PairTokens
+from isopref.types import FloatArray, IntArray, PairTokens
 
 IGNORE_INDEX = -100
 SIDES = ("chosen", "rejected")
+KEYS = {
+    *(f"{side}_{part}" for side in SIDES for part in ("input_ids", "attention_mask", "labels")),
+    "index",
+    "token_count",
+}
 
 
 @dataclass(frozen=True)
 class DataCollatorForSeq2SeqDPO:
     """Pads both sides of all pairs to one length and counts each pair's real tokens.
 
-    An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers and `index`, its row in the
-    reference's table.
+    An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers, `index` (its row in the reference's
+    table) and, where it has one, a `weight`.
     """
 
     pad_token_id: int = 0
@@ -48,6 +55,8 @@ class DataCollatorForSeq2SeqDPO:
             batch[f"{side}_labels"] = torch.stack([_pad(x, width, IGNORE_INDEX) for x in labels])
         batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
         batch["index"] = torch.tensor([int(one["index"]) for one in instances])
+        if any("weight" in one for one in instances):
+            batch["weight"] = torch.tensor([float(one.get("weight", 1.0)) for one in instances])
         return batch
 
 
@@ -62,9 +71,12 @@ def split_batch_dpo(batch: Mapping[str, Any], num_microbatch_instances: int) -> 
             f"split_batch_dpo: num_microbatch_instances is {num_microbatch_instances}; it must be at least 1 pair."
         )
     for key, value in batch.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            what = (
+                "a tensor of no dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
+            )
             raise DataError(
-                f"split_batch_dpo: batch['{key}'] is a {type(value).__name__}, not a tensor, so it cannot be cut. "
+                f"split_batch_dpo: batch['{key}'] is {what}, so it cannot be cut. "
                 "Remove it, or make it a tensor with one entry per pair."
             )
     sizes = {key: len(value) for key, value in batch.items()}
@@ -87,32 +99,44 @@ def padded_to_step(
     Ranks know only their own part here, so the denominators cost one small collective. Ranks with fewer microbatches
     than others get empty ones.
     """
+    missing = sorted(KEYS - batch.keys())
+    if missing:
+        raise DataError(f"the batch has no {missing}. DataCollatorForSeq2SeqDPO makes batches that have all keys.")
     width = batch["chosen_input_ids"].shape[1]
-    pieces = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
+    cut = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
+    pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
-    lengths = np.array([[len(part) for part in pair] for piece in pairs for pair in piece], dtype=np.int64)
-    weights = pair_weights(lengths, weighting, np.ones(len(lengths)))
-    tokens, slots = int(batch["token_count"].sum()), 2 * width * len(lengths)
-    sums, (num_microbatches, widest) = _over_ranks(
-        [float(weights.sum()), len(lengths), tokens, slots], [len(pieces), width], device, group
+    lengths = [np.array([[len(part) for part in pair] for pair in some]) for some in pairs]
+    weights = [pair_weights(one, weighting, _own(piece)) for one, piece in zip(lengths, pieces, strict=True)]
+    slots = sum(padded_tokens(one, "padded") for one in lengths)
+    mine = [float(sum(one.sum() for one in weights)), sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
+    (total, num_pairs, num_tokens, num_slots), (num_microbatches, widest) = _over_ranks(
+        mine, [len(pieces), width], device, group
     )
+    if not num_pairs:
+        raise DataError("the batch holds no pairs on any rank.")
     if rank_microbatch_size < 2 * widest:  # after the exchange, so that all ranks stop alike
         raise ConfigError(
-            f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} (two "
-            f"sequences padded to {widest}). Raise it to at least {2 * widest}, or shorten the pairs."
+            f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} "
+            f"(two sequences padded to {widest}). Raise it to at least {2 * widest}, or shorten the pairs."
         )
-    total, num_pairs, num_tokens, num_slots = sums
-    shares = np.split(
-        np.stack([coefficients(weights, total=total), coefficients(np.ones(len(lengths)), total=num_pairs)]),
-        np.cumsum([len(piece) for piece in pairs])[:-1],
-        axis=1,
-    )
     work = [
-        Work(build_microbatch(some, "padded"), piece["index"], *(torch.from_numpy(s.copy()) for s in share))
-        for some, piece, share in zip(pairs, pieces, shares, strict=True)
+        Work(
+            build_microbatch(some, "padded"),
+            piece["index"],
+            torch.from_numpy(coefficients(weight, total=total)),
+            torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
+        )
+        for some, piece, weight in zip(pairs, pieces, weights, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
     return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
+
+
+def _own(piece: Mapping[str, Tensor]) -> FloatArray:
+    """The weights that the data gives its pairs."""
+    own: FloatArray = piece["weight"].double().cpu().numpy() if "weight" in piece else np.ones(len(piece["index"]))
+    return own
 
 
 def _filler() -> Work:
@@ -123,12 +147,11 @@ def _filler() -> Work:
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:
     sides = [_sequences(piece, side) for side in SIDES]
     out = []
-    for (prompt, chosen), (other, rejected) in zip(*sides, strict=True):
-        # The two sides may carry prompts of their own; each completion is scored after its own.
+    for index, (prompt, chosen), (other, rejected) in zip(piece["index"].tolist(), *sides, strict=True):
         if len(prompt) != len(other) or not np.array_equal(prompt, other):
             raise DataError(
-                f"a pair's two sides have different prompts ({len(prompt)} and {len(other)} tokens before their labels "
-                "begin). Both must start with the same tokens."
+                f"pair {index}: its two sides have different prompts ({len(prompt)} and {len(other)} tokens before "
+                "their labels begin). Both must start with the same tokens."
             )
         out.append(PairTokens(prompt, chosen, rejected))
     return out

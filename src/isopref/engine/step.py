@@ -63,7 +63,8 @@ def build_step(
         for group in (np.asarray(group, np.int64) for group in plan[rank])
     ]
     groups = [group for of_rank in plan for group in of_rank]
-    slots = sum(packing.padded_tokens(lengths[group], kind) if group else FILLER_TOKENS for group in groups)
+    filler = FILLER_TOKENS * (2 if kind == "padded_separate" else 1)
+    slots = sum(packing.padded_tokens(lengths[group], kind) if group else filler for group in groups)
     filled = int(lengths.sum()) + (0 if kind == "shared" else int(lengths[:, PROMPT].sum()))
     return Step(
         work=tuple(work),

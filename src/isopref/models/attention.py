@@ -4,6 +4,9 @@ A model that goes through `AttentionInterface` hands our function every layer's 
 `segments` through untouched. Whether a given model really does is decided by a numerical probe (probe.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from isopref.ops.attention import segment_attention
 from isopref.types import Segments
 
 NAME = "isopref_segments"
+_windows: ContextVar[set[int | None] | None] = ContextVar("windows", default=None)
 
 
 def register() -> None:
@@ -22,6 +26,17 @@ def register() -> None:
     No mask function is registered with it, so transformers makes no mask: the segments say who sees whom.
     """
     AttentionInterface.register(NAME, _attention)
+
+
+@contextmanager
+def recorded_windows() -> Iterator[set[int | None]]:
+    """The sliding windows that layers ask for while the context is open."""
+    windows: set[int | None] = set()
+    token = _windows.set(windows)
+    try:
+        yield windows
+    finally:
+        _windows.reset(token)
 
 
 def _attention(
@@ -48,6 +63,8 @@ def _attention(
         raise ModelError(
             f"{type(module).__name__} uses attention sinks, which packed rows do not support. Set layout.rows: padded."
         )
+    if (windows := _windows.get()) is not None:
+        windows.add(sliding_window)
     out = segment_attention(
         query[0],
         key[0],

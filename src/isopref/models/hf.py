@@ -4,12 +4,14 @@ Owns what must hold for every model that is trained: no dropout, a tokenizer wit
 quantised file. It knows nothing of layouts.
 """
 
+import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -56,23 +58,37 @@ def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False
 
     Dropout would draw its masks by position in the row, and so make the gradient depend on the layout.
     """
-    model: PreTrainedModel = _from_pretrained(
-        AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, dtype=dtype
+    model: PreTrainedModel
+    model, found = _from_pretrained(
+        AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
     )
+    if found["missing_keys"]:
+        some = ", ".join(sorted(found["missing_keys"])[:3])
+        raise ModelError(
+            f"model.path: {path} lacks {len(found['missing_keys'])} of the model's weights ({some}, ...), which would "
+            "start as random numbers. Check that the folder is whole and of this architecture."
+        )
     if getattr(model.config, "quantization_config", None) is not None:
         model = _dequantised(model)
     disable_dropout(model)
     return model
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Switch off every dropout, also the rates that attention layers keep as plain numbers."""
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Switch off every dropout: the layers, the rates that modules keep as numbers, those they read from the config.
+
+    The config's own rates are kept aside for `export`.
+    """
+    config = model.config.get_text_config()
+    rates = {name: rate for name, rate in vars(config).items() if "drop" in name and isinstance(rate, float)}
+    for holder, names in ((config, list(rates)), *((module, list(vars(module))) for module in model.modules())):
+        for name in names:
+            if "drop" in name and isinstance(getattr(holder, name), float):
+                setattr(holder, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+    vars(model)["dropout_before"] = {**rates, **vars(model).get("dropout_before", {})}
 
 
 def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
@@ -80,11 +96,15 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
 
     Written beside its place and renamed, so that a folder of that name is always whole.
     """
-    partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
-    model.save_pretrained(partial, state_dict=state)
-    tokenizer.save_pretrained(partial)
     if folder.exists():
         raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
+    partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
+    model.save_pretrained(partial, state_dict=state)
+    config = copy.deepcopy(model.config)
+    for name, rate in vars(model).get("dropout_before", {}).items():
+        setattr(config.get_text_config(), name, rate)
+    config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     partial.rename(folder)
 
 
@@ -92,10 +112,11 @@ def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a model that knows nothing of the quantised file, so that it can be saved."""
     config = model.config
     del config.quantization_config
-    plain: Any = type(model)(config)
-    plain.to(model.dtype)
+    # Built in its dtype rather than cast to it: a cast would round the rotary frequencies, which stay in float32.
+    plain: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
+    plain.eval()
     assert isinstance(plain, PreTrainedModel)
     return plain
 
@@ -105,6 +126,6 @@ def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
     gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
     try:
         return kind.from_pretrained(origin.name, **gguf, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path: cannot load {path}: {reason}") from error

@@ -94,4 +94,5 @@ def _one_segment(
     if softcap is None:
         return scaled_dot_product_attention(q_HQE[None], k_HKE[None], v_HKE[None], attn_mask=mask, scale=scale)[0]
     scores = softcap * torch.tanh(q_HQE @ k_HKE.transpose(1, 2) * (scale / softcap))
-    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ v_HKE
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=wide).to(v_HKE.dtype) @ v_HKE

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from hidden states: the head, its softmax and their gradient in one operation.
 
-`token_logprobs_eager` is the specification. `token_logprobs` gives the same numbers with less memory: logits are kept
-once, in the compute dtype, and the gradient is written over them; above `max_logits` they are computed in chunks and
-again in the backward pass.
+`token_logprobs_eager` is the specification. `token_logprobs` gives the same numbers with less memory: between forward
+and backward only the logits are kept, in the compute dtype; above `max_logits` of them not even those: they are
+computed in chunks, and again in the backward pass.
 
 Dimensions: C completion tokens, D hidden width, V vocabulary.
 """
@@ -53,13 +53,10 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    logits = linear(hidden, weight, bias)
-    if scale != 1.0:
-        logits.mul_(scale)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
+def _finish(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scaled and capped, in float32 or wider: the matmul's result is rounded once."""
+    wide = _wide(logits) if scale == 1.0 else _wide(logits) * scale
+    return wide if softcap is None else torch.tanh(wide / softcap) * softcap
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -78,9 +75,10 @@ class _TokenLogprobs(torch.autograd.Function):
         lse = torch.empty_like(logp)
         logits = None
         for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
-            logits = _logits(hidden[at], weight, bias, scale, softcap)
-            lse[at] = torch.logsumexp(_wide(logits), dim=-1)
-            logp[at] = _wide(logits.gather(1, target[at, None])[:, 0]) - lse[at]
+            logits = linear(hidden[at], weight, bias)
+            finished = _finish(logits, scale, softcap)
+            lse[at] = torch.logsumexp(finished, dim=-1)
+            logp[at] = finished.gather(1, target[at, None])[:, 0] - lse[at]
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.kept_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad) else None
@@ -101,9 +99,10 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = ctx.kept_logits
             ctx.kept_logits = None
             if logits is None:
-                logits = _logits(hidden[at], weight, bias, ctx.scale, ctx.softcap)
-            slope = ctx.scale if ctx.softcap is None else ctx.scale * (1 - (_wide(logits) / ctx.softcap) ** 2)
-            grad = _wide(logits).sub_(lse[at, None]).exp_().neg_()  # d logp / d logits = onehot - softmax
+                logits = linear(hidden[at], weight, bias)
+            finished = _finish(logits, ctx.scale, ctx.softcap)
+            slope = ctx.scale if ctx.softcap is None else ctx.scale * (1 - (finished / ctx.softcap) ** 2)
+            grad = finished.sub_(lse[at, None]).exp_().neg_()  # d logp / d logits = onehot - softmax
             grad.scatter_add_(1, target[at, None], torch.ones_like(grad[:, :1]))
             grad = grad.mul_(slope * grad_logp[at, None]).to(weight.dtype)
             if grad_hidden is not None:
