@@ -6,11 +6,13 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format unit clean
+.PHONY: help install demo test lint format exactness docs clean
 
 help:
-	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (about 5 minutes)"
+	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
+	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
+	@echo "make docs     write docs/config.md from the config's schema"
 	@echo "make lint     lint, types and import contract only"
 	@echo "make format   rewrite the code in the project's style"
 	@echo "make clean    remove .venv and caches (runs/ stays)"
@@ -26,6 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
+	rm -rf runs/demo
 	$(BIN)/isopref train examples/demo/demo.yaml
 
 lint: $(READY)
@@ -39,7 +42,15 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+# The table of docs/exactness.md, measured anew.
+exactness: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.matrix docs/exactness.md
+
+# The reference of docs/config.md, from the schema.
+docs: $(READY)
+	$(BIN)/python -m isopref.config.starter > docs/config.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,6 +21,7 @@ from olmo_core.distributed.utils import get_rank, get_world_size, is_distributed
 from olmo_core.optim import LinearWithWarmup
 from olmo_core.train import Duration, TrainerConfig, prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import CheckpointerCallback
+from olmo_core.utils import get_default_device
 from transformers import AutoModelForCausalLM
 
 from isopref import (
@@ -97,7 +98,7 @@ def score_reference(policy: Policy, pairs: list[Instance]) -> TableLogps:
         start = one["chosen_labels"].count(-100)
         sides = (one["chosen_input_ids"][:start], one["chosen_input_ids"][start:], one["rejected_input_ids"][start:])
         parts.append(PairTokens(*(np.array(side) for side in sides)))
-    return score_table(policy, PairTable.from_tokens(parts), Budget("padded", tokens=4096), device=torch.device("cpu"))
+    return score_table(policy, PairTable.from_tokens(parts), Budget("padded", tokens=4096), device=get_default_device())
 
 
 def main() -> None:
@@ -110,10 +111,10 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     pairs = make_pairs(20, model.config.vocab_size)
-    policy = Policy(model)
+    policy = Policy(model).to(get_default_device())
     reference = score_reference(policy, pairs)
     spread = parallelize(
-        policy, "ddp" if is_distributed() else "single", device=torch.device("cpu"), world_size=get_world_size()
+        policy, "ddp" if is_distributed() else "single", device=get_default_device(), world_size=get_world_size()
     )
     optim = torch.optim.AdamW(spread.parameters(), lr=1e-3)
     train_module = DPOTrainModule(

@@ -74,6 +74,7 @@ class Project:
 
     def __init__(self, folder: Path, model: Path, settings: Mapping[str, Mapping[str, Any]] | None = None):
         self.folder, self.model = folder, model
+        self.extra_env: dict[str, str] = {}
         self.write_pairs("train.jsonl", make_pairs(NUM_TRAIN, seed=0))
         self.write_pairs("eval.jsonl", make_pairs(NUM_EVAL, seed=1))
         sections = {name: {**SETTINGS.get(name, {}), **(settings or {}).get(name, {})} for name in SETTINGS}
@@ -82,11 +83,11 @@ class Project:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of a command: no ranks, one thread, the cache in the folder."""
-        kept = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        }
-        return {**kept, "ISOPREF_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        """The environment of a command: no ranks, no terminal, one thread, the cache in the folder."""
+        left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FORCE_COLOR", "NO_COLOR", "COLUMNS")
+        kept = {name: value for name, value in os.environ.items() if name not in left_out}
+        ours = {"ISOPREF_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return {**kept, **ours, **self.extra_env}
 
     def write_pairs(self, name: str, pairs: Sequence[Record]) -> None:
         (self.folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

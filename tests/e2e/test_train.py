@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,7 +163,8 @@ def test_export_is_the_last_checkpoint(run: Path, shared: Project, load_weights:
     assert all(tensor.dtype == torch.float64 for tensor in exported.values())
     assert all(not torch.equal(exported[name], start[name]) for name in start)
     state = {"model": {f"model.{name}": torch.zeros_like(tensor) for name, tensor in start.items()}}
-    load_state_dict(run / "checkpoints" / f"step{STEPS}" / "model_and_optim", state)
+    with warnings.catch_warnings(action="ignore"):  # that this is one process
+        load_state_dict(run / "checkpoints" / f"step{STEPS}" / "model_and_optim", state)
     assert all(torch.equal(exported[name], state["model"][f"model.{name}"]) for name in exported)
 
 
@@ -365,3 +368,20 @@ def test_output(project: Project) -> None:
     assert lines[3].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
     assert "preference accuracy" in outcome.out
     assert "AutoModelForCausalLM.from_pretrained('run/model')" in outcome.out
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_output_on_a_terminal(project: Project, width: int) -> None:
+    """A bar for each part of the work, inside the window; evaluating inside the training is a bar inside a bar."""
+    project.extra_env |= {"FORCE_COLOR": "1", "COLUMNS": str(width)}  # rich takes it for a terminal
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", "run.eval_every=2", "run.save_every=4")
+    assert outcome.code == 0, outcome.err
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.out).replace("\r", "\n").splitlines()
+    for pattern in (
+        r"score reference ━+ 23/23 [\d:]+ < 0:00:00",
+        r"score held-out ━+ 8/8 [\d:]+ < 0:00:00",
+        r"train ━+ 10/10 [\d:]+ < 0:00:00 loss \d\.\d+  accu",
+    ):
+        assert any(re.match(pattern, line) for line in lines), pattern
+    assert all(len(line) <= width for line in lines if line.startswith(("train", "score")))
+    assert not any(line.startswith("step ") for line in lines)

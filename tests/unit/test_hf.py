@@ -235,8 +235,8 @@ def test_no_dropout_is_left_in_training_mode(architecture: str) -> None:
     torch.testing.assert_close(first, logits(model))
 
 
-def test_a_loaded_model_has_no_dropout(tmp_path: Path) -> None:
-    model = load_model(str(folder_with_dropout(tmp_path)), dtype=torch.float32).train()
+def test_a_policy_has_no_dropout(tmp_path: Path) -> None:
+    model = Policy(load_model(str(folder_with_dropout(tmp_path)), dtype=torch.float32)).model.train()
     assert torch.equal(logits(model), logits(model))
 
 

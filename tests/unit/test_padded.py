@@ -64,9 +64,12 @@ def test_the_collator_by_hand(options: dict[str, int], pad: int, width: int) -> 
     assert {key: value.tolist() for key, value in batch.items()} == expected
 
 
-def test_nothing_cannot_be_collated() -> None:
-    with pytest.raises(DataError, match="no pairs"):
-        DataCollatorForSeq2SeqDPO()([])
+def test_no_pairs_make_an_empty_batch() -> None:
+    """What a rank without pairs has; the other ranks wait for it."""
+    batch = DataCollatorForSeq2SeqDPO()([])
+    assert {len(value) for value in batch.values()} == {0}
+    with pytest.raises(DataError, match="no pairs on any rank"):
+        padded_to_step(batch, 100, "token", device=CPU)
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (99, [5])])

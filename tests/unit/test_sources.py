@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from isopref.data.sources import read_source
-from isopref.errors import DataError
+from isopref.errors import ConfigError, DataError
 
 ROWS = [
     {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
@@ -259,7 +259,7 @@ def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     spec = "package:pairs_in_a_package/train.jsonl"
     assert [record.origin for record in read_source(spec)] == [f"{spec}:{line}" for line in (1, 2, 3)]
-    with pytest.raises(DataError, match=r"has no file 'dev\.jsonl'"):
+    with pytest.raises(ConfigError, match=r"has no file 'dev\.jsonl'"):
         read_source("package:pairs_in_a_package/dev.jsonl")
-    with pytest.raises(DataError, match="no package 'no_such_package'"):
+    with pytest.raises(ConfigError, match="no package 'no_such_package'"):
         read_source("package:no_such_package/x.jsonl")

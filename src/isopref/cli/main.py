@@ -112,6 +112,7 @@ def train(
     # The engine logs before the run has its log file, and prints where the root logger has no handler.
     logging.getLogger().addHandler(logging.NullHandler())
     logging.getLogger("olmo_core").setLevel(logging.INFO)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours say what a run does
     from isopref.build import train as train_run
 
     train_run(config, name=config_file.stem, resume=resume)

@@ -1,7 +1,7 @@
 """What a run can be told: every field, its default and its meaning, once.
 
 Owns the shape of the config, the combinations that cannot work, and the run id. Reading files is
-load.py's, and turning a config into objects is build.py's. Imports no torch.
+load.py's, and turning a config into objects is build's. Imports no torch.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: Text = Field(
-        description="Preference pairs to train on: a file (JSON, JSON lines, CSV or Parquet), a folder of "
+        description="Preference pairs to train on: a file (JSON lines, JSON, CSV, Parquet or Arrow), a folder of "
         "Hugging Face datasets, package:PACKAGE/FILE, or a hub name.",
         examples=["train.jsonl"],
     )
@@ -70,12 +70,12 @@ class DataConfig(Section):
         "or the path of a .jinja file.",
     )
     max_length: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="Longest prompt with one answer, in tokens. null: no limit."
+        default=None, description="Most tokens of a prompt with its longer answer. null: no limit."
     )
     truncation: Literal["drop", "keep_start", "keep_end"] = Field(
         default="drop",
         description="What happens to a pair over max_length. drop: leave it out; "
-        "keep_start, keep_end: keep the first or the last tokens.",
+        "keep_start, keep_end: keep the first or the last tokens of the prompt.",
     )
     on_bad: Literal["error", "drop"] = Field(
         default="error",
@@ -161,7 +161,7 @@ class LayoutConfig(Section):
     )
     checkpointing: bool = Field(
         default=False,
-        description="Recompute activations in the backward pass: less memory, about a third more compute.",
+        description="Recompute activations in the backward pass: less memory, more compute.",
     )
     score_tokens: Count | None = Field(
         default=None,

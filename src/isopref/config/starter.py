@@ -84,3 +84,17 @@ def _banner(text: str) -> str:
 
 def _comment(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+PAGE = """\
+# Config reference
+
+Every field of a config file. `make docs` writes this page from the schema; do not edit it. `isopref init` writes the
+same as a commented file. Only `layout` and `run` leave the math as it is; the run id is a hash of the other sections.
+
+"""
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(PAGE + reference())

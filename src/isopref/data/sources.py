@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
-import importlib.util
 import json
 import re
 import zlib
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from isopref.errors import DataError
-from isopref.optional import require
+from isopref.optional import IN_PACKAGE, package_file, require
 
 FORMATS = "JSONL, a JSON array of objects, CSV or TSV (each also gzipped), Parquet, Arrow"
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
@@ -89,7 +88,7 @@ def read_source(spec: str, *, columns: Mapping[str, str] | None = None) -> Sourc
     or, where no such path exists, a hub name ("owner/name" or "owner/name:split"). Raises DataError.
     """
     columns = columns or {}
-    if spec.startswith("package:"):
+    if spec.startswith(IN_PACKAGE):
         return _file_source(spec, package_file(spec), columns)
     path = Path(spec).expanduser()
     base, _, split = spec.rpartition(":")
@@ -276,21 +275,6 @@ def _digest(paths: list[Path]) -> str:
 
 
 # --- packages, saved data sets, the hub ------------------------------------------------------------
-
-
-def package_file(spec: str) -> Path:
-    """The file of "package:PACKAGE/FILE". The package is found, not imported."""
-    package, _, file = spec.removeprefix("package:").partition("/")
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or not found.submodule_search_locations:
-        raise DataError(f"{spec}: no package '{package}' is installed here. Install it, or name a file by its path.")
-    for folder in found.submodule_search_locations:
-        if (Path(folder) / file).is_file():
-            return Path(folder) / file
-    raise DataError(f"{spec}: the package '{package}' has no file '{file}'. Form: package:PACKAGE/FILE.")
 
 
 def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[str, str]) -> Source:

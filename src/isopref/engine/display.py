@@ -12,7 +12,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 Advance = Callable[[int, str], None]
 
@@ -22,28 +22,45 @@ class Display:
 
     def __init__(self, *, quiet: bool = False):
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None  # of the outermost bar
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
     @contextmanager
     def bar(self, what: str, total: int | None) -> Iterator[Advance]:
-        """A progress bar. The function it gives takes how much was done and a line to show beside the bar."""
+        """A progress bar. The function it gives takes how much was done and a line to show beside the bar.
+
+        A bar inside another one stands below it and goes when it is done: a terminal shows one display at a time.
+        """
         if not self.console.is_terminal:
             yield lambda count, note: None
             return
+        if self._progress is not None:
+            outer = self._progress
+            inner = outer.add_task(what, total=total, note="")
+            yield lambda count, note: outer.update(inner, advance=count, note=note)
+            outer.remove_task(inner)
+            return
+        bar_width = 28 if self.console.width >= 120 else 10
+        # What is too long is cut from the note, never from the counts and times: 44 columns, and the bar.
+        note = Column(no_wrap=True, overflow="ellipsis", max_width=max(8, self.console.width - bar_width - 44))
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
+            BarColumn(bar_width=bar_width),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("<"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", table_column=note),
         )
         with Progress(*columns, console=self.console, transient=False) as progress:
             task = progress.add_task(what, total=total, note="")
-            yield lambda count, note: progress.update(task, advance=count, note=note)
+            self._progress = progress
+            try:
+                yield lambda count, note: progress.update(task, advance=count, note=note)
+            finally:
+                self._progress = None
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(

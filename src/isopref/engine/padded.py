@@ -32,7 +32,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class DataCollatorForSeq2SeqDPO:
-    """Pads both sides of all pairs to one length and counts each pair's real tokens.
+    """Pads both sides of all pairs to one length and counts each pair's real tokens. No pairs give an empty batch.
 
     An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers, `index` (its row in the reference's
     table) and, where it has one, a `weight`.
@@ -42,26 +42,27 @@ class DataCollatorForSeq2SeqDPO:
     pad_to_multiple_of: int = 1
 
     def __call__(self, instances: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        if not instances:
-            raise DataError("a batch to collate holds no pairs.")
-        longest = max(len(one[f"{side}_input_ids"]) for one in instances for side in SIDES)
+        longest = max((len(one[f"{side}_input_ids"]) for one in instances for side in SIDES), default=1)
         width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch: dict[str, Tensor] = {}
         for side in SIDES:
             ids = [torch.as_tensor(one[f"{side}_input_ids"], dtype=torch.long) for one in instances]
             labels = [torch.as_tensor(one[f"{side}_labels"], dtype=torch.long) for one in instances]
-            batch[f"{side}_input_ids"] = torch.stack([_pad(x, width, self.pad_token_id) for x in ids])
-            batch[f"{side}_attention_mask"] = torch.stack([_pad(torch.ones_like(x), width, 0) for x in ids])
-            batch[f"{side}_labels"] = torch.stack([_pad(x, width, IGNORE_INDEX) for x in labels])
+            batch[f"{side}_input_ids"] = _pad(ids, width, self.pad_token_id)
+            batch[f"{side}_attention_mask"] = _pad([torch.ones_like(x) for x in ids], width, 0)
+            batch[f"{side}_labels"] = _pad(labels, width, IGNORE_INDEX)
         batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
-        batch["index"] = torch.tensor([int(one["index"]) for one in instances])
+        batch["index"] = torch.tensor([int(one["index"]) for one in instances], dtype=torch.long)
         if any("weight" in one for one in instances):
             batch["weight"] = torch.tensor([float(one.get("weight", 1.0)) for one in instances])
         return batch
 
 
-def _pad(x: Tensor, width: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width - len(x)), value=value)
+def _pad(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    out = torch.full((len(rows), width), value)
+    for n, row in enumerate(rows):
+        out[n, : len(row)] = row
+    return out
 
 
 def split_batch_dpo(batch: Mapping[str, Any], num_microbatch_instances: int) -> list[dict[str, Tensor]]:

@@ -1,7 +1,7 @@
 """Hugging Face models and tokenizers: loaded from a folder, the hub or a GGUF file; exported to a folder.
 
-Owns what must hold for every model that is trained: no dropout, a tokenizer with a way to end, nothing left of a
-quantised file. It knows nothing of layouts.
+Owns what must hold for every model that is trained: all weights present, no dropout, a tokenizer with a way to end,
+nothing left of a quantised file. It knows nothing of layouts.
 """
 
 import copy
@@ -54,10 +54,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, with all dropout off. Raises ModelError.
-
-    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout.
-    """
+    """The model in `dtype` on the CPU. Raises ModelError."""
     model: PreTrainedModel
     model, found = _from_pretrained(
         AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
@@ -70,14 +67,14 @@ def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False
         )
     if getattr(model.config, "quantization_config", None) is not None:
         model = _dequantised(model)
-    disable_dropout(model)
     return model
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
     """Switch off every dropout: the layers, the rates that modules keep as numbers, those they read from the config.
 
-    The config's own rates are kept aside for `export`.
+    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. The config's own
+    rates are kept aside for `export`.
     """
     config = model.config.get_text_config()
     rates = {name: rate for name, rate in vars(config).items() if "drop" in name and isinstance(rate, float)}

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
+from isopref.models.hf import disable_dropout
 from isopref.ops.logprob import token_logprobs
 from isopref.types import Microbatch, Pass
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal LM that scores microbatches, packed or padded."""
+    """A Hugging Face causal LM that scores microbatches, packed or padded. All its dropout is switched off."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         register()
+        disable_dropout(model)
         self.model = model
         self.own_attention: str = model.config._attn_implementation
         assert self.own_attention != NAME, "the model is in a policy already"

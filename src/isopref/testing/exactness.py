@@ -1,7 +1,7 @@
 """The promise, measured: gradient, loss and metrics of one global batch under many layouts, against the oracle.
 
 A `Cell` is one layout of one batch. `measure` runs it through DPOTrainModule as training does and returns how far it is
-from the oracle. The parity tests assert on it, and `python -m isopref.testing.exactness FILE` writes the table.
+from the oracle. matrix.py says which cells there are.
 """
 
 from dataclasses import dataclass, field

@@ -1,1 +1,0 @@
-"""Log-probabilities of the reference model."""
