@@ -44,8 +44,6 @@ def build_trainer(
         metrics_collect_interval=run.config.run.log_every,
         cancel_check_interval=1,  # a signal ends the run after the step it meets
         load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
-        # How soon a signal stops the run. Ranks have to agree on it, so there only when they meet to log.
-        cancel_check_interval=run.config.run.log_every if run.env.world_size > 1 else 1,
         device=str(run.env.device),
         callbacks=_callbacks(run, model, held_out),
     )
