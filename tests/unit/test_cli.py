@@ -172,7 +172,7 @@ def test_ctrl_c_is_exit_code_130(tmp_path: Path, config_file: Path) -> None:
 
 def test_torchrun_command() -> None:
     assert torchrun(4, "isopref.cli.main", ["train", "c.yaml", "optim.lr=1"]) == [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4",
+        sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4",
         "-m", "isopref.cli.main", "train", "c.yaml", "optim.lr=1",
     ]  # fmt: skip
 

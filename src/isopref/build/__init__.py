@@ -37,9 +37,9 @@ def _train(run: Run, resume: bool) -> None:
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     table = pair_table(run, tokenizer, config.data.train)
     eval_table = None if config.data.eval is None else pair_table(run, tokenizer, config.data.eval)
-    check_budget(table.lengths, run.train_budget)
+    check_budget(table.lengths, run.train_budget, name=table.origin)
     for scored in [table] if eval_table is None else [table, eval_table]:
-        check_budget(scored.lengths, run.score_budget)
+        check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
     policy = load_policy(run)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:

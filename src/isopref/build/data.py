@@ -11,7 +11,7 @@ from isopref.data.chat import TokenizeOptions
 from isopref.data.pairs import build_table
 from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable
-from isopref.errors import DataError
+from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray
 
 
@@ -32,9 +32,15 @@ def pair_table(run: Run, tokenizer: Any, path: str) -> PairTable:
             advance(count - done, "")
             done = count
 
-        table = build_table(
-            [SourceSpec(path, data.columns)], tokenizer, folder=_cache() / "tables", options=options, progress=progress
-        )
+        folder = _cache() / "tables"
+        try:
+            table = build_table(
+                [SourceSpec(path, data.columns)], tokenizer, folder=folder, options=options, progress=progress
+            )
+        except PermissionError as error:
+            raise ConfigError(
+                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours."
+            ) from error
     dropped = "".join(f", {count} dropped ({reason})" for reason, count in table.stats.dropped.items())
     found = ", ".join(f"{source.format}, {source.shape}" for source in table.stats.sources)
     run.display.say(f"data  {path}: {len(table)} pairs ({found}){dropped}")

@@ -4,6 +4,7 @@ import os
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from isopref.build.run import Run
 from isopref.data.table import PairTable
@@ -44,15 +45,20 @@ def load_policy(run: Run) -> Policy:
 
 def spread(run: Run, policy: Policy) -> nn.Module:
     """The policy over all ranks, as layout.parallel says."""
-    model = run.config.model
     return parallelize(
         policy,
         _parallel(run, policy),
         device=run.env.device,
         world_size=run.env.world_size,
-        compute_dtype=getattr(torch, model.compute_dtype) if model.compute_dtype is not None else None,
+        compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
     )
+
+
+def compute_dtype(run: Run) -> torch.dtype | None:
+    """What forward and backward compute in, where that differs from the weights."""
+    model = run.config.model
+    return getattr(torch, str(model.compute_dtype)) if model.is_mixed else None
 
 
 def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableLogps:
@@ -77,8 +83,14 @@ def grad_sync(run: Run, model: nn.Module) -> GradSync:
     asked = run.config.layout.grad_sync
     if asked != "auto":
         return asked
-    gradient = sum(p.numel() * p.element_size() for p in model.parameters())
-    return "last" if gradient < 0.1 * _memory(run.env.device) else "every"
+    if not isinstance(model, FSDPModule):
+        return "last"
+    gradient, room = sum(p.numel() * p.element_size() for p in model.parameters()), _memory(run.env.device)
+    chosen: GradSync = "last" if gradient < 0.1 * room else "every"
+    run.display.say(
+        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of {room / 2**30:.0f} GiB"
+    )
+    return chosen
 
 
 def _parallel(run: Run, policy: Policy) -> Parallel:

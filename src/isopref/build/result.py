@@ -72,7 +72,9 @@ def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: S
     """Answers of the exported model, loaded as a user would load it, beside those from before."""
     if not prompts or not run.env.is_first:
         return
-    model: Any = AutoModelForCausalLM.from_pretrained(run.model_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        run.model_folder, trust_remote_code=run.config.model.trust_remote_code
+    )
     after = answers(model.to(run.env.device), tokenizer, prompts, max_new_tokens=run.config.run.sample_tokens)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
     rows = list(zip(questions, before, after, strict=True))

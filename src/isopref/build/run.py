@@ -40,6 +40,12 @@ class Run:
         return Budget(layout.rows, layout.score_tokens or 2 * layout.microbatch_tokens)
 
     @property
+    def score_setting(self) -> str:
+        """What the score budget comes from."""
+        asked = self.config.layout.score_tokens is not None
+        return "layout.score_tokens" if asked else "twice layout.microbatch_tokens, for scoring,"
+
+    @property
     def loss(self) -> PairLoss:
         objective = self.config.objective
         return pair_loss(objective.loss, beta=objective.beta, label_smoothing=objective.label_smoothing)
@@ -65,7 +71,7 @@ def open_folder(run: Run, resume: bool) -> None:
     transformers_logging.disable_progress_bar()
     run.env.barrier()
     ranks = f"{run.env.world_size} x {run.env.device.type}"
-    run.display.say(f"run   {run.folder} (math {run_id(run.config)}, {ranks})")
+    run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
 
 
 def claim_folder(run: Run) -> None:

@@ -7,7 +7,7 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
-from isopref.build.model import grad_sync
+from isopref.build.model import compute_dtype, grad_sync
 from isopref.build.result import HeldOut
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
@@ -37,17 +37,18 @@ def build_trainer(
     if run.env.world_size > optim.batch_pairs:
         run.display.say(f"warning: {run.env.world_size} ranks share {optim.batch_pairs} pairs a step; some stay idle")
     steps = optim.epochs * num_batches(len(table), optim.batch_pairs)
+    steps = min(steps, optim.max_steps or steps)
     config = TrainerConfig(
         save_folder=str(run.folder / "checkpoints"),
         save_overwrite=True,
-        max_duration=Duration.steps(min(steps, optim.max_steps or steps)),
+        max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
         cancel_check_interval=1,  # a signal ends the run after the step it meets
         load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
         device=str(run.env.device),
         callbacks=_callbacks(run, model, held_out),
     )
-    trainer = config.build(_train_module(run, model, reference), _loader(run, model, table))
+    trainer = config.build(_train_module(run, model, reference, steps), _loader(run, model, table))
     if resume:
         found = trainer.maybe_load_checkpoint(trainer.save_folder, load_trainer_state=True, load_optim_state=True)
         place = f"after step {trainer.global_step}" if found else "from the first step: there is no checkpoint yet"
@@ -65,7 +66,7 @@ def fit(trainer: Trainer) -> None:
         )
 
 
-def _train_module(run: Run, model: nn.Module, reference: TableLogps) -> DPOTrainModule:
+def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int) -> DPOTrainModule:
     optim, objective = run.config.optim, run.config.objective
     return DPOTrainModule(
         model,
@@ -75,9 +76,10 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps) -> DPOTrain
         beta=objective.beta,
         reference=reference,
         weighting=objective.weighting,
-        scheduler=_scheduler(run),
+        scheduler=_scheduler(run, steps),
         max_grad_norm=optim.max_grad_norm,
         grad_sync=grad_sync(run, model),
+        compute_dtype=compute_dtype(run),
     )
 
 
@@ -136,12 +138,14 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
-def _scheduler(run: Run) -> Scheduler:
+def _scheduler(run: Run, steps: int) -> Scheduler:
+    """Up to the peak during warm-up, which its last step reaches (the first step where there is none), then down."""
     optim = run.config.optim
+    warmup = max(1, round(optim.warmup * steps))
     match optim.schedule:
         case "linear":
-            return LinearWithWarmup(alpha_f=0.0, warmup_fraction=optim.warmup)
+            return LinearWithWarmup(alpha_f=0.0, warmup=warmup)
         case "cosine":
-            return CosWithWarmup(alpha_f=0.0, warmup_fraction=optim.warmup)
+            return CosWithWarmup(alpha_f=0.0, warmup=warmup)
         case "constant":
-            return ConstantWithWarmup(warmup_fraction=optim.warmup)
+            return ConstantWithWarmup(warmup=warmup)

@@ -9,7 +9,7 @@ from types import FrameType
 
 def torchrun(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
     """The command that runs `python -m module arguments` in so many processes of one group."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node"]
     return [*launcher, str(num_processes), "-m", module, *arguments]
 
 

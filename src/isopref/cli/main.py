@@ -6,6 +6,7 @@
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,8 @@ from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.errors import ConfigError, UserError
+
+OTHER_RANKS_WAIT_S = 3
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +46,9 @@ def main() -> None:
         app(prog_name="isopref")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # Ranks meet most errors alike. The first one speaks, and its end ends the others before they do.
+            time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -104,10 +110,7 @@ def train(
         if "RANK" in os.environ:
             raise ConfigError(f"--nproc {nproc}: torchrun has started this process already. Leave --nproc out.")
         arguments = ["train", *(["--resume"] if resume else []), str(config_file), *(overrides or ())]
-        code = launch(torchrun(nproc, "isopref.cli.main", arguments))
-        if 0 < code < 128:  # not a signal; torchrun then ends with a traceback, which hides what matters
-            print("error: training failed. The reason stands above the report of torchrun.", file=sys.stderr)
-        raise typer.Exit(code)
+        raise typer.Exit(launch(torchrun(nproc, "isopref.cli.main", arguments)))
 
     # The engine logs before the run has its log file, and prints where the root logger has no handler.
     logging.getLogger().addHandler(logging.NullHandler())

@@ -113,7 +113,7 @@ class OptimConfig(Section):
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
     schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear",
-        description="Learning rate after warm-up. linear, cosine: falls to 0 at the last step.",
+        description="Learning rate after warm-up. linear, cosine: falls towards 0, reached one step after the last.",
     )
     warmup: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Fraction of all steps over which the learning rate rises from 0."
@@ -187,7 +187,8 @@ class RunConfig(Section):
     )
     samples: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Prompts of data.eval that are answered greedily before and after training. 0: none.",
+        description="Prompts of data.eval that are answered greedily before and after training (needs run.export). "
+        "0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
     export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")

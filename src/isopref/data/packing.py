@@ -7,6 +7,7 @@ speed and memory, never the result.
 
 import bisect
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,8 +51,17 @@ def padded_tokens(lengths_P3: IntArray, kind: RowKind) -> int:
     return len(lengths_P3) * (longest_chosen + longest_rejected)
 
 
-def check_budget(lengths_N3: IntArray, budget: Budget) -> None:
-    """Raise ConfigError if the longest pair does not fit into a microbatch alone."""
+def check_budget(
+    lengths_N3: IntArray,
+    budget: Budget,
+    *,
+    setting: str = "layout.microbatch_tokens (rank_microbatch_size)",
+    name: Callable[[int], str] = "pair {}".format,
+) -> None:
+    """Raise ConfigError if the longest pair does not fit into a microbatch alone.
+
+    `setting` is what the budget comes from, `name` what a pair is called in the message.
+    """
     totals = lengths_N3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_N3[:, PROMPT])
     if budget.kind == "padded":
         totals = 2 * (lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1))
@@ -59,9 +69,9 @@ def check_budget(lengths_N3: IntArray, budget: Budget) -> None:
     if totals[worst] > budget.tokens:
         prompt, chosen, rejected = (int(n) for n in lengths_N3[worst])
         raise ConfigError(
-            f"layout.microbatch_tokens (rank_microbatch_size) is {budget.tokens}, but pair {worst} takes "
-            f"{int(totals[worst])} tokens in layout.rows: {budget.kind} (prompt {prompt}, chosen {chosen}, rejected "
-            f"{rejected}). Raise it to at least {int(totals[worst])}, or shorten the pairs with data.max_length."
+            f"{setting} is {budget.tokens}, but {name(worst)} takes {int(totals[worst])} tokens in layout.rows: "
+            f"{budget.kind} (prompt {prompt}, chosen {chosen}, rejected {rejected}). Raise it to at least "
+            f"{int(totals[worst])}, or shorten the pairs with data.max_length."
         )
 
 

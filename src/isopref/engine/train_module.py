@@ -42,6 +42,7 @@ class DPOTrainModule(TrainModule):
     :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up.
     :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
     :param check_first_step: stop if policy and reference differ before the first update.
+    :param compute_dtype: what the model computes in, where that is not its weights' dtype.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class DPOTrainModule(TrainModule):
         max_grad_norm: float | None = None,
         grad_sync: GradSync = "last",
         check_first_step: bool = True,
+        compute_dtype: torch.dtype | None = None,
         dp_process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,6 +77,7 @@ class DPOTrainModule(TrainModule):
         self.max_grad_norm = max_grad_norm
         self.grad_sync: GradSync = grad_sync
         self.check_first_step = check_first_step
+        self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.device = next(model.parameters()).device
         self.num_ranks = dist.get_world_size(dp_process_group) if dist.is_initialized() else 1
         self.reference_2N = torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(
@@ -149,7 +152,7 @@ class DPOTrainModule(TrainModule):
         window = MetricWindow(self.device)
         window.add(sums)
         means = {name: float(value) for name, value in window.reduce(self._group).items()}
-        tolerance = FIRST_STEP_TOLERANCE[next(self.model.parameters()).dtype]
+        tolerance = FIRST_STEP_TOLERANCE[self.compute_dtype]
         loss, expected, reward = means["loss"], *(means[name] for name in CHECKS)
         if not (abs(loss - expected) <= tolerance and reward <= tolerance):
             raise RunError(

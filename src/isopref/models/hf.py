@@ -124,5 +124,10 @@ def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(origin.name, **gguf, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]
+        if not Path(origin.name).exists():
+            raise ModelError(
+                f"model.path: there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load "
+                f"{path} ({reason}). Check the name; without a network, give a local folder."
+            ) from error
         raise ModelError(f"model.path: cannot load {path}: {reason}") from error

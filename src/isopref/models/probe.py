@@ -36,6 +36,11 @@ def check_layout(policy: Policy, kind: RowKind) -> None:
         moved = float((policy(build_microbatch(others, kind).to(device)) - found)[1].abs().max())
     except Exception as error:  # a model is foreign code: it fails as it likes on what it does not expect
         raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
+    if not expected.isfinite().all():
+        raise ModelError(
+            f"{type(policy.model).__name__}: its log-probabilities are not finite ({expected.flatten().tolist()}), so "
+            "its weights are damaged, or too large for their number type (model.dtype)."
+        )
     tolerance = TOLERANCE[dtype] * max(len(side) for p in pairs for side in p[1:])
     off = float((found - expected).abs().max())
     if not (off <= tolerance and moved <= tolerance / 100):
