@@ -87,12 +87,22 @@ MISTAKES = {
         ("model.path: there is no folder /nowhere/model", "Check the path, or give a hub name"),
         ("model.path=/nowhere/model",),
     ),
-    "no such hub model": Mistake(("model.path: cannot load nobody/nothing",), ("model.path=nobody/nothing",)),
+    "no such hub model": Mistake(
+        ("model.path: there is no folder ", "cannot load nobody/nothing", "give a local folder"),
+        ("model.path=nobody/nothing",),
+    ),
     "microbatch too small": Mistake(
-        ("layout.microbatch_tokens", "is 30, but pair ", " in layout.rows: shared", "Raise it to at least "),
+        (
+            "layout.microbatch_tokens",
+            "is 30, but train.jsonl:8 takes ",
+            " in layout.rows: shared",
+            "Raise it to at least ",
+        ),
         ("layout.microbatch_tokens=30",),
     ),
-    "scoring too small": Mistake(("is 30, but pair ", "Raise it to at least "), ("layout.score_tokens=30",)),
+    "scoring too small": Mistake(
+        ("layout.score_tokens is 30, but train.jsonl:8 takes ", "Raise it to at least "), ("layout.score_tokens=30",)
+    ),
     "shards that do not fit": Mistake(
         ("layout.hsdp_shard is 2, which does not divide the number of processes, 1", "set layout.parallel: auto"),
         ("layout.parallel=hsdp", "layout.hsdp_shard=2"),

@@ -65,12 +65,16 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
+    """Other models and float32: every kind of row, with three settings of all the rest."""
     for architecture, dtype in [
         *((name, "float64") for name in FLOAT32_INSIDE),
         *((name, "float32") for name in ("gpt2", *FLOAT32_INSIDE, MOE)),
     ]:
+        model = replace(base, architecture=architecture, dtype=dtype)
         for rows in KINDS:
-            yield replace(base, architecture=architecture, dtype=dtype, rows=rows)
+            yield replace(model, rows=rows)
+            yield replace(model, rows=rows, cut="pair", weighting="pair", own_weights=True, grad_sync="every")
+            yield replace(model, rows=rows, cut="whole", weighting="completion", checkpointing=True, num_pairs=3)
 
 
 def run(ranks: int, group: Ranks | None = None) -> dict[Cell, Found]:
