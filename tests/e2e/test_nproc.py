@@ -108,6 +108,14 @@ def test_same_weights_as_one_process(
     assert (project.folder / "run" / "evaluation.json").exists()
 
 
+def test_more_processes_than_pairs_in_a_step(project: Project, start: Callable[..., Command]) -> None:
+    command = start(project, "run.folder=run", "optim.batch_pairs=1", "optim.max_steps=2", "data.eval=null")
+    code, out, err = command.end()
+    assert code == 0, err
+    assert out.count("warning: 2 ranks share 1 pairs a step; some stay idle\n") == 1
+    assert out.count("step 2/2  ") == 1
+
+
 def test_a_mistake_ends_all_processes(project: Project, start: Callable[..., Command]) -> None:
     command = start(project, "run.folder=run", "layout.parallel=single")
     code, _, err = command.end()

@@ -38,8 +38,8 @@ class Policy(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Summed log-probabilities of the completions: 2, P (chosen, rejected), float32 or wider."""
-        logps = [self._completions(one, 2 * microbatch.num_pairs) for one in microbatch.passes]
-        return torch.stack(logps).sum(dim=0).view(2, microbatch.num_pairs)
+        shape = (2, microbatch.num_pairs)
+        return torch.stack([self._completions(one, 2 * shape[1]).view(shape) for one in microbatch.passes]).sum(dim=0)
 
     def _completions(self, one: Pass, num_completions: int) -> Tensor:
         hidden = self._hidden_BTD(one).flatten(0, 1)
