@@ -122,7 +122,6 @@ def main() -> None:
         optim,
         objective=pair_loss("sigmoid", beta=0.1),
         rank_microbatch_size=arguments.rank_microbatch_size,
-        beta=0.1,
         reference=reference,
         weighting="token",
         scheduler=LinearWithWarmup(warmup=2, alpha_f=0.0),

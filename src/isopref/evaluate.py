@@ -3,12 +3,13 @@
 Pure arithmetic on scored tables; the scoring itself is score.py's. N: pairs.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from isopref.losses import PairLoss
 from isopref.normalize import Weighting, coefficients, pair_weights
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
@@ -34,7 +35,7 @@ def evaluate(
     lengths_N3: IntArray,
     own_N: FloatArray,
     *,
-    loss: PairLoss,
+    loss: Callable[[PairLogps, PairLogps], Tensor],
     beta: float,
     weighting: Weighting,
 ) -> Evaluation:

@@ -3,8 +3,8 @@
 `OBJECTIVES` is the registry. P: pairs.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,21 @@ from torch.nn.functional import logsigmoid
 from isopref.errors import ConfigError
 from isopref.types import PairLogps
 
-PairLoss = Callable[[PairLogps, PairLogps], Tensor]
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A loss of one pair with its parameters filled in: (policy, reference) -> P."""
+
+    formula: Callable[..., Tensor]
+    params: Mapping[str, Any]
+
+    def __call__(self, policy: PairLogps, ref: PairLogps) -> Tensor:
+        return self.formula(policy, ref, **self.params)
+
+    @property
+    def beta(self) -> float:
+        """Scale of the implicit rewards."""
+        return float(self.params["beta"])
 
 
 def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
@@ -39,4 +53,4 @@ def pair_loss(name: str, **params: Any) -> PairLoss:
     """The objective `name` with its parameters filled in."""
     if name not in OBJECTIVES:
         raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(sorted(OBJECTIVES))}.")
-    return partial(OBJECTIVES[name], **params)
+    return PairLoss(OBJECTIVES[name], params)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from isopref.data.packing import Budget, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
+from isopref.models.parallel import reshard
 from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
 
 WINDOW = 256  # pairs planned together when a whole table is scored
@@ -32,9 +34,6 @@ class TableLogps:
     chosen: FloatArray  # N
     rejected: FloatArray  # N
 
-    def select(self, index: IntArray) -> "TableLogps":
-        return TableLogps(self.chosen[index], self.rejected[index])
-
 
 @torch.no_grad()
 def score_table(
@@ -43,14 +42,13 @@ def score_table(
     budget: Budget,
     *,
     device: torch.device,
-    rank: int = 0,
-    num_ranks: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> TableLogps:
-    """Score every pair of a table without gradients. Ranks share the work; each returns the whole.
+    """Score every pair of a table without gradients. All ranks call this; they share the work, each returns the whole.
 
     `progress` is called with the number of pairs done since the last call, taking the other ranks to be as fast.
     """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     logps_2N = torch.zeros(2, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, rank, num_ranks):
         logps_2P = policy(microbatch.to(device)).double()
@@ -58,7 +56,8 @@ def score_table(
         if progress is not None:
             progress(len(index) * num_ranks)
     if num_ranks > 1:
-        torch.distributed.all_reduce(logps_2N)  # every pair was scored on one rank and is zero on the others
+        dist.all_reduce(logps_2N)  # every pair was scored on one rank and is zero on the others
+    reshard(policy)
     chosen, rejected = logps_2N.cpu().numpy()
     return TableLogps(chosen, rejected)
 

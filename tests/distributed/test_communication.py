@@ -1,8 +1,11 @@
 """What a step costs besides computing: collectives and waits of the host."""
 
-import pytest
+from typing import Any
 
-from isopref.testing.counting import SCATTERS, count_step, dry_run_traces
+import pytest
+import torch
+
+from isopref.testing.counting import SCATTERS, HostReads, count_step, dry_run_traces
 from isopref.testing.exactness import Cell
 from isopref.testing.ranks import Ranks
 
@@ -54,15 +57,12 @@ def test_a_step_never_waits_for_the_device() -> None:
     assert [count_step(Cell(cut="pair"), logs)[1] for logs in (False, True)] == [0, 0]
 
 
-def test_host_reads_are_counted() -> None:
-    import torch
-
-    from isopref.testing.counting import HostReads
-
+@pytest.mark.parametrize("read", [float, bool, int, "item", "tolist", "cpu", "numpy", "nonzero"])
+def test_host_reads_are_counted(read: Any) -> None:
+    tensor = torch.ones(1)
     with HostReads() as reads:
-        float(torch.ones(3).sum())
-        torch.ones(2).tolist()
-    assert reads.count >= 1
+        getattr(tensor, read)() if isinstance(read, str) else read(tensor)
+    assert reads.count == 1
 
 
 def test_dry_run_leaves_no_trace() -> None:

@@ -18,7 +18,9 @@ def same_on_all(ranks: Ranks, mistake: str) -> str:
 
 def test_hsdp_mesh_that_does_not_divide_the_world(four_ranks: Ranks) -> None:
     message = same_on_all(four_ranks, "hsdp_mesh")
-    assert message == "ConfigError: layout.hsdp_shard is 3, which does not divide the 4 ranks. Use one of 1, 2, 4."
+    assert message == (
+        "ConfigError: layout.hsdp_shard is 3, which does not divide the number of processes, 4. Use one of 2, 4."
+    )
 
 
 def test_microbatch_smaller_than_the_longest_pair(two_ranks: Ranks) -> None:
@@ -33,10 +35,23 @@ def test_padded_batch_wider_than_the_microbatch(two_ranks: Ranks) -> None:
     assert message.startswith("ConfigError: rank_microbatch_size is 20 tokens, but one pair of this batch takes ")
 
 
-@pytest.mark.parametrize("mistake", ["zero_microbatch", "negative_split", "non_tensor"])
+@pytest.mark.parametrize(
+    ("mistake", "start"),
+    [
+        ("not_spread", "ConfigError: 2 ranks, but the model is not spread over them"),
+        ("single_on_many", 'ConfigError: parallelize: "single" on 2 ranks would never reduce gradients. Use "ddp".'),
+    ],
+)
+def test_ranks_that_would_never_meet(two_ranks: Ranks, mistake: str, start: str) -> None:
+    assert same_on_all(two_ranks, mistake).startswith(start)
+
+
+@pytest.mark.parametrize("mistake", ["zero_microbatch", "foreign_optimizer", "negative_split", "non_tensor"])
 def test_before_any_rank_is_needed(mistake: str) -> None:
     expected = {
         "zero_microbatch": "ConfigError: rank_microbatch_size is 0; it needs at least 1 token.",
+        "foreign_optimizer": "ConfigError: the optimizer holds parameters that are not the model's, and would train "
+        "nothing. Make it after parallelize, from what that returned.",
         "negative_split": "ConfigError: split_batch_dpo: num_microbatch_instances is -1; it must be at least 1 pair.",
         "non_tensor": "DataError: split_batch_dpo: batch['source'] is a str, not a tensor, so it cannot be cut. "
         "Remove it, or make it a tensor with one entry per pair.",

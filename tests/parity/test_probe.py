@@ -148,3 +148,22 @@ def test_attention_sinks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     check_layout(policy, "padded")
     with pytest.raises(ModelError, match=r"attention sinks.*Set layout\.rows: padded"):
         check_layout(policy, "shared")
+
+
+def test_a_random_forward_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that no config names: whoever shares a row would share it."""
+    policy = Policy(tiny_model("llama"))
+    norm = policy.model.model.norm
+
+    def noisy(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + 0.1 * torch.randn_like(output) if module.training else output
+
+    norm.register_forward_hook(noisy)
+    with pytest.raises(ModelError, match="the same row scored twice differs"):
+        check_layout(policy, "shared")
+
+
+def test_router_jitter_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 4, "router_jitter_noise": 0.3}
+    monkeypatch.setitem(ARCHITECTURES, "mixtral", ("mixtral", settings))
+    check_layout(Policy(tiny_model("mixtral")), "shared")

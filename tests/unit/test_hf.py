@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isopref.data.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.models import hf
-from isopref.models.hf import Origin, disable_dropout, export, load_model, load_tokenizer, locate
+from isopref.models.hf import Origin, check_fits, disable_dropout, export, load_model, load_tokenizer, locate
 from isopref.models.policy import Policy
 from isopref.testing.models import ARCHITECTURES, byte_tokenizer, random_pairs, tiny_folder, tiny_model
 
@@ -284,3 +285,47 @@ def test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf(tmp_path: Path)
     command = [sys.executable, "-c", WITHOUT_GGUF, str(tmp_path / "out"), str(tmp_path / "logits.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def lengths(*rows: tuple[int, int, int]) -> Any:
+    return np.array(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "message"),
+    [
+        ({}, [(200, 57, 3)], r"pair 0 is 257 tokens long.*max_position_embeddings is 256.*data\.max_length: 256"),
+        ({"vocab_size": 10}, [(1, 1, 1)], r"the tokenizer has \d+ tokens, the model 10"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
+                                 "original_max_position_embeddings": 64}},
+            [(60, 5, 3)],
+            r"rope \(dynamic\).*over 64 tokens, as pair 0 is \(65\).*data\.max_length: 64",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
+                                 "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
+            [(10, 5, 3), (90, 5, 3)],
+            r"rope \(longrope\).*as pair 1 is",
+        ),
+    ],
+)  # fmt: skip
+def test_pairs_that_the_model_cannot_take_are_named(
+    changes: dict[str, Any], rows: list[tuple[int, int, int]], message: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", **{"vocab_size": len(tokenizer), **changes})
+    check_fits(model, tokenizer, lengths((1, 1, 1)), "pair {}".format) if "vocab_size" not in changes else None
+    with pytest.raises(ModelError, match=message):
+        check_fits(model, tokenizer, lengths(*rows), "pair {}".format)
+
+
+def test_a_generation_config_that_could_not_be_saved_again(tmp_path: Path) -> None:
+    """Sampling flags without sampling load with a warning, and fail when they are saved."""
+    tiny_folder(tmp_path / "in")
+    flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(flags))
+    model = load_model(str(tmp_path / "in"), dtype=torch.float32)
+    export(model, model.state_dict(), byte_tokenizer(), tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["do_sample"]) == (0.6, True)

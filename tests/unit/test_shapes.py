@@ -18,7 +18,7 @@ from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer
 
-SHARED = Path("/work/shared/data/dpo_en_demo.json")
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
 
 
 def user(text: str) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def _train(run: Run, resume: bool) -> None:
     for scored in [table] if eval_table is None else [table, eval_table]:
         check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
     policy = load_policy(run)
+    for scored in [table] if eval_table is None else [table, eval_table]:
+        hf.check_fits(policy.model, tokenizer, scored.lengths, scored.origin)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
         before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
     model = spread(run, policy)
-    if not resume:
-        claim_folder(run)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     reference = score_all(run, model, table, "reference")
@@ -54,8 +54,7 @@ def _train(run: Run, resume: bool) -> None:
     if eval_table is not None:
         held_out = result.HeldOut(run, eval_table, score_all(run, model, eval_table, "held-out"))
     trainer = build_trainer(run, model, table, reference, held_out, resume)
-    if resume:
-        claim_folder(run)
+    claim_folder(run)
     fit(trainer)
 
     if held_out is not None:

@@ -41,9 +41,20 @@ def pair_table(run: Run, tokenizer: Any, path: str) -> PairTable:
             raise ConfigError(
                 f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours."
             ) from error
-    dropped = "".join(f", {count} dropped ({reason})" for reason, count in table.stats.dropped.items())
-    found = ", ".join(f"{source.format}, {source.shape}" for source in table.stats.sources)
+    stats = table.stats
+    dropped = "".join(f", {count} dropped ({reason})" for reason, count in stats.dropped.items())
+    found = ", ".join(f"{source.format}, {source.shape}" for source in stats.sources)
     run.display.say(f"data  {path}: {len(table)} pairs ({found}){dropped}")
+    unused = sorted({column for source in stats.sources for column in source.unused_columns})
+    notes = {
+        f"{stats.truncated} cut to data.max_length": stats.truncated,
+        f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
+        f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
+        f"{stats.missing_eos} without an end token from the template": stats.missing_eos,
+        f"columns not used: {', '.join(unused)}": unused,
+    }
+    for note in (note for note, told in notes.items() if told):
+        run.display.say(f"      {note}")
     if len(table) == 0:
         raise DataError(f"{path}: no pair is left to use{dropped}. Change data.max_length or data.on_bad.")
     return table

@@ -10,9 +10,9 @@ from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import hf
-from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
+from isopref.models.parallel import GradSync, Parallel, check_shard, parallelize
 from isopref.models.policy import Policy
-from isopref.models.probe import check_layout
+from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
 
 
@@ -23,29 +23,25 @@ def check_parallel(run: Run) -> None:
         raise ConfigError(
             f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
         )
-    if layout.hsdp_shard is not None and ranks % layout.hsdp_shard:
-        fitting = ", ".join(str(n) for n in range(2, ranks + 1) if ranks % n == 0)
-        raise ConfigError(
-            f"layout.hsdp_shard is {layout.hsdp_shard}, which does not divide the number of processes, {ranks}. "
-            + (f"Use one of {fitting}." if fitting else "Start more (--nproc), or set layout.parallel: auto.")
-        )
+    if layout.hsdp_shard is not None:
+        check_shard(layout.hsdp_shard, ranks)
 
 
 def load_policy(run: Run) -> Policy:
-    """The model on this rank's device, proven to score right in the layout asked for."""
+    """The model on this rank's device."""
     model = run.config.model
     dtype = getattr(torch, model.dtype)
     policy = Policy(hf.load_model(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code))
     policy.to(run.env.device)
-    check_layout(policy, run.config.layout.rows)
     if run.config.layout.checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 
 
 def spread(run: Run, policy: Policy) -> nn.Module:
-    """The policy over all ranks, as layout.parallel says."""
-    return parallelize(
+    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for."""
+    own = own_logps(policy)
+    model = parallelize(
         policy,
         _parallel(run, policy),
         device=run.env.device,
@@ -53,6 +49,25 @@ def spread(run: Run, policy: Policy) -> nn.Module:
         compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
     )
+    check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
+    _say_precision(run, policy)
+    return model
+
+
+def _say_precision(run: Run, policy: Policy) -> None:
+    """What a user may not expect of the number types chosen."""
+    model, rows = run.config.model, run.config.layout.rows
+    half = "bfloat16" in (model.dtype, model.compute_dtype)
+    if run.env.device.type == "cuda" and rows in ("shared", "packed") and not half:
+        run.display.say(
+            "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
+            "model.compute_dtype: bfloat16"
+        )
+    if model.dtype == "bfloat16":
+        run.display.say(
+            "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "
+            "their gradients add up in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
+        )
 
 
 def compute_dtype(run: Run) -> torch.dtype | None:
@@ -65,17 +80,13 @@ def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableL
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
     with run.display.bar(f"score {what}", len(table)) as advance:
-        logps = score_table(
+        return score_table(
             model,
             table,
             run.score_budget,
             device=run.env.device,
-            rank=run.env.rank,
-            num_ranks=run.env.world_size,
             progress=lambda count: advance(count, ""),
         )
-    reshard(model)
-    return logps
 
 
 def grad_sync(run: Run, model: nn.Module) -> GradSync:

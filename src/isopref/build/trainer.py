@@ -73,7 +73,6 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int)
         _optimizer(run, model),
         objective=run.loss,
         rank_microbatch_size=run.config.layout.microbatch_tokens,
-        beta=objective.beta,
         reference=reference,
         weighting=objective.weighting,
         scheduler=_scheduler(run, steps),
@@ -138,14 +137,19 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
-def _scheduler(run: Run, steps: int) -> Scheduler:
-    """Up to the peak during warm-up, which its last step reaches (the first step where there is none), then down."""
+def _scheduler(run: Run, steps: int) -> Scheduler | None:
+    """Up to the peak during warm-up, which its last step reaches (the first step where there is none), then down.
+
+    The end, a rate of 0, is one past the last step, so that every step trains.
+    """
     optim = run.config.optim
     warmup = max(1, round(optim.warmup * steps))
+    if optim.lr == 0:  # the engine's warm-up refuses it, and it needs no schedule
+        return None
     match optim.schedule:
         case "linear":
-            return LinearWithWarmup(alpha_f=0.0, warmup=warmup)
+            return LinearWithWarmup(alpha_f=0.0, warmup=warmup, t_max=steps + 1)
         case "cosine":
-            return CosWithWarmup(alpha_f=0.0, warmup=warmup)
+            return CosWithWarmup(alpha_f=0.0, warmup=warmup, t_max=steps + 1)
         case "constant":
             return ConstantWithWarmup(warmup=warmup)

@@ -65,6 +65,9 @@ class MetricsFileCallback(Callback):
             self._line, self._line_start = json.loads(done[-1]), sum(map(len, done[:-1]))
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("checkpoint/")}
+        if not metrics:
+            return
         with self.path.open("r+b") as file:
             # The engine passes a step's metrics on in parts when it saves or loads a checkpoint there.
             if self._line.get("step") != step:

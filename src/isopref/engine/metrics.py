@@ -23,7 +23,7 @@ NAMES = (
     "accuracy",
 )
 # Not logged: what the first step is checked against.
-CHECKS = ("loss_at_reference", "reward_size")
+CHECKS = ("loss_at_reference", "gap_per_token")
 
 
 def microbatch_sums(
@@ -31,24 +31,18 @@ def microbatch_sums(
 ) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64."""
     chosen, rejected = rewards(policy, ref, beta=beta)
-    gap = margin(policy, ref)
-    right = (gap > 0).double() + 0.5 * (gap == 0).double()  # a tie is half right
+    margin_P = margin(policy, ref)
+    right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
+    gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
+    gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     weighted = torch.stack([loss_P, loss_at_reference_P]).double() @ work.loss_share
-    values = [
-        policy.chosen,
-        policy.rejected,
-        chosen,
-        rejected,
-        gap,
-        right,
-        0.5 * (chosen.abs() + rejected.abs()),
-    ]
-    means = torch.stack([v.double() for v in values]) @ work.mean_share
+    values = [policy.chosen, policy.rejected, chosen, rejected, margin_P, right, gap]
+    means = torch.stack([value.double() for value in values]) @ work.mean_share
     return torch.cat([weighted[:1], means[:-1], weighted[1:], means[-1:]])
 
 
 class MetricWindow:
-    """Sums since the last log, on the device."""
+    """Sums since the last log, on the device; each rank's own until they are reduced."""
 
     def __init__(self, device: torch.device):
         self.sums = torch.zeros(len(NAMES) + len(CHECKS), dtype=torch.float64, device=device)
@@ -58,11 +52,25 @@ class MetricWindow:
         self.sums += step_sums
         self.num_steps += 1
 
-    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    def reduce(self) -> dict[str, Tensor]:
         """The means over the window and all ranks, by name; starts a new window. One collective, no host sync."""
-        if dist.is_initialized() and dist.get_world_size(group) > 1:
-            dist.all_reduce(self.sums, group=group)
-        means = dict(zip(NAMES + CHECKS, (self.sums / max(1, self.num_steps)).unbind(), strict=True))
+        means = self._over_ranks() / max(1, self.num_steps)
         self.sums = torch.zeros_like(self.sums)
         self.num_steps = 0
-        return means
+        return dict(zip(NAMES + CHECKS, means.unbind(), strict=True))
+
+    def _over_ranks(self) -> Tensor:
+        total = self.sums.clone()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """For a checkpoint between two logs: the sums of all ranks."""
+        return {"sums": self._over_ranks().cpu(), "num_steps": torch.tensor(self.num_steps)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        # Any number of ranks may go on; the first one takes the sums.
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        self.sums = state["sums"].to(self.sums.device) * float(first)
+        self.num_steps = int(state["num_steps"])

@@ -93,7 +93,6 @@ def padded_to_step(
     weighting: Weighting,
     *,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
 ) -> Step:
     """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
 
@@ -112,7 +111,7 @@ def padded_to_step(
     slots = sum(padded_tokens(one, "padded") for one in lengths)
     mine = [float(sum(one.sum() for one in weights)), sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
     (total, num_pairs, num_tokens, num_slots), (num_microbatches, widest) = _over_ranks(
-        mine, [len(pieces), width], device, group
+        mine, [len(pieces), width], device
     )
     if not num_pairs:
         raise DataError("the batch holds no pairs on any rank.")
@@ -137,6 +136,8 @@ def padded_to_step(
 def _own(piece: Mapping[str, Tensor]) -> FloatArray:
     """The weights that the data gives its pairs."""
     own: FloatArray = piece["weight"].double().cpu().numpy() if "weight" in piece else np.ones(len(piece["index"]))
+    if not (own > 0).all():
+        raise DataError(f"batch['weight'] must be positive; the smallest is {own.min()}.")
     return own
 
 
@@ -174,14 +175,12 @@ def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, I
     return out
 
 
-def _over_ranks(
-    sums: list[float], largest: list[int], device: torch.device, group: dist.ProcessGroup | None
-) -> tuple[list[float], list[int]]:
+def _over_ranks(sums: list[float], largest: list[int], device: torch.device) -> tuple[list[float], list[int]]:
     """Sums over ranks of some figures, the largest over ranks of others."""
-    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
         return sums, largest
     mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
     together = torch.stack(every).cpu()
     return together[:, : len(sums)].sum(dim=0).tolist(), [int(x) for x in together[:, len(sums) :].amax(dim=0)]

@@ -14,21 +14,23 @@ import torch.distributed.checkpoint.state_dict as checkpoint_state
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train.train_module import EvalBatchSpec, TrainModule
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from isopref.engine.metrics import CHECKS, NAMES, MetricWindow, microbatch_sums
+from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, RunError
 from isopref.losses import PairLoss
-from isopref.models.parallel import GradSync, full, gradient_sync
+from isopref.models.parallel import GradSync, full, gradient_sync, reshard
 from isopref.normalize import Weighting, share_of_loss
 from isopref.score import TableLogps, score
 from isopref.types import PairLogps
 
-# How far the first step may be from "policy = reference": rounding of the compute dtype, nothing else.
-FIRST_STEP_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+# How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
+FIRST_STEP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 class DPOTrainModule(TrainModule):
@@ -37,7 +39,6 @@ class DPOTrainModule(TrainModule):
     :param model: a `Policy`, or what `parallelize` made of one.
     :param objective: one loss per pair, from `isopref.losses.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
-    :param beta: scale of the implicit rewards that are logged.
     :param weighting: what a pair counts for in the loss.
     :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up.
     :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
@@ -52,7 +53,6 @@ class DPOTrainModule(TrainModule):
         *,
         objective: PairLoss,
         rank_microbatch_size: int,
-        beta: float,
         reference: TableLogps,
         weighting: Weighting = "token",
         scheduler: Scheduler | None = None,
@@ -60,7 +60,6 @@ class DPOTrainModule(TrainModule):
         grad_sync: GradSync = "last",
         check_first_step: bool = True,
         compute_dtype: torch.dtype | None = None,
-        dp_process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         if rank_microbatch_size < 1:
@@ -71,7 +70,6 @@ class DPOTrainModule(TrainModule):
             group.setdefault("initial_lr", group["lr"])
         self.objective = objective
         self.rank_microbatch_size = rank_microbatch_size
-        self.beta = beta
         self.weighting: Weighting = weighting
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
@@ -79,16 +77,27 @@ class DPOTrainModule(TrainModule):
         self.check_first_step = check_first_step
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.device = next(model.parameters()).device
-        self.num_ranks = dist.get_world_size(dp_process_group) if dist.is_initialized() else 1
+        self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._check_model()
         self.reference_2N = torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(
             self.device
         )
-        self._group = dp_process_group
         self._window = MetricWindow(self.device)
 
-    @property
-    def dp_process_group(self) -> dist.ProcessGroup | None:
-        return self._group
+    def _check_model(self) -> None:
+        """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
+        if self.num_ranks > 1 and not isinstance(self.model, (DistributedDataParallel, FSDPModule)):
+            raise ConfigError(
+                f"{self.num_ranks} ranks, but the model is not spread over them, so their gradients would never meet. "
+                'Pass what parallelize(policy, "ddp", ...) or "fsdp" returns.'
+            )
+        reshard(self.model)
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not all(id(parameter) in own for group in self.optim.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                "the optimizer holds parameters that are not the model's, and would train nothing. Make it after "
+                "parallelize, from what that returned."
+            )
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
@@ -115,7 +124,7 @@ class DPOTrainModule(TrainModule):
         if "step" in batch:
             step: Step = batch["step"]
             return step
-        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device, group=self._group)
+        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device)
 
     @contextmanager
     def _train_microbatch_context(self, number: int, count: int) -> Iterator[None]:
@@ -129,7 +138,7 @@ class DPOTrainModule(TrainModule):
         loss_P = self.objective(policy, ref)
         share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks).backward()
         with torch.no_grad():
-            return microbatch_sums(policy, ref, loss_P, self.objective(ref, ref), beta=self.beta, work=work)
+            return microbatch_sums(policy, ref, loss_P, self.objective(ref, ref), beta=self.objective.beta, work=work)
 
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
         chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
@@ -140,7 +149,7 @@ class DPOTrainModule(TrainModule):
         return step % self.trainer.metrics_collect_interval == 0 or step in (1, self.trainer.max_steps)
 
     def _record(self, step: Step) -> None:
-        means = self._window.reduce(self._group)
+        means = self._window.reduce()
         for name in NAMES:
             self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
@@ -151,33 +160,32 @@ class DPOTrainModule(TrainModule):
         """Before the first update the policy is the reference: the loss is that of a zero margin, rewards are 0."""
         window = MetricWindow(self.device)
         window.add(sums)
-        means = {name: float(value) for name, value in window.reduce(self._group).items()}
+        means = {name: float(value) for name, value in window.reduce().items()}
         tolerance = FIRST_STEP_TOLERANCE[self.compute_dtype]
-        loss, expected, reward = means["loss"], *(means[name] for name in CHECKS)
-        if not (abs(loss - expected) <= tolerance and reward <= tolerance):
+        if not means["gap_per_token"] <= tolerance:
             raise RunError(
-                f"first step: policy and reference are the same model, so the loss should be {expected:.6f} and "
-                f"rewards 0, but the loss is {loss:.6f} and rewards are {reward:.2g} on average. Something scores the "
-                "two differently: a layout this model does not support (try layout.rows: padded), weights that "
-                "changed, or randomness in the forward pass."
+                "first step: policy and reference are the same model, so the loss should be "
+                f"{means['loss_at_reference']:.6f} and rewards 0. But the loss is {means['loss']:.6f}, and their "
+                f"log-probabilities differ by {means['gap_per_token']:.2g} nats per token. Something scores the two "
+                "differently: a layout this model does not support (try layout.rows: padded), weights that changed, or "
+                "randomness in the forward pass. (In a script with another reference: check_first_step=False.)"
             )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:
         """Log-probabilities of a batch's pairs, by microbatch, without gradients."""
         with torch.no_grad():
-            return [score(self.model, work.to(self.device).microbatch) for work in self._step(batch).work]
+            scored = [score(self.model, work.to(self.device).microbatch) for work in self._step(batch).work]
+        reshard(self.model)
+        return scored
 
     def optim_step(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = full(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        if self.scheduler is not None and self.trainer.max_steps is not None:
+        if self.scheduler is not None:
             for group in self.optim.param_groups:
-                peak = group["initial_lr"]
-                if peak:  # the engine's warm-up refuses a rate of 0, which needs no schedule
-                    # One past the end: the schedule's last value, often 0, belongs to the step after the last.
-                    group["lr"] = self.scheduler.get_lr(peak, self.trainer.global_step, self.trainer.max_steps + 1)
+                self.scheduler.set_lr(group, self.trainer)
         if self._logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
@@ -188,7 +196,10 @@ class DPOTrainModule(TrainModule):
 
     def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
         options = checkpoint_state.StateDictOptions(full_state_dict=False, cpu_offload=True)
-        state: dict[str, Any] = {"model": checkpoint_state.get_model_state_dict(self.model, options=options)}
+        state: dict[str, Any] = {
+            "model": checkpoint_state.get_model_state_dict(self.model, options=options),
+            "metrics": self._window.state_dict(),
+        }
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
         return state
@@ -196,6 +207,7 @@ class DPOTrainModule(TrainModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         options = checkpoint_state.StateDictOptions(strict=True)
         checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
+        self._window.load_state_dict(state_dict["metrics"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
 
@@ -204,3 +216,11 @@ class DPOTrainModule(TrainModule):
 
     def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
         return None
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    """The gradient's norm, added up in float32 or wider: in bfloat16 it would depend on the order of the sum."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(grad, dtype=wide) for grad in grads])
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return full(norm)

@@ -6,6 +6,7 @@ nothing left of a quantised file. It knows nothing of layouts.
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
+from isopref.types import CHOSEN, PROMPT, IntArray
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,64 @@ def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False
         )
     if getattr(model.config, "quantization_config", None) is not None:
         model = _dequantised(model)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # sampling flags without sampling, which could not be saved again at the end
+        model.generation_config.do_sample = True
     return model
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Switch off every dropout: the layers, the rates that modules keep as numbers, those they read from the config.
+    """Switch off every dropout and jitter: layers, rates that modules keep as numbers, those they read from the config.
 
     Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. The config's own
     rates are kept aside for `export`.
     """
     config = model.config.get_text_config()
-    rates = {name: rate for name, rate in vars(config).items() if "drop" in name and isinstance(rate, float)}
+    rates = {name: rate for name, rate in vars(config).items() if _is_noise(name) and isinstance(rate, float)}
     for holder, names in ((config, list(rates)), *((module, list(vars(module))) for module in model.modules())):
         for name in names:
-            if "drop" in name and isinstance(getattr(holder, name), float):
+            if _is_noise(name) and isinstance(getattr(holder, name), float):
                 setattr(holder, name, 0.0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     vars(model)["dropout_before"] = {**rates, **vars(model).get("dropout_before", {})}
+
+
+def _is_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def check_fits(model: PreTrainedModel, tokenizer: Any, lengths_N3: IntArray, name: Callable[[int], str]) -> None:
+    """Raise ModelError if the model cannot take the tokens, or would score a sequence by the others beside it.
+
+    `name` is what a pair is called in the message.
+    """
+    config = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    if len(tokenizer) > embedding.num_embeddings:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: they do not fit."
+        )
+    longest = lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1)
+    most, pair = int(longest.max()), int(longest.argmax())
+    limit = getattr(config, "max_position_embeddings", None) or most
+    if most > limit:
+        raise ModelError(
+            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. Shorten the pairs: "
+            f"data.max_length: {limit}."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
+        border = part.get("original_max_position_embeddings") or limit
+        mixes = {"dynamic": most > border, "longrope": longest.min() <= border < most}
+        if mixes.get(part.get("rope_type", "")):
+            raise ModelError(
+                f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "
+                f"{border} tokens, as {name(pair)} is ({most}), so scores would depend on which pairs share a "
+                f"microbatch. Set data.max_length: {border}."
+            )
 
 
 def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:

@@ -36,6 +36,8 @@ def parallelize(
     """
     policy.to(device)
     if mode == "single":
+        if world_size > 1:
+            raise ConfigError(f'parallelize: "single" on {world_size} ranks would never reduce gradients. Use "ddp".')
         return policy
     if mode == "ddp":
         ids = [device.index] if device.type == "cuda" else None
@@ -43,7 +45,7 @@ def parallelize(
     if mode == "fsdp":
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     else:
-        shard = _shard_size(hsdp_shard, world_size)
+        shard = check_shard(hsdp_shard, world_size)
         mesh = init_device_mesh(device.type, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(policy.parameters()).dtype)
     for layer in decoder_layers(policy):
@@ -52,15 +54,15 @@ def parallelize(
     return policy
 
 
-def _shard_size(hsdp_shard: int | None, world_size: int) -> int:
-    """Ranks in one shard group. Raises ConfigError where it does not divide the world."""
-    shard = hsdp_shard or 0
-    if shard < 1 or world_size % shard:
+def check_shard(hsdp_shard: int | None, world_size: int) -> int:
+    """Ranks in one shard group of HSDP. Raises ConfigError where they do not divide the world."""
+    if hsdp_shard is None or hsdp_shard < 1 or world_size % hsdp_shard:
+        fitting = ", ".join(str(n) for n in range(2, world_size + 1) if world_size % n == 0)
         raise ConfigError(
-            f"layout.hsdp_shard is {shard}, which does not divide the {world_size} ranks. Use one of "
-            f"{', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}."
+            f"layout.hsdp_shard is {hsdp_shard}, which does not divide the number of processes, {world_size}. "
+            + (f"Use one of {fitting}." if fitting else "Start more (--nproc), or set layout.parallel: auto.")
         )
-    return shard
+    return hsdp_shard
 
 
 def decoder_layers(policy: Policy) -> list[nn.Module]:

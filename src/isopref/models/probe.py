@@ -5,12 +5,13 @@ rules, or change its logits after the head. No list of names can know; so two sm
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.models.attention import recorded_windows
+from isopref.models.parallel import reshard, unwrap
 from isopref.models.policy import Policy
 from isopref.types import PairTokens
 
@@ -18,31 +19,55 @@ PACKED = ("shared", "packed")
 # Nats per completion token that two right computations may differ by; a leak moves logps by whole percents.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
-
 LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
 
 
 @torch.no_grad()
-def check_layout(policy: Policy, kind: RowKind) -> None:
-    """Raise ModelError if `kind` rows do not give the model's own log-probabilities."""
-    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
+def own_logps(policy: Policy) -> Tensor:
+    """What the model itself gives the probe's pairs, one sequence at a time: 2, P. Raises ModelError."""
+    pairs = _pairs(policy, seed=1)
+    found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+    if not found.isfinite().all():
+        raise ModelError(
+            f"{type(policy.model).__name__}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
+            "weights are damaged, or too large for their number type (model.dtype)."
+        )
+    return found
+
+
+@torch.no_grad()
+def check_layout(
+    model: nn.Module, kind: RowKind, *, own: Tensor | None = None, compute_dtype: torch.dtype | None = None
+) -> None:
+    """Raise ModelError if `kind` rows do not give the model's own log-probabilities, as it trains.
+
+    A model that is spread over ranks already (all of them call this) needs `own`, from before it was.
+    """
+    policy = unwrap(model)
+    device, dtype = next(policy.parameters()).device, compute_dtype or next(policy.parameters()).dtype
+    own = own_logps(policy) if own is None else own
     pairs = _pairs(policy, seed=1)
     others = [a._replace(chosen=b.chosen) for a, b in zip(pairs, _pairs(policy, seed=2), strict=True)]
+    was_training = model.training
+    model.train()
     try:
-        expected = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
         with recorded_windows() as windows:
-            found = policy(build_microbatch(pairs, kind).to(device))
+            found = model(build_microbatch(pairs, kind).to(device))
+        again = float((model(build_microbatch(pairs, kind).to(device)) - found).abs().max())
         # The same row with other chosen answers: what the rejected ones get may not move.
-        moved = float((policy(build_microbatch(others, kind).to(device)) - found)[1].abs().max())
+        moved = float((model(build_microbatch(others, kind).to(device)) - found)[1].abs().max())
     except Exception as error:  # a model is foreign code: it fails as it likes on what it does not expect
         raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
-    if not expected.isfinite().all():
-        raise ModelError(
-            f"{type(policy.model).__name__}: its log-probabilities are not finite ({expected.flatten().tolist()}), so "
-            "its weights are damaged, or too large for their number type (model.dtype)."
-        )
+    finally:
+        model.train(was_training)
+        reshard(model)
     tolerance = TOLERANCE[dtype] * max(len(side) for p in pairs for side in p[1:])
-    off = float((found - expected).abs().max())
+    off = float((found - own).abs().max())
+    if again > tolerance / 100:
+        raise ModelError(
+            f"{type(policy.model).__name__} cannot be trained here: the same row scored twice differs by {again:.2g} "
+            "nats, so its forward pass in training is random, and the result would depend on the layout."
+        )
     if not (off <= tolerance and moved <= tolerance / 100):
         reason = f"log-probabilities are off by {off:.2g} nats; a rejected answer moves by {moved:.2g} when only the "
         raise ModelError(_refusal(policy, kind, reason + "chosen one changes"))

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from isopref.data.packing import Budget, plan_step
 from isopref.data.table import PairTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
+from isopref.models.parallel import GradSync, Parallel, full, parallelize
 from isopref.models.policy import Policy
-from isopref.score import TableLogps
+from isopref.score import TableLogps, score_table
 from isopref.testing import oracle
 from isopref.testing.exactness import (
     Cell,
@@ -31,22 +32,38 @@ from isopref.testing.exactness import (
     pair_objective,
     plan,
 )
+from isopref.testing.models import tiny_model
 
 # Some have another name in another version of torch.
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
 COLLECTIVES = ("all_reduce", *SCATTERS, "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast")
 
 
-class HostReads(TorchDispatchMode):
-    """Counts reads of a tensor's value by Python (`item`, `float`, `bool`, `tolist`): each waits for the device."""
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__")
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+
+class HostReads:
+    """Counts what makes Python wait for the device: reads of a tensor's value or shape-by-value."""
+
+    def __enter__(self) -> "HostReads":
         self.count = 0
+        self._patches = [patch.object(torch.Tensor, name, self._counting(name)) for name in READS]
+        for one in self._patches:
+            one.start()
+        return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+    def __exit__(self, *_error: object) -> None:
+        for one in self._patches:
+            one.stop()
+
+    def _counting(self, name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return original(tensor, *args, **kwargs)
+
+        return call
 
 
 @contextmanager
@@ -93,7 +110,9 @@ def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
     step = build_step(table, index, plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
     with counted(module.model) as counts, HostReads() as reads:
         module.train_batch({"step": step})
-    return dict(counts), reads.count, len(step.work)
+        step_counts = dict(counts)
+        module.optim_step()
+    return step_counts, reads.count, len(step.work)
 
 
 def dry_run_traces(cell: Cell) -> list[str]:
@@ -148,7 +167,6 @@ def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]
         torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True),
         objective=pair_objective(),
         rank_microbatch_size=4096,
-        beta=0.1,
         reference=TableLogps(np.zeros(len(pairs)), np.zeros(len(pairs))),
         max_grad_norm=1.0,
         check_first_step=False,
@@ -165,3 +183,55 @@ def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]
         module.zero_grads()
 
     return run
+
+
+def mixed_accumulation_error(copies: int, grad_sync: GradSync) -> float:
+    """Float32 master weights, bfloat16 compute: `copies` of one pair, one a microbatch, against one on each rank.
+
+    The gradients of the copies are the same bfloat16 numbers, so their mean is exact if they add up in float32.
+    """
+    pair = batch(8)[0][0]
+    gradients = []
+    for count in (copies, dist.get_world_size()):
+        policy = Policy(tiny_model("llama"))
+        world = dist.get_world_size()
+        model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=world, compute_dtype=torch.bfloat16)
+        module = DPOTrainModule(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            objective=pair_objective(),
+            rank_microbatch_size=4096,
+            reference=TableLogps(np.zeros(count), np.zeros(count)),
+            grad_sync=grad_sync,
+            check_first_step=False,
+            compute_dtype=torch.bfloat16,
+        )
+        module._attach_trainer(StubTrainer())  # type: ignore[arg-type]
+        table = PairTable.from_tokens([pair] * count)
+        cut = plan_step(table.lengths, Budget("shared", 4096, 1), num_ranks=world)
+        step = build_step(table, np.arange(count), cut, "shared", "token", rank=dist.get_rank())
+        module.train_batch({"step": step})
+        gradients.append(full_gradient(model))
+    return oracle.relative_error(gradients[0], gradients[1])
+
+
+def unchanged_after_scoring(mode: Parallel) -> list[str]:
+    """Parameters that did not move in a step, where the optimizer was made after scoring, as users do."""
+    model = parallelize(Policy(tiny_model("llama")), mode, device=torch.device("cpu"), world_size=dist.get_world_size())
+    table = PairTable.from_tokens(batch(8)[0])
+    reference = score_table(model, table, Budget("shared", 4096), device=torch.device("cpu"))
+    module = DPOTrainModule(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0),
+        objective=pair_objective(),
+        rank_microbatch_size=4096,
+        reference=reference,
+        check_first_step=False,
+    )
+    module._attach_trainer(StubTrainer())  # type: ignore[arg-type]
+    before = {name: full(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    cut = plan_step(table.lengths, Budget("shared", 4096), num_ranks=dist.get_world_size())
+    module.train_batch({"step": build_step(table, np.arange(8), cut, "shared", "token", rank=dist.get_rank())})
+    module.optim_step()
+    after = {name: full(parameter).detach() for name, parameter in model.named_parameters()}
+    return [name for name in before if torch.equal(before[name], after[name])]

@@ -159,7 +159,6 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
         torch.optim.SGD(model.parameters(), lr=0.0),
         objective=pair_objective(),
         rank_microbatch_size=4096,
-        beta=BETA,
         reference=reference,
         weighting=cell.weighting,
         grad_sync=cell.grad_sync,

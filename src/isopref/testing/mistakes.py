@@ -36,13 +36,29 @@ def _wide_padded_batch() -> None:
 
 def _zero_microbatch() -> None:
     policy = Policy(tiny_model("gpt2"))
+    _module(policy, torch.optim.SGD(policy.parameters()), rank_microbatch_size=0)
+
+
+def _not_spread() -> None:
+    policy = Policy(tiny_model("gpt2"))
+    _module(policy, torch.optim.SGD(policy.parameters()))
+
+
+def _single_on_many() -> None:
+    parallelize(Policy(tiny_model("gpt2")), "single", device=torch.device("cpu"), world_size=dist.get_world_size())
+
+
+def _foreign_optimizer() -> None:
+    _module(Policy(tiny_model("gpt2")), torch.optim.SGD(tiny_model("gpt2").parameters()))
+
+
+def _module(policy: Policy, optim: torch.optim.Optimizer, rank_microbatch_size: int = 100) -> None:
     nothing = torch.zeros(0).double().numpy()
     DPOTrainModule(
         policy,
-        torch.optim.SGD(policy.parameters()),
+        optim,
         objective=pair_objective(),
-        rank_microbatch_size=0,
-        beta=0.1,
+        rank_microbatch_size=rank_microbatch_size,
         reference=TableLogps(nothing, nothing),
     )
 
@@ -59,6 +75,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "hsdp_mesh": _hsdp_mesh,
     "small_budget": _small_budget,
     "wide_padded_batch": _wide_padded_batch,
+    "not_spread": _not_spread,
+    "single_on_many": _single_on_many,
+    "foreign_optimizer": _foreign_optimizer,
     "zero_microbatch": _zero_microbatch,
     "negative_split": _negative_split,
     "non_tensor": _non_tensor,

@@ -1,0 +1,19 @@
+"""What sharding could do to a run without anyone seeing it in the loss."""
+
+import pytest
+
+from isopref.testing.counting import mixed_accumulation_error, unchanged_after_scoring
+from isopref.testing.ranks import Ranks
+
+
+@pytest.mark.parametrize("grad_sync", ["last", "every"])
+def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str) -> None:
+    """Sixty-four bfloat16 gradients of the same pair; in bfloat16 their sum would be off by percents."""
+    for error in two_ranks(mixed_accumulation_error, 64, grad_sync):
+        assert error <= 1e-5
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_every_parameter_trains_after_scoring(two_ranks: Ranks, parallel: str) -> None:
+    for unchanged in two_ranks(unchanged_after_scoring, parallel):
+        assert unchanged == []
