@@ -164,6 +164,22 @@ def test_twice(project: Project, whole: Path, stop: Stop, read_metrics: ReadMetr
     assert checkpoints(run) == ["step10", "step9"]
 
 
+def test_metrics_between_two_logs_go_on(
+    make_project: MakeProject, project: Project, stop: Stop, read_metrics: ReadMetrics
+) -> None:
+    """A checkpoint after step 6 holds two of the four steps that the line of step 8 is the mean of."""
+    settings = (*SAVE, "run.log_every=4")
+    expected = same(read_metrics(make_project().train("whole", *settings)))
+    assert [line["step"] for line in expected] == [1, 4, 8, 10]
+    stop(7, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *settings)
+    found = same(read_metrics(project.train("run", *settings, "--resume")))
+    assert [line["step"] for line in found] == [1, 4, 8, 10]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
 def test_before_the_first_checkpoint_it_starts_again(
     project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
 ) -> None:

@@ -94,7 +94,7 @@ def table(found: dict[Cell, Found]) -> str:
     for cell, result in found.items():
         groups.setdefault((precision(cell), cell.architecture, cell.ranks, cell.parallel), []).append(result)
     lines = [
-        "| computes in | model | ranks | parallel | layouts | gradient | loss | metrics | bound |",
+        "| computes in | model | ranks | parallel | runs | gradient | loss | metrics | bound |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for (kind, architecture, ranks, parallel), results in sorted(groups.items(), key=lambda item: _order(item[0])):
@@ -115,7 +115,7 @@ PAGE = """# Exactness
 The global batch defines the math; the layout never changes it. This page is that promise, measured. It is written by
 `make exactness`; do not edit it.
 
-One global batch of eight pairs (three for the short batch) goes through the train module under {count} layouts: packed
+One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed
 rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
