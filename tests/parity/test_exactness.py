@@ -18,15 +18,19 @@ def check(found: dict[Cell, Found]) -> None:
 
 
 def test_one_rank() -> None:
-    check(matrix.run(1))
+    check(matrix.run(1, "single"))
 
 
-def test_two_ranks(two_ranks: Ranks) -> None:
-    check(matrix.run(2, two_ranks))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("parallel", matrix.SPREADS[2])
+def test_two_ranks(two_ranks: Ranks, parallel: str) -> None:
+    check(matrix.run(2, parallel, two_ranks))
 
 
-def test_four_ranks(four_ranks: Ranks) -> None:
-    check(matrix.run(4, four_ranks))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("parallel", matrix.SPREADS[4])
+def test_four_ranks(four_ranks: Ranks, parallel: str) -> None:
+    check(matrix.run(4, parallel, four_ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -16,6 +16,7 @@ from isopref.testing.ranks import Ranks
 BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5}
 FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
 MOE = "qwen3_moe"
+CHUNK = 40  # cells a rank measures before it answers
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
 
@@ -77,10 +78,13 @@ def _architectures(base: Cell) -> Iterator[Cell]:
             yield replace(model, rows=rows, cut="whole", weighting="completion", checkpointing=True, num_pairs=3)
 
 
-def run(ranks: int, group: Ranks | None = None) -> dict[Cell, Found]:
-    """Measure all cells of so many ranks, on the ranks given or in this process."""
-    wanted = cells(ranks)
-    found: list[Found] = [measure(cell) for cell in wanted] if group is None else group(_measure_all, wanted)[0]
+def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
+    """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process."""
+    wanted = [cell for cell in cells(ranks) if cell.parallel == parallel]
+    found: list[Found] = []
+    for start in range(0, len(wanted), CHUNK):
+        some = wanted[start : start + CHUNK]
+        found += _measure_all(some) if group is None else group(_measure_all, some)[0]
     return dict(zip(wanted, found, strict=True))
 
 
@@ -136,10 +140,11 @@ def main() -> None:
     import torch
     import transformers
 
-    found = run(1)
+    found = run(1, "single")
     for ranks in (2, 4):
         with Ranks(ranks) as group:
-            found |= run(ranks, group)
+            for parallel in SPREADS[ranks]:
+                found |= run(ranks, parallel, group)
     page = PAGE.format(
         count=len(found), table=table(found), torch=torch.__version__, transformers=transformers.__version__
     )
