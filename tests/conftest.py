@@ -26,6 +26,7 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests skip without a GPU; all tests that start ranks run on one worker, which starts them once."""
     for item in items:
