@@ -26,11 +26,8 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip without a GPU; all tests that start ranks run on one worker, which starts them once."""
+    """GPU tests skip without a GPU."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
