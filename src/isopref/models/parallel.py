@@ -5,11 +5,13 @@ All three average gradients over the data-parallel ranks; normalize.py undoes th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -42,16 +44,21 @@ def parallelize(
     if mode == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(policy, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
-    if mode == "fsdp":
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    else:
-        shard = check_shard(hsdp_shard, world_size)
-        mesh = init_device_mesh(device.type, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    shard = world_size if mode == "fsdp" else check_shard(hsdp_shard, world_size)
+    sizes = (shard,) if mode == "fsdp" else (world_size // shard, shard)
+    mesh = _mesh(device.type, sizes, dist.group.WORLD)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(policy.parameters()).dtype)
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     return policy
+
+
+@cache
+def _mesh(device_type: str, sizes: tuple[int, ...], _world: dist.ProcessGroup | None) -> DeviceMesh:
+    """One mesh for each shape and default group: every mesh makes process groups, whose threads stay."""
+    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def check_shard(hsdp_shard: int | None, world_size: int) -> int:
