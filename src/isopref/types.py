@@ -44,17 +44,17 @@ class Segments:
     """Which keys the queries of a packed row see.
 
     Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
-    `key_index`, so that two segments can share keys (a prompt); None takes them in order. The bounds are the same
-    numbers on the host, so that nobody has to ask the device for them.
+    `key_index`, so that two segments can share keys (a prompt); None takes them in order. The bounds are the offsets
+    on the host, so that nobody has to ask the device for them.
     """
 
     query_offsets: Tensor  # S+1, int32
     key_offsets: Tensor  # S+1, int32
     key_index: Tensor | None  # K, int64
+    key_copies: Tensor | None  # 2, T, int64: where among the K keys each token is, the second -1 if it is there once
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
-    max_queries: int
-    max_keys: int
+    longest: int  # no segment has more queries or keys; rounded up, so that few values occur
 
     def to(self, device: torch.device) -> Segments:
         return _moved(self, device)

@@ -38,14 +38,17 @@ def segments_of(layout: Layout) -> Segments:
     for (length, _), own in zip(layout, keys, strict=True):
         queries.append(queries[-1] + length)
         bounds.append(bounds[-1] + len(own))
+    shared = any(seen for _, seen in layout)
+    flat = [t for own in keys for t in own]
+    places = [[k for k, t in enumerate(flat) if t == token] for token in range(queries[-1])]
     return Segments(
         query_offsets=torch.tensor(queries, dtype=torch.int32),
         key_offsets=torch.tensor(bounds, dtype=torch.int32),
-        key_index=torch.tensor([t for own in keys for t in own]) if any(seen for _, seen in layout) else None,
+        key_index=torch.tensor(flat) if shared else None,
+        key_copies=torch.tensor([[*at, -1][:2] for at in places]).T if shared else None,
         query_bounds=tuple(queries),
         key_bounds=tuple(bounds),
-        max_queries=max(length for length, _ in layout),
-        max_keys=max(map(len, keys)),
+        longest=max(map(len, keys)),
     )
 
 
@@ -113,11 +116,14 @@ def test_against_the_dense_mask(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
+    """Any segments, but a token is seen by one later segment at most: a prompt has two answers."""
     layout: Layout = []
+    unseen: list[int] = []
     num_tokens = 0
     for length in draw(st.lists(st.integers(1, 8), min_size=1, max_size=6)):
-        before = st.lists(st.integers(0, num_tokens - 1), unique=True, max_size=8) if num_tokens else st.just([])
-        layout.append((length, sorted(draw(before))))
+        seen = sorted(draw(st.lists(st.sampled_from(unseen), unique=True, max_size=8))) if unseen else []
+        layout.append((length, seen))
+        unseen = [t for t in unseen if t not in seen] + list(range(num_tokens, num_tokens + length))
         num_tokens += length
     return layout
 

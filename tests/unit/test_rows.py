@@ -79,8 +79,11 @@ def check(one: Pass, expected: Expected) -> None:
     assert found.query_bounds == tuple(found.query_offsets.tolist()) == expected.query_bounds
     assert found.key_bounds == tuple(found.key_offsets.tolist()) == expected.key_bounds
     assert (None if found.key_index is None else found.key_index.tolist()) == expected.key_index
-    assert found.max_queries == max(np.diff(expected.query_bounds))
-    assert found.max_keys == max(np.diff(expected.key_bounds))
+    assert found.longest >= max(np.diff(expected.query_bounds).max(), np.diff(expected.key_bounds).max())
+    if found.key_index is not None and found.key_copies is not None:
+        keys = found.key_index.tolist()
+        copies = [[k for k, t in enumerate(keys) if t == token] for token in range(one.input_ids.shape[1])]
+        assert [[k for k in at if k >= 0] for at in found.key_copies.T.tolist()] == copies
     assert found.query_offsets.dtype == found.key_offsets.dtype == torch.int32
 
 

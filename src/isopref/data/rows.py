@@ -14,6 +14,7 @@ from isopref.data.packing import RowKind
 from isopref.types import IntArray, Microbatch, PairTokens, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
+LONGEST_STEP = 2048  # a compiled layer is specialised on the longest segment: most data sets give it one value only
 
 
 def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: int | None = None) -> Microbatch:
@@ -91,15 +92,23 @@ class _Row:
                 query_offsets=torch.tensor(self.query_bounds, dtype=torch.int32),
                 key_offsets=torch.tensor(self.key_bounds, dtype=torch.int32),
                 key_index=None if in_order else torch.from_numpy(keys),
+                key_copies=None if in_order else torch.from_numpy(_copies(keys)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
-                max_queries=int(np.diff(self.query_bounds).max()),
-                max_keys=int(np.diff(self.key_bounds).max()),
+                longest=-(-int(np.diff(self.key_bounds).max()) // LONGEST_STEP) * LONGEST_STEP,
             ),
             predict_index=_tensor(self.predict),
             target=_tensor(self.target),
             completion=_tensor(self.completion),
         )
+
+
+def _copies(keys: IntArray) -> IntArray:
+    """Where each token is among the keys: 2, T; the second is -1 for a token that is there once. None is there more."""
+    counts = np.bincount(keys)
+    first = np.cumsum(counts) - counts
+    order = np.argsort(keys, kind="stable")
+    return np.stack([order[first], np.where(counts == 2, order[np.minimum(first + 1, len(keys) - 1)], -1)])
 
 
 def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface
 
 from isopref.errors import ModelError
@@ -63,7 +64,8 @@ def _attention(
         raise ModelError(
             f"{type(module).__name__} uses attention sinks, which packed rows do not support. Set layout.rows: padded."
         )
-    if (windows := _windows.get()) is not None:
+    # A compiled layer cannot ask; the probe runs it uncompiled for this.
+    if not is_compiling() and (windows := _windows.get()) is not None:
         windows.add(sliding_window)
     out = segment_attention(
         query[0],

@@ -31,23 +31,41 @@ def segment_attention(
     `window` is the number of keys a query sees at most, itself included; `softcap` bounds the scores by
     softcap * tanh(score / softcap).
     """
+    query, key, value = (x.transpose(0, 1) for x in (query_HTE, key_GTE, value_GTE))
     if segments.key_index is not None:
-        key_GTE, value_GTE = (x.index_select(1, segments.key_index) for x in (key_GTE, value_GTE))
-    half = query_HTE.dtype in (torch.bfloat16, torch.float16)
-    if query_HTE.is_cuda and half and softcap is None:
-        return _varlen(query_HTE, key_GTE, value_GTE, segments, scale, window)
-    return _portable(query_HTE, key_GTE, value_GTE, segments, scale, window, softcap)
+        key, value = (_TakeKeys.apply(x, segments.key_index, segments.key_copies) for x in (key, value))  # type: ignore[no-untyped-call]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and softcap is None:
+        return _varlen(query, key, value, segments, scale, window)
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    return _portable(query, key, value, segments, scale, window, softcap)
+
+
+class _TakeKeys(torch.autograd.Function):
+    """x[index]. A token is taken once or twice, so its gradient is one value or a sum of two: no atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGE: Tensor, index_K: Tensor, copies_2T: Tensor) -> Tensor:
+        ctx.save_for_backward(copies_2T)
+        return x_TGE.index_select(0, index_K)
+
+    @staticmethod
+    def backward(ctx: Any, grad_KGE: Tensor) -> tuple[Tensor, None, None]:
+        first_T, second_T = ctx.saved_tensors[0]
+        second = grad_KGE.index_select(0, second_T.clamp(min=0))
+        second = torch.where((second_T >= 0)[:, None, None], second, 0)
+        return grad_KGE.index_select(0, first_T) + second, None, None
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     out = varlen_attn(
-        q.transpose(0, 1),
-        k.transpose(0, 1),
-        v.transpose(0, 1),
+        q,
+        k,
+        v,
         segments.query_offsets,
         segments.key_offsets,
-        segments.max_queries,
-        segments.max_keys,
+        segments.longest,
+        segments.longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_grouped_heads_flag(),

@@ -1,12 +1,14 @@
 """Log-probabilities of given tokens from hidden states: the head, its softmax and their gradient in one operation.
 
 `token_logprobs_eager` is the specification. `token_logprobs` gives the same numbers with less memory: between forward
-and backward only the logits are kept, in the compute dtype; above `max_logits` of them not even those: they are
-computed in chunks, and again in the backward pass.
+and backward only the logits are kept, in the compute dtype, and the gradient is written over them; above `max_logits`
+of them not even those: they are computed in chunks, and again in the backward pass. On CUDA the passes over the logits
+are Triton kernels.
 
 Dimensions: C completion tokens, D hidden width, V vocabulary.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 MAX_LOGITS = 2**27  # elements held at once: 512 MiB in float32
+MAX_LOGITS_FUSED = 2**31  # the kernels make no wide copy of them: 4 GiB in bfloat16
 
 
 def token_logprobs_eager(
@@ -41,12 +44,42 @@ def token_logprobs(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    max_logits: int = MAX_LOGITS,
+    max_logits: int | None = None,
 ) -> Tensor:
     """The same as `token_logprobs_eager`, holding at most `max_logits` logits at a time. Differentiable once."""
+    kernels = _kernels(hidden_CD)
+    if max_logits is None:
+        max_logits = MAX_LOGITS if kernels is None else MAX_LOGITS_FUSED
     chunk = max(1, max_logits // weight_VD.shape[0])
     logp_C: Tensor = _TokenLogprobs.apply(hidden_CD, weight_VD, bias_V, target_C, scale, softcap, chunk)  # type: ignore[no-untyped-call]
     return logp_C
+
+
+def reduce_logits(logits_CV: Tensor, target_C: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Log-probability of the target, and the log of the sum it was divided by: C and C, float32 or wider."""
+    finished = _finish(logits_CV, scale, softcap)
+    lse_C = torch.logsumexp(finished, dim=-1)
+    return finished.gather(1, target_C[:, None])[:, 0] - lse_C, lse_C
+
+
+def logits_gradient_(
+    logits_CV: Tensor, target_C: Tensor, lse_C: Tensor, grad_C: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Gradient of sum(grad * logp) with respect to the logits: (onehot - softmax) * slope * grad. May reuse them."""
+    finished = _finish(logits_CV, scale, softcap)
+    slope = scale if softcap is None else scale * (1 - (finished / softcap) ** 2)
+    grad = finished.sub_(lse_C[:, None]).exp_().neg_()
+    grad.scatter_add_(1, target_C[:, None], torch.ones_like(grad[:, :1]))
+    return grad.mul_(slope * grad_C[:, None]).to(logits_CV.dtype)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The Triton twins of `reduce_logits` and `logits_gradient_`, where they can run."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    from isopref.ops import logprob_triton  # Triton comes with torch for CUDA, and only there
+
+    return logprob_triton
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -54,9 +87,11 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _finish(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scaled and capped, in float32 or wider: the matmul's result is rounded once."""
-    wide = _wide(logits) if scale == 1.0 else _wide(logits) * scale
-    return wide if softcap is None else torch.tanh(wide / softcap) * softcap
+    """A new tensor, scaled and capped, in float32 or wider: the matmul's result is rounded once."""
+    wide = logits.to(_wide(logits[:0]).dtype, copy=True)
+    if scale != 1.0:
+        wide *= scale
+    return wide if softcap is None else wide.div_(softcap).tanh_().mul_(softcap)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -71,14 +106,13 @@ class _TokenLogprobs(torch.autograd.Function):
         softcap: float | None,
         chunk: int,
     ) -> Tensor:
+        reduce = getattr(_kernels(hidden), "reduce_logits", reduce_logits)
         logp = hidden.new_empty(len(hidden), dtype=_wide(hidden[:0]).dtype)
         lse = torch.empty_like(logp)
         logits = None
         for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
             logits = linear(hidden[at], weight, bias)
-            finished = _finish(logits, scale, softcap)
-            lse[at] = torch.logsumexp(finished, dim=-1)
-            logp[at] = finished.gather(1, target[at, None])[:, 0] - lse[at]
+            logp[at], lse[at] = reduce(logits, target[at], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.kept_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad) else None
@@ -89,30 +123,27 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
         chunk, whole = ctx.chunk, len(hidden) <= ctx.chunk
+        gradient_ = getattr(_kernels(hidden), "logits_gradient_", logits_gradient_)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # Chunks add up in float32: a bfloat16 sum would lose the small ones.
         sum_dtype = weight.dtype if whole else _wide(weight[:0]).dtype
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and not whole else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if need_bias and bias is not None else None
         for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
             logits = ctx.kept_logits
             ctx.kept_logits = None
             if logits is None:
                 logits = linear(hidden[at], weight, bias)
-            finished = _finish(logits, ctx.scale, ctx.softcap)
-            slope = ctx.scale if ctx.softcap is None else ctx.scale * (1 - (finished / ctx.softcap) ** 2)
-            grad = finished.sub_(lse[at, None]).exp_().neg_()  # d logp / d logits = onehot - softmax
-            grad.scatter_add_(1, target[at, None], torch.ones_like(grad[:, :1]))
-            grad = grad.mul_(slope * grad_logp[at, None]).to(weight.dtype)
+            grad = gradient_(logits, target[at], lse[at], grad_logp[at], ctx.scale, ctx.softcap)
             if grad_hidden is not None:
-                grad_hidden[at] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[at]
+                torch.mm(grad, weight, out=grad_hidden[at])
+            if need_weight:
+                grad_weight = grad.T @ hidden[at] if grad_weight is None else grad_weight.add_(grad.T @ hidden[at])
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+        if need_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
