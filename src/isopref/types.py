@@ -5,7 +5,8 @@ Dimensions: P pairs, B sequences, T tokens of a sequence, C completion tokens, S
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,7 +58,7 @@ class Segments:
     longest: int  # no segment has more queries or keys; rounded up, so that few values occur
 
     def to(self, device: torch.device) -> Segments:
-        return _moved(self, device)
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Pass:
     completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
 
     def to(self, device: torch.device) -> Pass:
-        return _moved(self, device)
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,20 @@ class Microbatch:
         return int(self.num_completion_tokens.shape[1])
 
     def to(self, device: torch.device) -> Microbatch:
-        return Microbatch(
-            tuple(one.to(device) for one in self.passes),
-            self.num_completion_tokens.to(device, non_blocking=True),
-        )
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-Part = TypeVar("Part", Segments, Pass)
+Part = TypeVar("Part")
 
 
-def _moved(value: Part, device: torch.device) -> Part:
-    """A copy whose tensors, also those of its parts, are on the device."""
-    return replace(value, **{name: _to(part, device) for name, part in vars(value).items() if hasattr(part, "to")})
+def moved(value: Part, move: Callable[[Tensor], Tensor]) -> Part:
+    """A copy of one of the dataclasses of this project whose tensors, also those of its parts, are moved."""
+    return replace(value, **{name: _moved(part, move) for name, part in vars(value).items()})  # type: ignore[type-var]
 
 
-def _to(part: Any, device: torch.device) -> Any:
-    return part.to(device) if isinstance(part, Segments) else part.to(device, non_blocking=True)
+def _moved(part: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(part, tuple):
+        return tuple(_moved(one, move) for one in part)
+    if is_dataclass(part):
+        return moved(part, move)
+    return move(part) if hasattr(part, "to") else part

@@ -10,7 +10,7 @@ from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import hf
-from isopref.models.parallel import GradSync, Parallel, check_shard, parallelize
+from isopref.models.parallel import GradSync, Parallel, check_shard, compile_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
@@ -41,6 +41,8 @@ def load_policy(run: Run) -> Policy:
 def spread(run: Run, policy: Policy) -> nn.Module:
     """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for."""
     own = own_logps(policy)
+    if _compiles(run):
+        compile_layers(policy)
     model = parallelize(
         policy,
         _parallel(run, policy),
@@ -52,6 +54,22 @@ def spread(run: Run, policy: Policy) -> nn.Module:
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run, policy)
     return model
+
+
+def _compiles(run: Run) -> bool:
+    """What layout.compile: null chooses. Only the CUDA kernel takes a row whole; others would compile each row anew."""
+    asked, model, layout = run.config.layout.compile, run.config.model, run.config.layout
+    fit = (
+        run.env.device.type == "cuda"
+        and "bfloat16" in (model.compute_dtype or model.dtype)
+        and layout.rows in ("shared", "packed")
+    )
+    if asked and not fit and layout.rows in ("shared", "packed"):
+        raise ConfigError(
+            f"layout.compile: true with layout.rows: {layout.rows} needs a CUDA GPU and bfloat16 "
+            "(model.compute_dtype), else every row would be compiled anew. Remove layout.compile."
+        )
+    return fit if asked is None else asked
 
 
 def _say_precision(run: Run, policy: Policy) -> None:

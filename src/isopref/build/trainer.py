@@ -22,6 +22,7 @@ from isopref.engine.callbacks import (
 from isopref.engine.loader import PairLoader
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError
+from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
 from isopref.score import TableLogps
 
@@ -95,6 +96,7 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
         dp_world_size=run.env.world_size,
         # Attending to one token takes 4 D flops of a layer, passing one through its linear maps about 24 D^2.
         attention_share=1 / (6 * width),
+        pin_memory=run.env.device.type == "cuda",
     )
 
 
@@ -109,7 +111,7 @@ def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str
             save_async=False,
         ),
         "console": ConsoleLoggerCallback(),
-        "speed": PairSpeedCallback(),
+        "speed": _speed(run, model),
         "progress": ProgressCallback(display=run.display),
     }
     if run.env.is_first:
@@ -119,6 +121,12 @@ def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str
             every=settings.eval_every, evaluate=lambda: held_out.now(model).as_metrics()
         )
     return callbacks
+
+
+def _speed(run: Run, model: nn.Module) -> PairSpeedCallback:
+    dtype = compute_dtype(run) or getattr(torch, run.config.model.dtype)
+    rate = peak_flops(run.env.device, dtype) * run.env.world_size
+    return PairSpeedCallback(flops=UsefulFlops(unwrap(model)), peak_flops=rate)
 
 
 def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:

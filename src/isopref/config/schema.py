@@ -156,8 +156,12 @@ class LayoutConfig(Section):
     )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
-        description="When ranks add up gradients. last: once a step (fast); "
-        "every: after each microbatch (less memory with FSDP).",
+        description="When ranks add up gradients, and FSDP gathers weights. last: once a step (fast); "
+        "every: for each microbatch (less memory with FSDP).",
+    )
+    compile: bool | None = Field(
+        default=None,
+        description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows.",
     )
     checkpointing: bool = Field(
         default=False,

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from olmo_core.train.callbacks import Callback, CheckpointerCallback, SpeedMonitorCallback
 
 from isopref.engine.display import Advance, Display, brief
+from isopref.engine.step import Step
+from isopref.types import IntArray
 
 
 @dataclass
@@ -98,29 +101,48 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
 @dataclass
 class PairSpeedCallback(SpeedMonitorCallback):
-    """Pairs and real tokens per second, in place of the engine's monitor, which counts padded input ids."""
+    """What the hardware does between two logs, in place of the engine's monitor, which counts padded input ids.
 
+    :param flops: useful operations of a global batch, from the lengths of its pairs.
+    :param peak_flops: operations a second that all ranks could do together.
+    """
+
+    flops: Callable[[IntArray], float] | None = None
+    peak_flops: float = 0.0
     _since: float = 0.0
+    _load: float = 0.0
+    _waited: float = 0.0
     _pairs: int = 0
     _tokens: int = 0
+    _flops: float = 0.0
 
     def pre_train(self) -> None:
-        self._since, self._pairs, self._tokens = time.perf_counter(), 0, 0
+        self._since, self._waited, self._pairs, self._tokens, self._flops = time.perf_counter(), 0.0, 0, 0, 0.0
 
     def pre_load_batch(self) -> None:
-        pass
+        self._load = time.perf_counter()
 
     def pre_step(self, batch: dict[str, Any]) -> None:
+        self._waited += time.perf_counter() - self._load
         if "step" in batch:
-            self._pairs += batch["step"].num_pairs
-            self._tokens += batch["step"].num_tokens
+            step: Step = batch["step"]
+            self._pairs += step.num_pairs
+            self._tokens += step.num_tokens
+            if self.flops is not None and step.lengths is not None:
+                self._flops += self.flops(step.lengths)
 
     def post_step(self) -> None:
-        if self.step % self.trainer.metrics_collect_interval == 0:
-            seconds = time.perf_counter() - self._since
-            self.trainer.record_metric("speed/pairs_per_s", self._pairs / seconds)
-            self.trainer.record_metric("speed/tokens_per_s", self._tokens / seconds)
-            self.pre_train()
+        if self.step % self.trainer.metrics_collect_interval:
+            return
+        seconds = time.perf_counter() - self._since
+        self.trainer.record_metric("speed/pairs_per_s", self._pairs / seconds)
+        self.trainer.record_metric("speed/tokens_per_s", self._tokens / seconds)
+        self.trainer.record_metric("speed/data_wait", self._waited / seconds)
+        if self._flops and self.peak_flops:
+            self.trainer.record_metric("speed/mfu", self._flops / seconds / self.peak_flops)
+        if self.trainer.device.type == "cuda":
+            self.trainer.record_metric("speed/peak_memory_gib", torch.cuda.max_memory_allocated() / 2**30)
+        self.pre_train()
 
 
 @dataclass

@@ -86,4 +86,6 @@ def brief(metrics: Mapping[str, float]) -> str:
     parts = [f"{label} {metrics[name]:{spec}}" for label, name, spec in shown if name in metrics]
     if "speed/pairs_per_s" in metrics:
         parts.append(f"{metrics['speed/pairs_per_s']:.2f} pairs/s")
+    if "speed/mfu" in metrics:
+        parts.append(f"MFU {100 * metrics['speed/mfu']:.0f}%")
     return "  ".join(parts)

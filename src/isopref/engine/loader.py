@@ -4,7 +4,9 @@ Which pairs form a batch is the schedule's business and the same for every layou
 a place in it, and resumes on any number of ranks.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,14 @@ from isopref.errors import RunError
 from isopref.normalize import Weighting
 from isopref.types import IntArray
 
+STEPS_AHEAD = 2
+
 
 class PairLoader(DataLoaderBase):
-    """Yields {"step": Step}. The batch size is in pairs, over all ranks."""
+    """Yields {"step": Step}. The batch size is in pairs, over all ranks.
+
+    A thread plans and builds a few steps ahead. `pin_memory` puts them where a GPU copies from without a wait.
+    """
 
     def __init__(
         self,
@@ -35,6 +42,7 @@ class PairLoader(DataLoaderBase):
         dp_rank: int = 0,
         dp_world_size: int = 1,
         attention_share: float = 0.0,
+        pin_memory: bool = False,
     ):
         super().__init__(work_dir=work_dir, global_batch_size=batch_pairs, dp_world_size=dp_world_size, dp_rank=dp_rank)
         check_budget(table.lengths, budget)
@@ -43,6 +51,7 @@ class PairLoader(DataLoaderBase):
         self.weighting: Weighting = weighting
         self.seed = seed
         self.attention_share = attention_share
+        self.pin_memory = pin_memory
 
     @property
     def total_batches(self) -> int:
@@ -56,8 +65,18 @@ class PairLoader(DataLoaderBase):
 
     def _iter_batches(self) -> Iterator[dict[str, Any]]:
         order = schedule.epoch_order(len(self.table), seed=self.seed, epoch=self.epoch)
-        for number in range(self.batches_processed, self.total_batches):
-            yield {"step": self.step(schedule.batch(order, self.global_batch_size, number))}
+        numbers = range(self.batches_processed, self.total_batches)
+        with ThreadPoolExecutor(1, "isopref-rows") as worker:
+            ahead: deque[Future[Step]] = deque()
+            try:
+                for number in numbers:
+                    ahead.append(worker.submit(self.step, schedule.batch(order, self.global_batch_size, number)))
+                    if len(ahead) > STEPS_AHEAD:
+                        yield {"step": ahead.popleft().result()}
+                while ahead:
+                    yield {"step": ahead.popleft().result()}
+            finally:
+                worker.shutdown(wait=False, cancel_futures=True)
 
     def step(self, index: IntArray) -> Step:
         """This rank's share of the global batch `index`."""
@@ -67,7 +86,8 @@ class PairLoader(DataLoaderBase):
             num_ranks=self.dp_world_size,
             attention_share=self.attention_share,
         )
-        return build_step(self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank)
+        step = build_step(self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank)
+        return step.pinned() if self.pin_memory else step
 
     def get_mock_batch(self) -> dict[str, Any]:
         """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""

@@ -4,16 +4,17 @@ A `Step` comes from a table of pairs and a plan (isopref's own loader), or from 
 OLMo-core scripts use (padded.py). Both end in the same list of microbatches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from isopref.data import packing
 from isopref.data.rows import FILLER_TOKENS, build_microbatch
 from isopref.data.table import PairTable
 from isopref.normalize import Weighting, coefficients, pair_weights
-from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch
+from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch, moved
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,12 @@ class Work:
     """One microbatch with what each of its P pairs counts for."""
 
     microbatch: Microbatch
-    index: torch.Tensor  # P: which pair of the table, to look up the reference
-    loss_share: torch.Tensor  # P: coefficient in the loss; they sum to one over the global batch
-    mean_share: torch.Tensor  # P: one over the pairs of the global batch
+    index: Tensor  # P: which pair of the table, to look up the reference
+    loss_share: Tensor  # P: coefficient in the loss; they sum to one over the global batch
+    mean_share: Tensor  # P: one over the pairs of the global batch
 
     def to(self, device: torch.device) -> "Work":
-        parts = (self.index, self.loss_share, self.mean_share)
-        return Work(self.microbatch.to(device), *(x.to(device, non_blocking=True) for x in parts))
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Step:
     num_pairs: int
     num_tokens: int  # real tokens of both sequences of every pair
     padding_fraction: float  # share of the token slots of all microbatches that hold no token
+    lengths: IntArray | None = None  # of the global batch's pairs: num_pairs, 3; None where a rank knows only its own
+
+    def pinned(self) -> "Step":
+        """The same in page-locked memory, from which a copy to a GPU does not wait."""
+        return replace(self, work=tuple(moved(work, Tensor.pin_memory) for work in self.work))
 
 
 def build_step(
@@ -70,5 +75,6 @@ def build_step(
         work=tuple(work),
         num_pairs=len(index),
         num_tokens=int(lengths[:, CHOSEN:].sum()) + 2 * int(lengths[:, PROMPT].sum()),
+        lengths=lengths,
         padding_fraction=1 - filled / slots,
     )

@@ -72,24 +72,31 @@ def check_shard(hsdp_shard: int | None, world_size: int) -> int:
     return hsdp_shard
 
 
-def decoder_layers(policy: Policy) -> list[nn.Module]:
-    """The blocks that transformers says must stay whole: the units of sharding."""
+def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -> list[nn.Module]:
+    """The blocks that transformers says must stay whole: the units of sharding and compilation."""
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"{type(policy.model).__name__} does not say which of its blocks may be sharded (_no_split_modules). "
-            "Set layout.parallel: ddp."
+            f"{type(policy.model).__name__} does not say which of its blocks are its layers (_no_split_modules). "
+            + way_out
         )
     return layers
+
+
+def compile_layers(policy: Policy) -> None:
+    """Compile each decoder layer by itself, for rows of any length: one compilation serves all layers alike."""
+    for layer in decoder_layers(policy, "Set layout.compile: false."):
+        layer.compile(dynamic=True)
 
 
 @contextmanager
 def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[None]:
     """Around one microbatch's forward and backward: reduce gradients after it, or leave that to a later one.
 
-    `last` keeps the whole gradient on every rank until the step's last microbatch; `every` reduces after each, which
-    costs communication and saves memory under FSDP. Across HSDP's replicas only the last microbatch ever reduces.
+    `last` keeps the whole gradient, and FSDP's gathered weights, on every rank until the step's last microbatch;
+    `every` gathers and reduces for each, which costs communication and saves memory under FSDP. Across HSDP's replicas
+    only the last microbatch ever reduces.
     """
     now = last or mode == "every"
     if isinstance(model, DistributedDataParallel) and not now:
@@ -100,6 +107,8 @@ def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[N
         model.set_requires_gradient_sync(now)
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
+        model.set_reshard_after_forward(mode == "every")
+        model.set_reshard_after_backward(now)
     yield
 
 

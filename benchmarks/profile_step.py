@@ -1,0 +1,111 @@
+"""Where a step's time goes: the GPU's kernels by kind, and what the engine adds to the bare computation.
+
+    python benchmarks/profile_step.py --cell 1b-chat [--mixed] [--layout microbatch_tokens=8192]
+
+The engine's share is the step's time in the whole trainer, over that of a loop which only does forward, backward and the
+optimizer on microbatches that are on the device already: same process, same steps.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from olmo_core.train.callbacks import Callback
+from ready import Ready, ready_trainer
+from torch.profiler import ProfilerActivity, profile
+from vs_trl import CELLS, Clock, _EngineClock
+
+KINDS = {  # by what a kernel's name contains, first match
+    "attention": ("flash", "fmha", "varlen"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "head": ("_reduce", "_gradient"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+    "copies": ("memcpy", "memset"),
+    "compiled": ("triton",),
+}
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")
+
+
+class _Profile(Callback):
+    """Profiles one step of the trainer."""
+
+    def __init__(self, at: int):
+        self.at = at
+        self.profile: Any = None
+        self.seconds = 0.0
+
+    def pre_load_batch(self) -> None:
+        if self.step == self.at - 1:
+            torch.cuda.synchronize()
+            self.profile = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+            self.profile.__enter__()
+            self.seconds = time.perf_counter()
+
+    def post_step(self) -> None:
+        if self.step == self.at:
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.seconds
+            self.profile.__exit__(None, None, None)
+
+
+def bare_seconds(ready: Ready, steps: int) -> float:
+    """Seconds of a step that is nothing but forward, backward and optimizer."""
+    module: Any = ready.trainer.train_module
+    loader: Any = ready.trainer.data_loader
+    loader.reshuffle(epoch=1)
+    loader.batches_processed = 0
+    device = ready.run.env.device
+    work = [[one.to(device) for one in batch["step"].work] for batch, _ in zip(loader, range(steps), strict=False)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for of_step in work:
+        for number, one in enumerate(of_step):
+            with module._train_microbatch_context(number, len(of_step)):
+                module._train_microbatch(one)
+        module.optim_step()
+        module.zero_grads()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", choices=CELLS, default="1b-chat")
+    parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--kernels", type=int, default=25, help="how many of the longest kernels to list")
+    args = parser.parse_args()
+    cell = CELLS[args.cell]
+    layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
+    with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
+        clock, spy = Clock(), _Profile(cell.warmup + cell.steps)
+        ready.trainer.add_callback("clock", _EngineClock(clock))
+        ready.trainer.add_callback("profile", spy)
+        ready.trainer.fit()
+        clock.ends.pop()  # the profiled step
+        timed = clock.ends[cell.warmup :]
+        whole = (timed[-1] - timed[0]) / (len(timed) - 1)
+        bare = bare_seconds(ready, cell.warmup + cell.steps)
+        events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
+    kernels = [one for one in events if one.device_type == torch.autograd.DeviceType.CUDA]
+    by_kind: Counter[str] = Counter()
+    for one in kernels:
+        by_kind[kind_of(one.key)] += one.self_device_time_total / 1e6
+    busy = sum(by_kind.values())
+    print(f"step {whole:.4f} s in the trainer, {bare:.4f} s bare: the engine adds {whole / bare - 1:.1%}")
+    print(f"profiled step {spy.seconds:.4f} s, kernels {busy:.4f} s of it")
+    for kind, seconds in by_kind.most_common():
+        print(f"  {kind:16} {seconds:.4f} s  {seconds / busy:.1%}")
+    for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[: args.kernels]:
+        print(f"  {one.self_device_time_total / 1e3:9.2f} ms  {one.count:5}  {one.key[:110]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The trainer that `isopref train` makes of a config, ready to fit; only its weights and pairs are made up."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import workload
+from olmo_core.train import Trainer
+
+from isopref.build.model import score_all, spread
+from isopref.build.run import Run
+from isopref.build.trainer import build_trainer
+from isopref.config.schema import Config
+from isopref.data.table import PairTable
+from isopref.engine.display import Display
+from isopref.engine.environment import environment
+from isopref.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table: a shape, a data set, a global batch, and how each system cuts it."""
+
+    shape: str
+    data: str
+    batch_pairs: int
+    microbatch_tokens: int
+    trl_pairs: int
+    dtype: str = "bfloat16"
+    warmup: int = 3
+    steps: int = 8
+
+
+@dataclass
+class Ready:
+    """A run just before its first step."""
+
+    run: Run
+    policy: Policy
+    table: PairTable
+    trainer: Trainer
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def ready_trainer(cell: Cell, *, mixed: bool = False, layout: dict[str, Any] | None = None) -> Iterator[Ready]:
+    """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section."""
+    count = (cell.warmup + cell.steps) * cell.batch_pairs
+    precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config.model_validate(
+            {
+                "model": {"path": "random", **precision},
+                "data": {"train": "random"},
+                "optim": {"batch_pairs": cell.batch_pairs},
+                "layout": {"microbatch_tokens": cell.microbatch_tokens, **(layout or {})},
+                "run": {"folder": folder, "save_every": 10**6, "export": False},
+            }
+        )
+        with environment(device="auto", seed=0, process_group=mixed) as env:
+            run = Run(config, Path(folder), env, Display())
+            made = workload.model(cell.shape, dtype=getattr(torch, config.model.dtype), device=env.device)
+            table = PairTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
+            policy = Policy(made)
+            if config.layout.checkpointing:
+                made.gradient_checkpointing_enable({"use_reentrant": False})
+            model = spread(run, policy)
+            reference = score_all(run, model, table, "reference")
+            trainer = build_trainer(run, model, table, reference, None, False)
+            del trainer.callbacks["checkpointer"]  # a checkpoint of many GiB at the end is not what is measured
+            yield Ready(run, policy, table, trainer)
+            del trainer

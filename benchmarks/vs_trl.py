@@ -1,0 +1,221 @@
+"""isopref and TRL side by side: the same pairs in the same global batches, both through their whole trainers.
+
+    python benchmarks/vs_trl.py --out results.json                     # every cell of the table
+    python benchmarks/vs_trl.py --cells 1b-chat --systems isopref trl  # some of it
+
+Every measurement is a process of its own. Speed is pairs per second over the timed steps, optimizer, clipping, logging
+and data loading included; references are computed before. TRL gets its best plain settings: no padding beyond its own,
+fused AdamW, precomputed references, no gradient checkpointing, the largest microbatch that runs fast.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import workload
+from olmo_core.train.callbacks import Callback
+from ready import Cell, ready_trainer
+from transformers import TrainerCallback
+
+from isopref.models.flops import UsefulFlops
+from isopref.testing.models import byte_tokenizer
+
+MATRIX_FLOPS = 790e12  # bfloat16 product of 8192 x 8192 matrices, as measured on an H200
+
+
+CELLS = {
+    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=16384, trl_pairs=8),
+    "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=2, steps=6),
+    "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=8192, trl_pairs=2, warmup=2, steps=4),
+    "cpu-hh": Cell("135m", "hh", 16, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=3),
+    "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
+}
+SYSTEMS = ("isopref", "isopref-mixed", "trl", "trl-liger")
+
+
+class Clock:
+    """The time of each step, taken when the device is done with it."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def tick(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def result(self, cell: Cell) -> dict[str, float]:
+        timed = self.ends[cell.warmup :]  # the first of them is where the timed steps begin
+        seconds = (timed[-1] - timed[0]) / (len(timed) - 1)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return {"pairs_per_s": cell.batch_pairs / seconds, "step_s": seconds, "peak_memory_gib": memory}
+
+
+class _EngineClock(Callback):
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def pre_train(self) -> None:
+        self.clock.tick()
+
+    def post_step(self) -> None:
+        self.clock.tick()
+
+
+class _PeerClock(TrainerCallback):
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        self.clock.tick()
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        self.clock.tick()
+
+
+def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
+    with ready_trainer(cell, mixed=mixed, layout=overrides) as ready:
+        clock = Clock()
+        ready.trainer.add_callback("clock", _EngineClock(clock))
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        ready.trainer.fit()
+        figures: dict[str, Any] = clock.result(cell)
+        timed = workload.in_order(list(ready.table.lengths))[cell.warmup * cell.batch_pairs :]
+        rate = UsefulFlops(ready.policy)(np.stack(timed)) / cell.steps / figures["step_s"]
+        metrics = ready.metrics()
+        fill = 1 - sum(one["train/padding_fraction"] for one in metrics) / len(metrics)
+        figures |= {"row_fill": fill, "useful_tflops": rate / 1e12, "data_wait": metrics[-1]["speed/data_wait"]}
+    return figures
+
+
+def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class Tokenised(DPOTrainer):  # type: ignore[misc]
+        """Takes the pairs as they are, in the order they have."""
+
+        def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
+            return dataset
+
+        def _get_train_sampler(self, *_args: Any, **_kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = workload.model(cell.shape, dtype=getattr(torch, cell.dtype), device=device)
+    count = (cell.warmup + cell.steps) * cell.batch_pairs
+    every = workload.in_order(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
+    columns = {f"{name}_ids": [getattr(pair, name).tolist() for pair in every] for name in every[0]._fields}
+    half = cell.dtype == "bfloat16"
+    with tempfile.TemporaryDirectory() as folder:
+        args = DPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=cell.trl_pairs,
+            gradient_accumulation_steps=cell.batch_pairs // cell.trl_pairs,
+            max_steps=cell.warmup + cell.steps,
+            learning_rate=1e-6,
+            optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
+            max_length=None,
+            precompute_ref_log_probs=True,
+            gradient_checkpointing=False,
+            bf16=half,
+            use_liger_kernel=liger,
+            use_cpu=device.type == "cpu",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataset_num_proc=None,
+        )
+        clock = Clock()
+        trainer = Tokenised(
+            model=made,
+            args=args,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=byte_tokenizer(),
+            callbacks=[_PeerClock(clock)],
+        )
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    return clock.result(cell)
+
+
+def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """One cell of one system, in this process."""
+    cell = CELLS[name]
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
+        "isopref-mixed": lambda: run_isopref(cell, mixed=True, overrides=overrides),
+        "trl": lambda: run_trl(cell, liger=False),
+        "trl-liger": lambda: run_trl(cell, liger=True),
+    }
+    return {"cell": name, "system": system, **runs[system]()}
+
+
+def in_a_process(name: str, system: str) -> dict[str, Any]:
+    """The same in a process of its own, so that no system meets another's memory."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+        if done.returncode:
+            return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
+        result: dict[str, Any] = json.loads(Path(file.name).read_text())["results"][0]
+        return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Figures by cell, and how many times faster isopref is."""
+    lines = [
+        f"{'cell':10} {'system':14} {'pairs/s':>8} {'GiB':>6} {'fill':>6} {'TFLOP/s':>8} {'of 790':>7}  isopref is"
+    ]
+    ours = {one["cell"]: one for one in results if one["system"] == "isopref" and "error" not in one}
+    for one in results:
+        if "error" in one:
+            lines.append(f"{one['cell']:10} {one['system']:14} failed: {one['error']}")
+            continue
+        own = ours.get(one["cell"])
+        ratio = f"{own['pairs_per_s'] / one['pairs_per_s']:.2f} x as fast" if own is not None and own is not one else ""
+        fill, rate = one.get("row_fill"), one.get("useful_tflops")
+        lines.append(
+            f"{one['cell']:10} {one['system']:14} {one['pairs_per_s']:8.2f} {one['peak_memory_gib']:6.1f} "
+            f"{'' if fill is None else f'{fill:.1%}':>6} {'' if rate is None else f'{rate:.0f}':>8} "
+            f"{'' if rate is None else f'{1e12 * rate / MATRIX_FLOPS:.1%}':>7}  {ratio}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=["1b-chat", "1b-hh", "8b-chat"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--out", type=Path, default=Path("vs_trl.json"))
+    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout, with --here")
+    args = parser.parse_args()
+    overrides = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
+    results = []
+    for name in args.cells:
+        for system in args.systems:
+            one = measure(name, system, overrides) if args.here else in_a_process(name, system)
+            results.append(one)
+            print(json.dumps(one), flush=True)
+    peers = [name for name in ("trl", "liger-kernel") if not args.here]
+    about = workload.versions("torch", "transformers", "ai2-olmo-core", *peers)
+    args.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
+    if not args.here:
+        print(table(results), about, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

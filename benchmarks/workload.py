@@ -1,0 +1,86 @@
+"""What the benchmarks train on: model shapes with random weights, and pairs of real lengths with random tokens."""
+
+import importlib.metadata
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from isopref.data.schedule import epoch_order
+from isopref.types import IntArray, PairTokens
+
+Item = TypeVar("Item")
+
+LENGTHS = Path(__file__).parent / "lengths"
+LONGEST = 1024  # prompt, chosen and rejected are each clipped to this
+
+_COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        **_COMMON, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **_COMMON, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "135m": {
+        **_COMMON, "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        **_COMMON, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A Llama of that shape with random weights, made on the device."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
+    """Lengths of `count` pairs drawn from a real data set ("chat" or "hh"): count, 3."""
+    every = np.load(LENGTHS / f"{name}_lengths.npy").astype(np.int64)
+    drawn = every[np.random.RandomState(seed).permutation(len(every))[:count]]
+    clipped: IntArray = np.clip(drawn, 1, LONGEST)
+    return clipped
+
+
+def pairs(name: str, count: int, *, vocabulary: int) -> list[PairTokens]:
+    random = np.random.RandomState(1)
+    return [PairTokens(*(random.randint(3, vocabulary, n) for n in of_pair)) for of_pair in lengths(name, count)]
+
+
+def in_order(every: list[Item]) -> list[Item]:
+    """The pairs as isopref's first epoch (seed 0) takes them, so that a peer gets the same global batches."""
+    return [every[i] for i in epoch_order(len(every), seed=0, epoch=1)]
+
+
+def versions() -> dict[str, str]:
+    """Date, hardware and versions: what a figure means nothing without."""
+    cuda = torch.cuda.is_available()
+    wanted = ("torch", "triton", "transformers", "ai2-olmo-core", "trl", "liger-kernel")
+    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    return {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+        "python": platform.python_version(),
+        **{name: installed[name] for name in wanted if name in installed},
+    }
