@@ -2,8 +2,8 @@
 
     python benchmarks/profile_step.py --cell 1b-chat [--mixed] [--layout microbatch_tokens=8192]
 
-The engine's share is the step's time in the whole trainer, over that of a loop which only does forward, backward and the
-optimizer on microbatches that are on the device already: same process, same steps.
+The engine's share is the step's time in the whole trainer, over that of a loop which only does forward, backward and
+the optimizer on microbatches that are on the device already: same process, same steps.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main() -> None:
         whole = (timed[-1] - timed[0]) / (len(timed) - 1)
         bare = bare_seconds(ready, cell.warmup + cell.steps)
         events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
-    kernels = [one for one in events if one.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [one for one in events if str(one.device_type).endswith("CUDA")]
     by_kind: Counter[str] = Counter()
     for one in kernels:
         by_kind[kind_of(one.key)] += one.self_device_time_total / 1e6

@@ -176,9 +176,8 @@ def in_a_process(name: str, system: str) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Figures by cell, and how many times faster isopref is."""
-    lines = [
-        f"{'cell':10} {'system':14} {'pairs/s':>8} {'GiB':>6} {'fill':>6} {'TFLOP/s':>8} {'of 790':>7}  isopref is"
-    ]
+    head = ("cell", "system", "pairs/s", "GiB", "fill", "TFLOP/s", "of 790", "isopref is")
+    lines = ["{:10} {:14} {:>8} {:>6} {:>6} {:>8} {:>7}  {}".format(*head)]
     ours = {one["cell"]: one for one in results if one["system"] == "isopref" and "error" not in one}
     for one in results:
         if "error" in one:
@@ -210,8 +209,7 @@ def main() -> None:
             one = measure(name, system, overrides) if args.here else in_a_process(name, system)
             results.append(one)
             print(json.dumps(one), flush=True)
-    peers = [name for name in ("trl", "liger-kernel") if not args.here]
-    about = workload.versions("torch", "transformers", "ai2-olmo-core", *peers)
+    about = workload.versions()
     args.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
     if not args.here:
         print(table(results), about, sep="\n")
