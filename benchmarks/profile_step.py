@@ -8,6 +8,7 @@ the optimizer on microbatches that are on the device already: same process, same
 
 import argparse
 import json
+import logging
 import time
 from collections import Counter
 from typing import Any
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=25, help="how many of the longest kernels to list")
     args = parser.parse_args()
     cell = CELLS[args.cell]
+    logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
         clock, spy = Clock(), _Profile(cell.warmup + cell.steps)

@@ -56,9 +56,9 @@ def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrained
 
 
 def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
-    """Lengths of `count` pairs drawn from a real data set ("chat" or "hh"): count, 3."""
+    """Lengths of `count` pairs of a real data set ("chat" or "hh"), again from its start where it ends: count, 3."""
     every = np.load(LENGTHS / f"{name}_lengths.npy").astype(np.int64)
-    drawn = every[np.random.RandomState(seed).permutation(len(every))[:count]]
+    drawn = every[np.resize(np.random.RandomState(seed).permutation(len(every)), count)]
     clipped: IntArray = np.clip(drawn, 1, LONGEST)
     return clipped
 
