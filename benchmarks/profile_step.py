@@ -7,6 +7,7 @@ the optimizer on microbatches that are on the device already: same process, same
 """
 
 import argparse
+import itertools
 import json
 import logging
 import time
@@ -56,14 +57,15 @@ class _Profile(Callback):
             self.profile.__exit__(None, None, None)
 
 
-def bare_seconds(ready: Ready, steps: int) -> float:
-    """Seconds of a step that is nothing but forward, backward and optimizer."""
+def bare_seconds(ready: Ready, first: int, last: int) -> float:
+    """Seconds of a step that is nothing but forward, backward and optimizer, over steps `first` to before `last`."""
     module: Any = ready.trainer.train_module
     loader: Any = ready.trainer.data_loader
     loader.reshuffle(epoch=1)
-    loader.batches_processed = 0
+    loader.batches_processed = first
     device = ready.run.env.device
-    work = [[one.to(device) for one in batch["step"].work] for batch, _ in zip(loader, range(steps), strict=False)]
+    batches = itertools.islice(iter(loader), last - first)
+    work = [[one.to(device) for one in batch["step"].work] for batch in batches]
     torch.cuda.synchronize()
     started = time.perf_counter()
     for of_step in work:
@@ -73,7 +75,7 @@ def bare_seconds(ready: Ready, steps: int) -> float:
         module.optim_step()
         module.zero_grads()
     torch.cuda.synchronize()
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started) / (last - first)
 
 
 def main() -> None:
@@ -94,7 +96,7 @@ def main() -> None:
         clock.ends.pop()  # the profiled step
         timed = clock.ends[cell.warmup :]
         whole = (timed[-1] - timed[0]) / (len(timed) - 1)
-        bare = bare_seconds(ready, cell.warmup + cell.steps)
+        bare = bare_seconds(ready, cell.warmup, cell.warmup + cell.steps - 1)
         events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
     kernels = [one for one in events if str(one.device_type).endswith("CUDA")]
     by_kind: Counter[str] = Counter()

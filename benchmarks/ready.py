@@ -12,6 +12,7 @@ import torch
 import workload
 from olmo_core.train import Trainer
 
+from isopref.build.fit import fit_layout
 from isopref.build.model import score_all, spread
 from isopref.build.run import Run
 from isopref.build.trainer import build_trainer
@@ -60,7 +61,7 @@ def ready_trainer(cell: Cell, *, mixed: bool = False, layout: dict[str, Any] | N
                 "model": {"path": "random", **precision},
                 "data": {"train": "random"},
                 "optim": {"batch_pairs": cell.batch_pairs},
-                "layout": {"microbatch_tokens": cell.microbatch_tokens, **(layout or {})},
+                "layout": {"microbatch_tokens": cell.microbatch_tokens, "checkpointing": "none", **(layout or {})},
                 "run": {"folder": folder, "save_every": 10**6, "export": False},
             }
         )
@@ -69,9 +70,8 @@ def ready_trainer(cell: Cell, *, mixed: bool = False, layout: dict[str, Any] | N
             made = workload.model(cell.shape, dtype=getattr(torch, config.model.dtype), device=env.device)
             table = PairTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
             policy = Policy(made)
-            if config.layout.checkpointing:
-                made.gradient_checkpointing_enable({"use_reentrant": False})
             model = spread(run, policy)
+            run = fit_layout(run, model, table)
             reference = score_all(run, model, table, "reference")
             trainer = build_trainer(run, model, table, reference, None, False)
             del trainer.callbacks["checkpointer"]  # a checkpoint of many GiB at the end is not what is measured

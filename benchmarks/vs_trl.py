@@ -33,9 +33,9 @@ MATRIX_FLOPS = 790e12  # bfloat16 product of 8192 x 8192 matrices, as measured o
 
 
 CELLS = {
-    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=16384, trl_pairs=8),
-    "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=2, steps=6),
-    "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=8192, trl_pairs=2, warmup=2, steps=4),
+    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_pairs=8, warmup=2, steps=5),
+    "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=24576, trl_pairs=16, warmup=1, steps=4),
+    "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
     "cpu-hh": Cell("135m", "hh", 16, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=3),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
 }

@@ -55,7 +55,7 @@ class Segments:
     key_copies: Tensor | None  # 2, T, int64: where among the K keys each token is, the second -1 if it is there once
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
-    longest: int  # no segment has more queries or keys; rounded up, so that few values occur
+    longest: int  # no segment has more queries or keys
 
     def to(self, device: torch.device) -> Segments:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

@@ -212,7 +212,7 @@ LAYOUTS = [
     ["layout.microbatch_tokens=200"],
     ["layout.microbatch_pairs=1", "layout.score_tokens=100"],
     ["layout.rows=packed"],
-    ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.checkpointing=true"],
+    ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.checkpointing=full"],
     ["layout.rows=padded"],
     ["layout.rows=padded", "layout.microbatch_pairs=2"],
     ["layout.rows=padded_separate"],

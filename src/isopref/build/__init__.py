@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isopref.build import result
 from isopref.build.data import pair_table, sample_prompts
+from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import check_parallel, load_policy, score_all, spread
 from isopref.build.run import Run, claim_folder, open_folder
 from isopref.build.trainer import build_trainer, fit
@@ -37,7 +38,7 @@ def _train(run: Run, resume: bool) -> None:
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     table = pair_table(run, tokenizer, config.data.train)
     eval_table = None if config.data.eval is None else pair_table(run, tokenizer, config.data.eval)
-    check_budget(table.lengths, run.train_budget, name=table.origin)
+    check_train_budget(run, table)
     for scored in [table] if eval_table is None else [table, eval_table]:
         check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
     policy = load_policy(run)
@@ -47,6 +48,7 @@ def _train(run: Run, resume: bool) -> None:
     with policy.plain() as plain:
         before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
     model = spread(run, policy)
+    run = fit_layout(run, model, table)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     reference = score_all(run, model, table, "reference")

@@ -1,16 +1,14 @@
 """The policy of a run: loaded, proven, spread over ranks, scored."""
 
-import os
-
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from isopref.build.fit import device_memory
 from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import hf
-from isopref.models.parallel import GradSync, Parallel, check_shard, compile_layers, parallelize
+from isopref.models.parallel import Parallel, check_shard, compile_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
@@ -33,8 +31,6 @@ def load_policy(run: Run) -> Policy:
     dtype = getattr(torch, model.dtype)
     policy = Policy(hf.load_model(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code))
     policy.to(run.env.device)
-    if run.config.layout.checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy
 
 
@@ -107,21 +103,6 @@ def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableL
         )
 
 
-def grad_sync(run: Run, model: nn.Module) -> GradSync:
-    """What layout.grad_sync: auto chooses. Only FSDP pays memory for `last`: the whole gradient on every rank."""
-    asked = run.config.layout.grad_sync
-    if asked != "auto":
-        return asked
-    if not isinstance(model, FSDPModule):
-        return "last"
-    gradient, room = sum(p.numel() * p.element_size() for p in model.parameters()), _memory(run.env.device)
-    chosen: GradSync = "last" if gradient < 0.1 * room else "every"
-    run.display.say(
-        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of {room / 2**30:.0f} GiB"
-    )
-    return chosen
-
-
 def _parallel(run: Run, policy: Policy) -> Parallel:
     """What layout.parallel: auto chooses, said aloud."""
     asked = run.config.layout.parallel
@@ -133,17 +114,10 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     if run.env.world_size == 1:
         return "single"
     state = 4 * sum(p.numel() * p.element_size() for p in policy.parameters())  # weights, gradients, two moments
-    room = _memory(run.env.device)
+    room = device_memory(run.env.device)
     chosen: Parallel = "ddp" if state < 0.4 * room else "fsdp"
     run.display.say(
         f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "
         f"{room / 2**30:.0f} GiB on each rank"
     )
     return chosen
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes one rank has."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -13,6 +13,9 @@ from isopref.engine.display import Display
 from isopref.engine.environment import Environment
 from isopref.errors import RunError
 from isopref.losses import PairLoss, pair_loss
+from isopref.models.parallel import GradSync
+
+SCORE_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Run:
     folder: Path
     env: Environment
     display: Display
+    # What the layout's autos have become, once the model is there (fit_layout).
+    microbatch_tokens: int | None = None
+    grad_sync: GradSync = "last"
 
     @property
     def model_folder(self) -> Path:
@@ -31,19 +37,22 @@ class Run:
     @property
     def train_budget(self) -> Budget:
         layout = self.config.layout
-        return Budget(layout.rows, layout.microbatch_tokens, layout.microbatch_pairs)
+        assert self.microbatch_tokens is not None, "fit_layout comes first"
+        return Budget(layout.rows, self.microbatch_tokens, layout.microbatch_pairs)
 
     @property
     def score_budget(self) -> Budget:
         """Scoring keeps no activations, so its rows may be larger."""
         layout = self.config.layout
-        return Budget(layout.rows, layout.score_tokens or 2 * layout.microbatch_tokens)
+        asked = layout.microbatch_tokens
+        return Budget(layout.rows, layout.score_tokens or (SCORE_TOKENS if asked == "auto" else 2 * asked))
 
     @property
     def score_setting(self) -> str:
         """What the score budget comes from."""
-        asked = self.config.layout.score_tokens is not None
-        return "layout.score_tokens" if asked else "twice layout.microbatch_tokens, for scoring,"
+        layout = self.config.layout
+        own = layout.score_tokens is not None or layout.microbatch_tokens == "auto"
+        return "layout.score_tokens" if own else "twice layout.microbatch_tokens, for scoring,"
 
     @property
     def loss(self) -> PairLoss:

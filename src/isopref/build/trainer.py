@@ -7,7 +7,7 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
-from isopref.build.model import compute_dtype, grad_sync
+from isopref.build.model import compute_dtype
 from isopref.build.result import HeldOut
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
@@ -73,12 +73,12 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int)
         model,
         _optimizer(run, model),
         objective=run.loss,
-        rank_microbatch_size=run.config.layout.microbatch_tokens,
+        rank_microbatch_size=run.train_budget.tokens,
         reference=reference,
         weighting=objective.weighting,
         scheduler=_scheduler(run, steps),
         max_grad_norm=optim.max_grad_norm,
-        grad_sync=grad_sync(run, model),
+        grad_sync=run.grad_sync,
         compute_dtype=compute_dtype(run),
     )
 

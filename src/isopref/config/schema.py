@@ -139,9 +139,10 @@ class LayoutConfig(Section):
         "answers; packed: packed rows, the prompt repeated; padded: chosen and rejected right-padded in one "
         "forward pass; padded_separate: the same in two.",
     )
-    microbatch_tokens: Count = Field(
-        default=4096,
-        description="Tokens of one forward and backward pass on one rank: the main setting for memory.",
+    microbatch_tokens: Count | Literal["auto"] = Field(
+        default="auto",
+        description="Tokens of one forward and backward pass on one rank: the main setting for memory. "
+        "auto: measured on a GPU, as many as fit and make it faster; on the CPU 4096, or the longest pair.",
     )
     microbatch_pairs: Count | None = Field(
         default=None, description="Most pairs in a microbatch. null: as many as its tokens allow."
@@ -163,13 +164,15 @@ class LayoutConfig(Section):
         default=None,
         description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows.",
     )
-    checkpointing: bool = Field(
-        default=False,
-        description="Recompute activations in the backward pass: less memory, more compute.",
+    checkpointing: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="Recompute activations in the backward pass: less memory, more compute. full: in every layer; "
+        "auto: on a GPU in as many layers as memory asks for, which may be none; on the CPU in none.",
     )
     score_tokens: Count | None = Field(
         default=None,
-        description="Tokens of one forward-only microbatch (reference and evaluation). null: twice microbatch_tokens.",
+        description="Tokens of one forward-only microbatch (reference and evaluation). "
+        "null: twice microbatch_tokens; 16384 with auto.",
     )
 
 

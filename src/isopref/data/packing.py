@@ -51,6 +51,14 @@ def padded_tokens(lengths_P3: IntArray, kind: RowKind) -> int:
     return len(lengths_P3) * (longest_chosen + longest_rejected)
 
 
+def tokens_alone(lengths_N3: IntArray, kind: RowKind) -> IntArray:
+    """Token slots that each pair takes as a microbatch of its own: N."""
+    alone: IntArray = lengths_N3.sum(axis=1) + (0 if kind == "shared" else lengths_N3[:, PROMPT])
+    if kind == "padded":
+        alone = 2 * (lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1))
+    return alone
+
+
 def check_budget(
     lengths_N3: IntArray,
     budget: Budget,
@@ -62,9 +70,7 @@ def check_budget(
 
     `setting` is what the budget comes from, `name` what a pair is called in the message.
     """
-    totals = lengths_N3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_N3[:, PROMPT])
-    if budget.kind == "padded":
-        totals = 2 * (lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1))
+    totals = tokens_alone(lengths_N3, budget.kind)
     worst = int(totals.argmax())
     if totals[worst] > budget.tokens:
         prompt, chosen, rejected = (int(n) for n in lengths_N3[worst])
@@ -102,7 +108,7 @@ def _work(lengths_P3: IntArray, kind: RowKind, attention_share: float) -> FloatA
 
 def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share: float) -> list[Group]:
     """As few rows as hold everything, with the same work in each if that can be had."""
-    tokens = lengths_P3.sum(axis=1) + (0 if budget.kind == "shared" else lengths_P3[:, PROMPT])
+    tokens = tokens_alone(lengths_P3, budget.kind)
     work = _work(lengths_P3, budget.kind, attention_share)
     num_rows = -(-int(tokens.sum()) // budget.tokens)
     if budget.pairs is not None:

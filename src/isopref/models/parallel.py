@@ -90,6 +90,18 @@ def compile_layers(policy: Policy) -> None:
         layer.compile(dynamic=True)
 
 
+def checkpoint_layers(policy: Policy, count: int) -> None:
+    """Have the first `count` decoder layers keep only their inputs, and compute the rest again in the backward pass."""
+    if not count and not policy.model.is_gradient_checkpointing:
+        return
+    layers = decoder_layers(policy, "Set layout.checkpointing: none.")
+    if not policy.model.supports_gradient_checkpointing:
+        raise ConfigError(f"{type(policy.model).__name__} cannot recompute its layers. Set layout.checkpointing: none.")
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # as transformers itself sets it
+
+
 @contextmanager
 def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[None]:
     """Around one microbatch's forward and backward: reduce gradients after it, or leave that to a later one.

@@ -18,7 +18,7 @@ from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
-from isopref.models.parallel import GradSync, Parallel, full, parallelize
+from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
@@ -151,7 +151,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     """A train module on the cell's model, spread as the cell says."""
     policy = Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed))
     if cell.checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
     model = parallelize(policy, cell.parallel, device=torch.device("cpu"), world_size=cell.ranks, hsdp_shard=shard)
     module = DPOTrainModule(

@@ -1,0 +1,69 @@
+"""What the layout leaves to us (`auto`), settled once the model is on its device, and said aloud."""
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from isopref.build.run import Run
+from isopref.data.packing import Budget, check_budget, tokens_alone
+from isopref.data.table import PairTable
+from isopref.engine.fit import fit_memory
+from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, unwrap
+
+CPU_TOKENS = 4096
+
+
+def check_train_budget(run: Run, table: PairTable) -> None:
+    """Raise ConfigError early where a pair is longer than the microbatch that was asked for."""
+    layout = run.config.layout
+    if layout.microbatch_tokens != "auto":
+        check_budget(table.lengths, Budget(layout.rows, layout.microbatch_tokens), name=table.origin)
+
+
+def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
+    """Settle when gradients are reduced, how many layers recompute, and how many tokens a microbatch has."""
+    layout, policy = run.config.layout, unwrap(model)
+    run = replace(run, grad_sync=_grad_sync(run, model))
+    tokens = None if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
+    on_cpu = run.env.device.type == "cpu"
+    recompute = layout.checkpointing == "full" or (layout.checkpointing == "auto" and not on_cpu)
+    every = len(decoder_layers(policy, "Set layout.checkpointing: none.")) if recompute else 0
+    fewest = every if layout.checkpointing == "full" else 0
+    if on_cpu:
+        checkpoint_layers(policy, fewest)
+        longest = int(tokens_alone(table.lengths, layout.rows).max())
+        return replace(run, microbatch_tokens=tokens or max(CPU_TOKENS, longest))
+    if tokens is not None and layout.checkpointing != "auto":
+        checkpoint_layers(policy, fewest)
+        return replace(run, microbatch_tokens=tokens)
+    fit = fit_memory(model, policy, table, layout.rows, grad_sync=run.grad_sync, layers=(fewest, every), tokens=tokens)
+    if tokens is None:
+        run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
+    if layout.checkpointing == "auto" and fit.layers:
+        run.display.say(f"layout.checkpointing: auto is {fit.layers} of {every} layers: {fit.why}")
+    return replace(run, microbatch_tokens=fit.tokens)
+
+
+def _grad_sync(run: Run, model: nn.Module) -> GradSync:
+    """What layout.grad_sync: auto chooses. Only FSDP pays memory for `last`: the whole gradient on every rank."""
+    asked = run.config.layout.grad_sync
+    if asked != "auto":
+        return asked
+    if not isinstance(model, FSDPModule):
+        return "last"
+    gradient, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
+    chosen: GradSync = "last" if gradient < 0.1 * room else "every"
+    run.display.say(
+        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of {room / 2**30:.0f} GiB"
+    )
+    return chosen
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes one rank has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

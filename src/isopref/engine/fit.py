@@ -1,0 +1,163 @@
+"""How large a microbatch the device's memory takes: measured on the run's own pairs, not guessed.
+
+What a step takes is near enough a line in the tokens of its microbatches, and a line in the number of layers that
+recompute their activations. So rows of two sizes are run, with no layer recomputing and with all, and the rest follows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from isopref.data.packing import RowKind, tokens_alone
+from isopref.data.rows import build_microbatch
+from isopref.data.table import PairTable
+from isopref.errors import ConfigError
+from isopref.models.parallel import GradSync, checkpoint_layers, gradient_sync
+from isopref.models.policy import Policy
+from isopref.types import Microbatch
+
+HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
+PROBE_TOKENS = 4096
+LEAST_TOKENS = 8192  # a smaller microbatch leaves a GPU idle; recomputing some layers costs less
+MOST_TOKENS = 24576  # a larger one is no faster
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a step beyond weights and optimizer, as a line in the tokens of its microbatches."""
+
+    fixed: float
+    per_token: float
+
+    @classmethod
+    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> "StepMemory":
+        """The line through two measurements, each (tokens, bytes)."""
+        slope = max(1.0, (many[1] - few[1]) / max(1, many[0] - few[0]))
+        return cls(max(0.0, few[1] - slope * few[0]), slope)
+
+    def at(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def __str__(self) -> str:
+        return f"{self.fixed / GIB:.1f} GiB and {1000 * self.per_token / GIB:.2f} GiB for every 1,000 tokens"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Tokens of a microbatch, and how many layers recompute, with the reason."""
+
+    tokens: int
+    layers: int
+    why: str
+
+
+def choose(
+    measured: tuple[StepMemory, StepMemory],
+    layers: tuple[int, int],
+    room: float,
+    *,
+    longest: int,
+    tokens: int | None = None,
+) -> Fit:
+    """The fewest recomputing layers with which a microbatch of enough tokens fits into `room` bytes.
+
+    `measured` is with the fewest and the most `layers` recomputing. `longest` is the pair that must fit; `tokens` is a
+    size that was asked for. Raises ConfigError where nothing fits.
+    """
+    few, many = measured
+    wanted = tokens or max(longest, LEAST_TOKENS)
+    over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
+    share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
+    count = layers[0] + math.ceil(share * (layers[1] - layers[0]))
+    share = (count - layers[0]) / max(1, layers[1] - layers[0])
+    line = StepMemory(*(a + share * (b - a) for a, b in ((few.fixed, many.fixed), (few.per_token, many.per_token))))
+    most = int((room - line.fixed) / line.per_token)
+    if most < (tokens or longest):
+        raise ConfigError(
+            f"a microbatch of {tokens or longest} tokens does not fit into the {room / GIB:.1f} GiB that weights and "
+            f"optimizer leave: a step takes {line}, with {count} layers recomputing. Spread the model over more GPUs "
+            "(layout.parallel: fsdp, layout.grad_sync: every), recompute (layout.checkpointing: auto or full), or use "
+            f"shorter pairs (data.max_length){' or a smaller layout.microbatch_tokens' if tokens else ''}."
+        )
+    why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
+    return Fit(tokens or max(longest, min(most, MOST_TOKENS)), count, why)
+
+
+def fit_memory(
+    model: nn.Module,
+    policy: Policy,
+    table: PairTable,
+    kind: RowKind,
+    *,
+    grad_sync: GradSync,
+    layers: tuple[int, int],
+    tokens: int | None,
+) -> Fit:
+    """Measure on this device, choose (the same on all ranks, who call this together) and set the layers that recompute.
+
+    `layers`: the fewest and the most layers that may recompute.
+    """
+    device = next(model.parameters()).device
+    lines = {count: _measure(model, policy, table, kind, grad_sync, count) for count in sorted(set(layers))}
+    room = _least(_room(model, device), device)
+    longest = int(tokens_alone(table.lengths, kind).max())
+    fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
+    checkpoint_layers(policy, fit.layers)
+    return fit
+
+
+def _measure(
+    model: nn.Module, policy: Policy, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int
+) -> StepMemory:
+    device = next(model.parameters()).device
+    checkpoint_layers(policy, layers)
+    few, many = (_microbatch(table, kind, tokens) for tokens in (PROBE_TOKENS, 2 * PROBE_TOKENS))
+    _peak(model, few[1], grad_sync)  # compiles, which takes memory of its own
+    sizes = [(tokens, -_least(-_peak(model, microbatch, grad_sync), device)) for tokens, microbatch in (few, many)]
+    return StepMemory.through(*sizes)
+
+
+def _microbatch(table: PairTable, kind: RowKind, tokens: int) -> tuple[int, Microbatch]:
+    """Pairs of about that many tokens, and how many they have."""
+    alone = tokens_alone(table.lengths, kind)
+    order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")  # of usual length, so that their number is too
+    index = np.resize(order, max(1, int(tokens / np.median(alone))))
+    return int(alone[index].sum()), build_microbatch([table.tokens(int(i)) for i in index], kind)
+
+
+def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
+    """Bytes that a step of two such microbatches takes at its peak."""
+    device = next(model.parameters()).device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    model.train()
+    for last in (False, True):
+        with gradient_sync(model, grad_sync, last=last):
+            model(microbatch.to(device)).sum().backward()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    for parameter in model.parameters():
+        parameter.grad = None
+    return float(peak)
+
+
+def _room(model: nn.Module, device: torch.device) -> float:
+    """Bytes left for a step once AdamW's two moments are there."""
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
+    return free + cached - 2 * sum(p.numel() * p.element_size() for p in local) - HEADROOM * total
+
+
+def _least(value: float, device: torch.device) -> float:
+    """The smallest of all ranks' values: every rank must cut a batch the same way."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    least = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)

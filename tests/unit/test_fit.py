@@ -1,0 +1,90 @@
+"""How large a microbatch may be, from measured lines; the measuring itself needs a GPU (tests/gpu)."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from isopref.data.rows import build_microbatch
+from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, StepMemory, choose
+from isopref.errors import ConfigError
+from isopref.models.parallel import checkpoint_layers, decoder_layers
+from isopref.models.policy import Policy
+from isopref.testing.models import random_pairs, tiny_model
+
+PLAIN, FULL = StepMemory(fixed=1000.0, per_token=10.0), StepMemory(fixed=1000.0, per_token=2.0)
+
+
+def test_the_line_goes_through_both_measurements() -> None:
+    line = StepMemory.through((100, 2000.0), (300, 4000.0))
+    assert (line.fixed, line.per_token) == (1000.0, 10.0)
+    assert line.at(300) == 4000.0
+
+
+def test_no_layer_recomputes_where_all_fits() -> None:
+    fit = choose((PLAIN, FULL), (0, 32), 1000.0 + 10 * 9000, longest=500)
+    assert (fit.tokens, fit.layers) == (9000, 0)
+
+
+def test_rows_grow_no_further_than_they_help() -> None:
+    assert choose((PLAIN, FULL), (0, 32), 1e9, longest=500).tokens == MOST_TOKENS
+    assert choose((PLAIN, FULL), (0, 32), 1e9, longest=MOST_TOKENS + 7).tokens == MOST_TOKENS + 7
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_as_few_layers_recompute_as_will_do(share: float) -> None:
+    """With so much of what recomputing every layer would save missing, that share of the layers does."""
+    missing = share * (PLAIN.at(LEAST_TOKENS) - FULL.at(LEAST_TOKENS))
+    fit = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS) - missing, longest=500)
+    assert fit.tokens >= LEAST_TOKENS
+    assert 32 * share <= fit.layers < 32 * share + 1
+
+
+def test_a_long_pair_decides_what_is_enough() -> None:
+    fit = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS), longest=2 * LEAST_TOKENS)
+    assert fit.tokens >= 2 * LEAST_TOKENS
+    assert 0 < fit.layers < 32
+
+
+def test_what_was_asked_for_stays() -> None:
+    assert choose((PLAIN, FULL), (0, 32), 1e9, longest=500, tokens=3000).tokens == 3000
+    assert choose((FULL, FULL), (32, 32), 1e9, longest=500).layers == 32
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (0, 32)])
+def test_nothing_fits(layers: tuple[int, int]) -> None:
+    measured = (PLAIN, PLAIN) if layers == (0, 0) else (PLAIN, FULL)
+    with pytest.raises(ConfigError, match=r"a microbatch of 5000 tokens does not fit .*\(data.max_length\)"):
+        choose(measured, layers, 1000.0 + 2 * 4000, longest=5000)
+
+
+def _note(calls: list[nn.Module], module: nn.Module, *_: object) -> None:
+    calls.append(module)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_recomputing_layers_give_the_same_gradient(count: int) -> None:
+    """Whichever layers recompute, and the ones that were asked to, do: their inputs are all that they keep."""
+    microbatch = build_microbatch(random_pairs(3, seed=0, longest=9), "shared")
+    gradients = []
+    for recompute in (0, count):
+        policy = Policy(tiny_model("llama", dtype=torch.float64)).train()
+        checkpoint_layers(policy, recompute)
+        calls: list[nn.Module] = []
+        layers = decoder_layers(policy)
+        for layer in layers:
+            layer.get_submodule("self_attn").register_forward_hook(partial(_note, calls))
+        policy(microbatch).sum().backward()
+        counts = [calls.count(layer.get_submodule("self_attn")) for layer in layers]
+        assert counts == [2 if number < recompute else 1 for number in range(2)]
+        gradients.append([p.grad for p in policy.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_recomputing_is_switched_off_again() -> None:
+    policy = Policy(tiny_model("llama")).train()
+    for count in (2, 0):
+        checkpoint_layers(policy, count)
+        assert sum(bool(layer.gradient_checkpointing) for layer in decoder_layers(policy)) == count

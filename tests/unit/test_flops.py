@@ -1,0 +1,42 @@
+"""Useful operations, counted by hand for a tiny Llama."""
+
+import numpy as np
+import torch
+
+from isopref.models.flops import PEAK_FLOPS, UsefulFlops, peak_flops
+from isopref.models.policy import Policy
+from isopref.testing.models import VOCABULARY, tiny_model
+
+
+def test_one_pair_by_hand() -> None:
+    """Two layers, 32 wide, 48 in the MLP, 4 heads and 2 key heads of 8; prompt 3, chosen 2, rejected 4."""
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    weights = 2 * (attention + 3 * 32 * 48)
+    # prompt and chosen: 1 + 2 + 3 + 4 + 5 keys; rejected: the prompt's 3 each, and 1 + 2 + 3 + 4.
+    keys = 15 + 4 * 3 + 10
+    forward = 2 * weights * (3 + 2 + 4) + 2 * 32 * VOCABULARY * (2 + 4) + 2 * 4 * (4 * 8) * keys
+    assert UsefulFlops(Policy(tiny_model("llama")))(np.array([[3, 2, 4]])) == 3 * forward
+
+
+def test_pairs_add_up() -> None:
+    flops = UsefulFlops(Policy(tiny_model("llama")))
+    lengths = np.array([[3, 2, 4], [7, 1, 1], [1, 9, 5]])
+    assert flops(lengths) == sum(flops(lengths[i : i + 1]) for i in range(3))
+
+
+def test_embeddings_do_no_work_and_experts_only_when_used() -> None:
+    """A token takes two of four experts; the tables of tokens and positions are only looked up."""
+    for name, of_token in (("gpt2", 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128)), ("llama_tied", None), ("qwen3_moe", None)):
+        flops = UsefulFlops(Policy(tiny_model(name)))
+        if of_token is not None:
+            assert flops.per_token == 2 * of_token
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    assert flops.per_token == 2 * 2 * (attention + 32 * 4 + 2 * 3 * 32 * 24)  # with the router, 32 x 4
+
+
+def test_the_cpu_is_measured() -> None:
+    assert 1e8 < peak_flops(torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_a_card_is_found_by_its_closest_name() -> None:
+    assert list(PEAK_FLOPS).index("H100 PCIe") < list(PEAK_FLOPS).index("H100")
