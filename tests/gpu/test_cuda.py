@@ -52,21 +52,28 @@ def test_varlen_attention_is_the_portable_one(kind: str, window: int | None, dty
         assert relative(found, expected) < 1e-2
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("max_logits", [2**27, 3 * 5000])
-def test_head(softcap: float | None, max_logits: int) -> None:
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, None), (1.0, 5.0), (2.5, 3.0)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("max_logits", [None, 3 * 5000])
+def test_head(scale: float, softcap: float | None, biased: bool, max_logits: int | None) -> None:
+    """The kernels in float32 and bfloat16 against the specification in float64: values, and gradients of all parts."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(301, 128, generator=generator, dtype=torch.float64)
     weight = torch.randn(5000, 128, generator=generator, dtype=torch.float64) * 0.2
     target = torch.randint(5000, (301,), generator=generator)
     grad = torch.randn(301, generator=generator, dtype=torch.float64)
+    parts = [hidden, weight, *([torch.randn(5000, generator=generator, dtype=torch.float64)] if biased else [])]
 
-    expected_leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = token_logprobs_eager(expected_leaves[0], expected_leaves[1], target, softcap=softcap)
+    expected_leaves = [part.clone().requires_grad_() for part in parts]
+    head, matrix, *bias = expected_leaves
+    expected = token_logprobs_eager(head, matrix, target, *bias, scale=scale, softcap=softcap)
     expected_grads = torch.autograd.grad(expected, expected_leaves, grad)
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        leaves = [x.to(CUDA, dtype).requires_grad_() for x in (hidden, weight)]
-        found = token_logprobs(leaves[0], leaves[1], target.to(CUDA), softcap=softcap, max_logits=max_logits)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        leaves = [x.to(CUDA, dtype).requires_grad_() for x in parts]
+        head, matrix, *bias = leaves
+        found = token_logprobs(
+            head, matrix, target.to(CUDA), *bias, scale=scale, softcap=softcap, max_logits=max_logits
+        )
         grads = torch.autograd.grad(found, leaves, grad.to(CUDA, found.dtype))
         for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
             assert relative(one, other) < bound

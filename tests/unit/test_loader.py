@@ -34,7 +34,7 @@ def test_every_pair_comes_once_in_the_order_of_the_schedule() -> None:
     made = loader()
     batches = [indices(batch) for batch in made]
     assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 3]
-    assert sorted(sum(batches, [])) == list(range(23))
+    assert sorted(i for batch in batches for i in batch) == list(range(23))
 
 
 def test_a_loader_that_goes_on_gives_the_rest() -> None:
