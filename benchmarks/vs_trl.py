@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ CELLS = {
     "cpu-hh": Cell("135m", "hh", 16, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=3),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
 }
-SYSTEMS = ("isopref", "isopref-mixed", "trl", "trl-liger")
+# isopref-small: microbatches of a third the tokens; isopref-mixed: float32 master weights, bfloat16 compute.
+SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "trl", "trl-liger")
 
 
 class Clock:
@@ -154,8 +156,10 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
 def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """One cell of one system, in this process."""
     cell = CELLS[name]
+    small = replace(cell, microbatch_tokens=cell.microbatch_tokens // 3)
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
+        "isopref-small": lambda: run_isopref(small, mixed=False, overrides=overrides),
         "isopref-mixed": lambda: run_isopref(cell, mixed=True, overrides=overrides),
         "trl": lambda: run_trl(cell, liger=False),
         "trl-liger": lambda: run_trl(cell, liger=True),
