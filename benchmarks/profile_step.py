@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--cell", choices=CELLS, default="1b-chat")
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--kernels", type=int, default=25, help="how many of the longest kernels to list")
+    parser.add_argument("--kernels", type=int, default=6, help="how many of the longest kernels of each kind to list")
     args = parser.parse_args()
     cell = CELLS[args.cell]
     logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
@@ -98,7 +98,7 @@ def main() -> None:
         whole = (timed[-1] - timed[0]) / (len(timed) - 1)
         bare = bare_seconds(ready, cell.warmup, cell.warmup + cell.steps - 1)
         events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
-    kernels = [one for one in events if str(one.device_type).endswith("CUDA")]
+    kernels = [one for one in events if "#" not in one.key and str(one.device_type).endswith("CUDA")]
     by_kind: Counter[str] = Counter()
     for one in kernels:
         by_kind[kind_of(one.key)] += one.self_device_time_total / 1e6
@@ -106,9 +106,10 @@ def main() -> None:
     print(f"step {whole:.4f} s in the trainer, {bare:.4f} s bare: the engine adds {whole / bare - 1:.1%}")
     print(f"profiled step {spy.seconds:.4f} s, kernels {busy:.4f} s of it")
     for kind, seconds in by_kind.most_common():
-        print(f"  {kind:16} {seconds:.4f} s  {seconds / busy:.1%}")
-    for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[: args.kernels]:
-        print(f"  {one.self_device_time_total / 1e3:9.2f} ms  {one.count:5}  {one.key[:110]}")
+        print(f"{kind:16} {seconds:.4f} s  {seconds / busy:.1%}")
+        of_kind = [one for one in kernels if kind_of(one.key) == kind]
+        for one in sorted(of_kind, key=lambda one: -one.self_device_time_total)[: args.kernels]:
+            print(f"  {one.self_device_time_total / 1e3:9.2f} ms  {one.count:5}  {one.key[:100]}")
 
 
 if __name__ == "__main__":

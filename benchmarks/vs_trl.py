@@ -34,13 +34,13 @@ MATRIX_FLOPS = 790e12  # bfloat16 product of 8192 x 8192 matrices, as measured o
 
 
 CELLS = {
-    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_pairs=8, warmup=2, steps=5),
+    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=40960, trl_pairs=8, warmup=2, steps=5),
     "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=24576, trl_pairs=16, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
     "cpu-hh": Cell("135m", "hh", 16, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=3),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
 }
-# isopref-small: microbatches of a third the tokens; isopref-mixed: float32 master weights, bfloat16 compute.
+# isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute.
 SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "trl", "trl-liger")
 
 
@@ -156,7 +156,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
 def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """One cell of one system, in this process."""
     cell = CELLS[name]
-    small = replace(cell, microbatch_tokens=cell.microbatch_tokens // 3)
+    small = replace(cell, microbatch_tokens=8192)
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
         "isopref-small": lambda: run_isopref(small, mixed=False, overrides=overrides),

@@ -52,7 +52,7 @@ class Segments:
     query_offsets: Tensor  # S+1, int32
     key_offsets: Tensor  # S+1, int32
     key_index: Tensor | None  # K, int64
-    key_copies: Tensor | None  # 2, T, int64: where among the K keys each token is, the second -1 if it is there once
+    key_copies: Tensor | None  # 2, T, int64: where among the K keys each token is; -1 for a copy there is not
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
     longest: int  # no segment has more queries or keys
@@ -72,6 +72,7 @@ class Pass:
     position_ids: Tensor | None  # B, T
     segments: Segments | None
     predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token
+    predict_copies: Tensor  # 2, B*T: where among the C each position is, twice at most; -1 for a copy there is not
     target: Tensor  # C: the token
     completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
 

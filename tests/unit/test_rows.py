@@ -65,7 +65,13 @@ def predictions(one: Pass) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def check_copies(index: torch.Tensor, copies: torch.Tensor, size: int) -> None:
+    expected = [[k for k, t in enumerate(index.tolist()) if t == token] for token in range(size)]
+    assert [[k for k in at if k >= 0] for at in copies.T.tolist()] == expected
+
+
 def check(one: Pass, expected: Expected) -> None:
+    check_copies(one.predict_index, one.predict_copies, one.input_ids.numel())
     assert one.input_ids.tolist() == expected.ids
     assert sorted(predictions(one)) == sorted(expected.predictions)
     if expected.positions is None:
@@ -81,9 +87,7 @@ def check(one: Pass, expected: Expected) -> None:
     assert (None if found.key_index is None else found.key_index.tolist()) == expected.key_index
     assert found.longest >= max(np.diff(expected.query_bounds).max(), np.diff(expected.key_bounds).max())
     if found.key_index is not None and found.key_copies is not None:
-        keys = found.key_index.tolist()
-        copies = [[k for k, t in enumerate(keys) if t == token] for token in range(one.input_ids.shape[1])]
-        assert [[k for k in at if k >= 0] for at in found.key_copies.T.tolist()] == copies
+        check_copies(found.key_index, found.key_copies, one.input_ids.numel())
     assert found.query_offsets.dtype == found.key_offsets.dtype == torch.int32
 
 

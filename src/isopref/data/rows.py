@@ -85,6 +85,7 @@ class _Row:
             self.segment(nothing, nothing, nothing[:0])
         keys = np.concatenate(self.keys)
         in_order = len(keys) == self.length  # nothing is shared, so every token is a key once
+        predict = _flat(self.predict)
         return Pass(
             input_ids=_tensor(self.tokens)[None],
             position_ids=_tensor(self.positions)[None],
@@ -92,23 +93,25 @@ class _Row:
                 query_offsets=torch.tensor(self.query_bounds, dtype=torch.int32),
                 key_offsets=torch.tensor(self.key_bounds, dtype=torch.int32),
                 key_index=None if in_order else torch.from_numpy(keys),
-                key_copies=None if in_order else torch.from_numpy(_copies(keys)),
+                key_copies=None if in_order else torch.from_numpy(_copies(keys, self.length)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
                 longest=-(-int(np.diff(self.key_bounds).max()) // LONGEST_STEP) * LONGEST_STEP,
             ),
-            predict_index=_tensor(self.predict),
+            predict_index=torch.from_numpy(predict),
+            predict_copies=torch.from_numpy(_copies(predict, self.length)),
             target=_tensor(self.target),
             completion=_tensor(self.completion),
         )
 
 
-def _copies(keys: IntArray) -> IntArray:
-    """Where each token is among the keys: 2, T; the second is -1 for a token that is there once. None is there more."""
-    counts = np.bincount(keys)
+def _copies(index_K: IntArray, size: int) -> IntArray:
+    """Where each of `size` rows is in `index`: 2, size; -1 for a copy there is not."""
+    counts = np.bincount(index_K, minlength=size)
+    assert counts.max(initial=0) <= 2, "a row is taken more than twice"
+    order = np.append(np.argsort(index_K, kind="stable"), [0, 0])
     first = np.cumsum(counts) - counts
-    order = np.argsort(keys, kind="stable")
-    return np.stack([order[first], np.where(counts == 2, order[np.minimum(first + 1, len(keys) - 1)], -1)])
+    return np.stack([np.where(counts > copy, order[first + copy], -1) for copy in (0, 1)])
 
 
 def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
@@ -142,15 +145,21 @@ def _padded(sequences: Sequences) -> Pass:
         predict.append(np.arange(b * width + len(prompt) - 1, b * width + end - 1))
         target.append(completion)
         completions.append(np.full(len(completion), number))
+    where = _flat(predict)
     return Pass(
         input_ids=torch.from_numpy(ids),
         position_ids=None,
         segments=None,
-        predict_index=_tensor(predict),
+        predict_index=torch.from_numpy(where),
+        predict_copies=torch.from_numpy(_copies(where, ids.size)),
         target=_tensor(target),
         completion=_tensor(completions),
     )
 
 
 def _tensor(parts: Sequence[IntArray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.arange(0), *parts]).astype(np.int64, copy=False))
+    return torch.from_numpy(_flat(parts))
+
+
+def _flat(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.arange(0), *parts]).astype(np.int64, copy=False)

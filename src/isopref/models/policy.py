@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from isopref.models.attention import NAME, register
 from isopref.models.hf import disable_dropout
 from isopref.ops.logprob import token_logprobs
+from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
 
 
@@ -45,7 +46,7 @@ class Policy(nn.Module):
         hidden = self._hidden_BTD(one).flatten(0, 1)
         head = self.model.get_output_embeddings()
         logp_C = token_logprobs(
-            hidden.index_select(0, one.predict_index),
+            take(hidden, one.predict_index, one.predict_copies),
             head.weight,
             one.target,
             getattr(head, "bias", None),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from isopref.ops.take import take
 from isopref.types import Segments
 
 
@@ -32,29 +33,13 @@ def segment_attention(
     softcap * tanh(score / softcap).
     """
     query, key, value = (x.transpose(0, 1) for x in (query_HTE, key_GTE, value_GTE))
-    if segments.key_index is not None:
-        key, value = (_TakeKeys.apply(x, segments.key_index, segments.key_copies) for x in (key, value))  # type: ignore[no-untyped-call]
+    if segments.key_index is not None and segments.key_copies is not None:
+        key, value = (take(x, segments.key_index, segments.key_copies) for x in (key, value))
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and softcap is None:
         return _varlen(query, key, value, segments, scale, window)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     return _portable(query, key, value, segments, scale, window, softcap)
-
-
-class _TakeKeys(torch.autograd.Function):
-    """x[index]. A token is taken once or twice, so its gradient is one value or a sum of two: no atomic additions."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TGE: Tensor, index_K: Tensor, copies_2T: Tensor) -> Tensor:
-        ctx.save_for_backward(copies_2T)
-        return x_TGE.index_select(0, index_K)
-
-    @staticmethod
-    def backward(ctx: Any, grad_KGE: Tensor) -> tuple[Tensor, None, None]:
-        first_T, second_T = ctx.saved_tensors[0]
-        second = grad_KGE.index_select(0, second_T.clamp(min=0))
-        second = torch.where((second_T >= 0)[:, None, None], second, 0)
-        return grad_KGE.index_select(0, first_T) + second, None, None
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
