@@ -14,7 +14,6 @@ from isopref.data.packing import RowKind
 from isopref.types import IntArray, Microbatch, PairTokens, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
-LONGEST_STEP = 128  # a block of the CUDA kernel: its grid has no use for a closer bound
 
 
 def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: int | None = None) -> Microbatch:
@@ -96,7 +95,7 @@ class _Row:
                 key_copies=None if in_order else torch.from_numpy(_copies(keys, self.length)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
-                longest=-(-int(np.diff(self.key_bounds).max()) // LONGEST_STEP) * LONGEST_STEP,
+                longest=int(np.diff(self.key_bounds).max()),
             ),
             predict_index=torch.from_numpy(predict),
             predict_copies=torch.from_numpy(_copies(predict, self.length)),

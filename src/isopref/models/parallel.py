@@ -85,9 +85,12 @@ def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each decoder layer by itself, for rows of any length: one compilation serves all layers alike."""
+    """Compile each decoder layer by itself. What two rows differ in becomes a variable, and then one code serves all.
+
+    (Everything variable from the start, dynamic=True, makes a variable of a head's width under FSDP: slow kernels.)
+    """
     for layer in decoder_layers(policy, "Set layout.compile: false."):
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def checkpoint_layers(policy: Policy, count: int) -> None:

@@ -4,7 +4,6 @@ Dimensions: H query heads, G key heads (G divides H), T tokens of the row, Q and
 E width of a head. Query i of a segment sees key j when j <= i + K - Q: causal, aligned at the ends.
 """
 
-from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -15,6 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from isopref.ops.take import take
 from isopref.types import Segments
+
+# torch 2.11 takes grouped key heads as they come; later versions want to be told.
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def segment_attention(
@@ -53,16 +55,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, w
         segments.longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **_grouped_heads_flag(),
+        **GROUPED_HEADS,
     )
     assert isinstance(out, Tensor)
     return out
-
-
-@cache
-def _grouped_heads_flag() -> dict[str, Any]:
-    """torch 2.11 takes grouped key heads as they come; later versions want to be told."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _portable(

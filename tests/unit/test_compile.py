@@ -1,0 +1,60 @@
+"""Compiled layers: one compilation for all layers and rows. Traced on the CPU with a stand-in for the CUDA kernel."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isopref.data.rows import build_microbatch
+from isopref.models.parallel import decoder_layers, parallelize
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout, own_logps
+from isopref.ops import attention
+from isopref.testing.models import random_pairs, tiny_model
+from isopref.types import Segments
+
+
+def opaque(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *_: object) -> Tensor:
+    """Any function of what the kernel takes whose graph does not depend on how many segments there are."""
+    seen = k.mean() + v.mean() + segments.query_offsets.sum() + segments.key_offsets.sum() + segments.longest
+    return q.transpose(0, 1) * torch.tanh(seen * 1e-3)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("mode", ["single", "fsdp"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_after_the_probe_and_a_row_nothing_compiles(
+    architecture: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    policy = Policy(tiny_model(architecture))
+    own = own_logps(policy)
+    for layer in decoder_layers(policy):
+        layer.compile(backend=backend, fullgraph=mode == "single")
+    model: nn.Module = parallelize(policy, mode, device=torch.device("cpu"))
+    monkeypatch.setattr(attention, "_portable", opaque)
+    monkeypatch.setattr("isopref.models.probe.TOLERANCE", {torch.float32: 1e9})  # the stand-in does not attend
+    check_layout(model, "shared", own=own)
+    for seed, pairs in enumerate((3, 5, 4, 7, 2, 6)):
+        model(build_microbatch(random_pairs(pairs, seed=seed, longest=20), "shared")).sum().backward()
+        if seed == 0:
+            so_far = len(graphs)
+    assert len(graphs) == so_far <= 6
+    widths = [node for node in graphs[-1].graph.nodes if node.op == "placeholder" and "head_dim" in node.name]
+    assert not widths
