@@ -265,8 +265,9 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
                 "A tokenising process died. Out of memory, or a script without the "
                 "`if __name__ == '__main__':` guard? One worker needs neither."
             ) from error
-        finally:
+        except BaseException:  # a bad record, Ctrl-C: nobody waits for the rest
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 _encode_here: Callable[[_Chunk], _Encoded]  # of a worker process, set when it starts
