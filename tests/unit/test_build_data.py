@@ -100,7 +100,7 @@ def test_a_count_that_the_source_cannot_give_is_refused(load: Load) -> None:
 
 
 def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder: Path) -> None:
-    turn = {"conversations": [{"from": "human", "value": "who?"}]}
+    turn: dict[str, Any] = {"conversations": [{"from": "human", "value": "who?"}]}
     turn |= {side: {"from": "gpt", "value": side} for side in ("good", "bad")}
     (folder / "turns.json").write_text(json.dumps([turn]))
     with gzip.open(folder / "plain.csv.gz", "wt") as file:

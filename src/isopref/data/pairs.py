@@ -101,7 +101,7 @@ def all_cores() -> int:
 def _open(spec: SourceSpec) -> Source:
     unknown = set(spec.columns or {}) - set(COLUMNS)
     if unknown:
-        raise ConfigError(f"data.columns for '{spec.path}': no such names {sorted(unknown)}. We read {COLUMNS}.")
+        raise ConfigError(f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.")
     return read_source(spec.path, columns=spec.columns)
 
 

@@ -72,7 +72,7 @@ class Source:
         if place is None:
             raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
         if unseen:
-            raise DataError(f"{self.name}: no record has the columns data.columns names: {sorted(unseen)}. Mend them.")
+            raise DataError(f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or its own.")
 
     def _renamed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.columns:
