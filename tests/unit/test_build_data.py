@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isopref.build import data as data_building
 from isopref.build.data import Tables, pair_tables, say_tables
 from isopref.config.load import load_config
+from isopref.data import pairs as building
 from isopref.data.table import PairTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
@@ -176,6 +179,27 @@ def test_a_share_too_small_for_one_prompt_is_refused(load: Load) -> None:
 
 
 # --- the cache ---------------------------------------------------------------------------------------
+
+
+def test_all_cores_tokenise_and_the_first_rank_goes_ahead(
+    load: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    waits: list[float] = []
+
+    def build_table(*args: Any, **kwargs: Any) -> PairTable:
+        calls.append(kwargs)
+        return building.build_table(*args, **kwargs)
+
+    monkeypatch.setattr(data_building, "build_table", build_table)
+    monkeypatch.setattr("isopref.data.pairs.time.sleep", waits.append)
+    config = load_config(folder / "c.yaml")
+    for _ in range(2):  # built, then found
+        pair_tables(config, tiny_tokenizer("chatml"), Display(quiet=True), is_first=False)
+    assert waits == [data_building.HEAD_START_S]
+    load("data.train=b.jsonl")
+    assert waits == [data_building.HEAD_START_S, 0.0]
+    assert {call["workers"] for call in calls} == {len(os.sched_getaffinity(0))}
 
 
 def test_only_what_decides_tokens_builds_a_table_again(load: Load, folder: Path) -> None:

@@ -137,7 +137,7 @@ def test_tokens_and_views_copy_nothing(tmp_path: Path, small_chunks: None) -> No
     assert view.stats == table.stats
 
 
-def test_bad_records_are_counted_by_reason(tmp_path: Path) -> None:
+def test_bad_records_are_counted_by_reason(tmp_path: Path, small_chunks: None) -> None:
     records = [record(0), record(1, rejected="yes yes "), record(2, chosen=""), record(3, chosen=" "), record(4)]
     long = record(5, prompt="why " * 50)
     spec = write(tmp_path / "a.jsonl", [*records, long])
@@ -334,6 +334,22 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: str) -> None:
         path.write_bytes(content[:-20] if damage == "cut" else b"")
     with pytest.raises(DataError, match="not a whole pair table"):
         PairTable.open(path, ["a"])
+
+
+def test_little_data_starts_no_workers(tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start(*_: Any) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(building, "ProcessPoolExecutor", start)
+    few = write(tmp_path / "few.jsonl", [record(n) for n in range(8)])
+    assert len(build(few, folder=tmp_path, workers=2)) == 8
+    more = write(tmp_path / "more.jsonl", [record(n) for n in range(9)])
+    with pytest.raises(StartedError):
+        build(more, folder=tmp_path, workers=2)
+    assert len(build(more, folder=tmp_path, workers=1)) == 9
 
 
 def test_workers_give_the_same_file_and_the_same_error(tmp_path: Path, small_chunks: None) -> None:

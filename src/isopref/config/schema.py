@@ -222,11 +222,11 @@ class RunConfig(Section):
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
     eval_every: Count | None = Field(
         default=None,
-        description="Steps between two evaluations on data.eval. null: only before and after training.",
+        description="Steps between two evaluations on held-out pairs. null: only before and after training.",
     )
     samples: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Prompts of data.eval that are answered greedily before and after training (needs run.export). "
+        description="Held-out prompts that are answered greedily before and after training (needs run.export). "
         "0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
