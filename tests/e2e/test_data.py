@@ -96,6 +96,8 @@ def test_three_pairs_in_colour_on_a_terminal(no_weights: Project, no_color: bool
     outcome = no_weights.isopref("data", "my.yaml", "data.eval=null")
     assert outcome.code == 0, outcome.err
     assert re.search(r"tokenise train\.jsonl \S*━+\S* \S*9/9", outcome.out)  # the bar, where a terminal is
+    again = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    assert again.out == outcome.out[outcome.out.index("\n", outcome.out.index("9/9")) + 1 :].removeprefix("\x1b[?25h")
     painted = {part: f"\x1b[{code}m" in outcome.out for part, code in COLOURS.items()}
     assert painted == dict.fromkeys(COLOURS, not no_color)
     assert ("[[chosen]]" in outcome.out) == no_color

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable, SourceStats
-from isopref.engine.display import Display
+from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray
 
@@ -148,12 +149,14 @@ def _whole_table(
         on_bad=data.on_bad,
     )
     what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
+    bar: Advance | None = None  # none where the table is there already
     done = 0
-    with display.bar(f"tokenise {what}", None) as bar:
+    with ExitStack() as stack:
 
         def progress(count: int, total: int | None) -> None:
-            nonlocal done
-            bar(count - done, "", total)
+            nonlocal bar, done
+            bar = bar or stack.enter_context(display.bar(f"tokenise {what}", total))
+            bar(count - done, "")
             done = count
 
         folder = _cache() / "tables"

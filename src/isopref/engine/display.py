@@ -1,8 +1,7 @@
 """What a run shows on the terminal. Ranks other than 0 show nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -15,11 +14,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-
-class Advance(Protocol):
-    """Moves a bar on by `count`, with a note beside it; `total` where it was not known when the bar began."""
-
-    def __call__(self, count: int, note: str, total: int | None = None) -> None: ...
+Advance = Callable[[int, str], None]
 
 
 class Display:
@@ -39,12 +34,12 @@ class Display:
         A bar inside another one stands below it and goes when it is done: a terminal shows one display at a time.
         """
         if not self.console.is_terminal:
-            yield lambda count, note, total=None: None
+            yield lambda count, note: None
             return
         if self._progress is not None:
             outer = self._progress
             inner = outer.add_task(what, total=total, note="")
-            yield lambda count, note, total=None: outer.update(inner, advance=count, note=note, total=total)
+            yield lambda count, note: outer.update(inner, advance=count, note=note)
             outer.remove_task(inner)
             return
         bar_width = 28 if self.console.width >= 120 else 10
@@ -63,7 +58,7 @@ class Display:
             task = progress.add_task(what, total=total, note="")
             self._progress = progress
             try:
-                yield lambda count, note, total=None: progress.update(task, advance=count, note=note, total=total)
+                yield lambda count, note: progress.update(task, advance=count, note=note)
             finally:
                 self._progress = None
 
