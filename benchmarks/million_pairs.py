@@ -3,7 +3,8 @@
     python benchmarks/million_pairs.py FOLDER --out result.json     # a million pairs: 1.4 GB of text, as much of table
     python benchmarks/million_pairs.py FOLDER --pairs 50000
 
-Measures pairs tokenised per second and the share of all cores that took; the memory of a process that opens the table
+Measures pairs tokenised per second and the share of all cores that took (what other programs took is neither in it nor
+in the share that was idle); the memory of a process that opens the table
 and takes batches from PairLoader, beyond what it had before; the time of a new epoch's schedule and of one step's plan.
 FOLDER keeps the text, which is written once, and is where the table goes, which is built anew each time.
 
@@ -70,13 +71,19 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def idle_seconds() -> float:
+    """Of all cores of the machine, since it started."""
+    idle, waiting = Path("/proc/stat").read_text().split()[4:6]
+    return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
+
+
 def tokenise(data: Path, folder: Path, model: str, workers: int) -> dict[str, Any]:
     """Build the table, and say how fast."""
     from isopref.models import hf
 
     tokenizer = hf.load_tokenizer(model)
     options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
-    load, cpu, start = os.getloadavg()[0], cpu_seconds(), time.perf_counter()
+    load, cpu, idle, start = os.getloadavg()[0], cpu_seconds(), idle_seconds(), time.perf_counter()
     table = build_table([SourceSpec(str(data))], tokenizer, folder=folder, options=options, workers=workers)
     wall = time.perf_counter() - start
     tokens = int(table.lengths.sum(dtype=np.int64))
@@ -88,6 +95,7 @@ def tokenise(data: Path, folder: Path, model: str, workers: int) -> dict[str, An
         "pairs_per_s": round(len(table) / wall),
         "tokens_per_s": round(tokens / wall),
         "share_of_all_cores": round((cpu_seconds() - cpu) / wall / all_cores(), 3),
+        "machine_idle": round((idle_seconds() - idle) / wall / (os.cpu_count() or 1), 3),
         "load_average_before": round(load, 2),
         "text_mb": round(data.stat().st_size / 1e6),
         "table_mb": round(sum(path.stat().st_size for path in folder.glob("*.arrow")) / 1e6),
