@@ -179,7 +179,8 @@ def init(
         path = path or Path("isopref.yaml")
         _refuse_existing(path)
         _write(path, starter())
-        print(f"Wrote {path}. Set model.path and data.train in it, then: isopref train {path}")
+        print(f"Wrote {path}. Set model.path and data.train in it, look at the data: isopref data {path}")
+        print(f"Then: isopref train {path}")
         return
 
     from isopref.demo import write as write_data

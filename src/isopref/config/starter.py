@@ -15,6 +15,7 @@ _HEAD = """\
 # A config of isopref. Every field is here, with its default. Set those marked "Required"; the rest may
 # be changed or deleted. Paths are relative to the folder you start isopref in.
 #
+#   isopref data THIS_FILE                   shows the data as the model would see it
 #   isopref train THIS_FILE                  trains
 #   isopref train THIS_FILE optim.lr=2e-6    trains with another value of a field
 """
