@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -286,7 +287,7 @@ def test_resume_with_other_math(stopped: Project, override: str, says: str) -> N
     assert snapshot(stopped.folder / "run") == before
 
 
-@pytest.mark.parametrize("change", ["order", "weight", "template"])
+@pytest.mark.parametrize("change", ["order", "weight", "template", "count", "mix", "split"])
 def test_resume_with_other_data(stopped: Project, change: str) -> None:
     records = [json.loads(line) for line in (stopped.folder / "train.jsonl").read_text().splitlines()]
     arguments = ["data.train=other.jsonl"]
@@ -297,10 +298,16 @@ def test_resume_with_other_data(stopped: Project, change: str) -> None:
             records[0]["weight"] = 7
         case "template":
             arguments.append("data.template=none")
+        case "count":
+            arguments = ["data.train=[{path: other.jsonl, count: 22}]"]
+        case "mix":
+            arguments = ["data.train=[{path: other.jsonl, weight: 1}, {path: eval.jsonl, weight: 1}]"]
+        case "split":
+            arguments.append("data.eval_fraction=0.2")
     stopped.write_pairs("other.jsonl", records)
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE, *arguments, "--resume")
-    assert "resume: the checkpoint was trained with data " in message
+    assert re.search(r"resume: the checkpoint was trained with (data|pairs) ", message)
     assert "Use the config of the first run, or start anew in another run.folder." in message
     assert snapshot(stopped.folder / "run") == before
 

@@ -62,7 +62,9 @@ def config_file(tmp_path: Path) -> Path:
 # --- help and version ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"], ["data", "-h"]]
+)
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = f"""
 import sys

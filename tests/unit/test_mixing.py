@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isopref.data.mixing import mix, split_by_prompt
+from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import PairTable, SourceSpec
 from isopref.errors import ConfigError, DataError
 from isopref.types import PairTokens
@@ -146,3 +146,17 @@ def test_fractions() -> None:
             split_by_prompt(table, fraction, 0)
     with pytest.raises(DataError, match="Holding out 1e-09 of 3 pairs leaves 3"):
         split_by_prompt(table, 1e-9, 0)
+
+
+def test_nothing_that_is_held_out_is_left_to_train_on() -> None:
+    table = table_of([1, 2, 1, 3, 4])
+    held_out = table_of([1, 4, 9], seed=7)  # the same prompts, with other answers
+    assert without(table, held_out).tolist() == [1, 3]
+    assert without(table, held_out.select([2])).tolist() == [0, 1, 2, 3, 4]
+    assert without(table, table).tolist() == []
+
+
+def test_a_pair_that_max_length_made_equal_is_left_out_too() -> None:
+    table, held_out = table_of([1, 2, 3]), table_of([1, 2, 3]).select([1])
+    held_out.__dict__["prompt_ids"] = np.array([77], np.uint64)  # as of a longer prompt, of which the same was kept
+    assert without(table, held_out).tolist() == [0, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -49,6 +50,7 @@ def tables(folder: Path) -> list[Path]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "CHUNK_RECORDS", 4)
+    monkeypatch.setattr(building, "CHUNKS_ALONE", 2)  # workers, where there are some, begin with the ninth record
 
 
 # --- contents -------------------------------------------------------------------------------------------
@@ -115,10 +117,9 @@ def test_a_built_table_knows_sources_weights_and_origins(tmp_path: Path, small_c
         assert rejected == f"no {index}<|im_end|>"
         assert table.lengths[index].tolist() == [len(part) for part in table.tokens(index)]
     assert table.stats == TableStats(
-        read=13,
-        kept=13,
-        sources=(SourceStats("jsonl", "text", 10, 10), SourceStats("jsonl", "text", 3, 3, ("note",))),
+        (SourceStats("jsonl", "text", 10, 10), SourceStats("jsonl", "text", 3, 3, ("note",))),
     )
+    assert (table.stats.read, table.stats.kept, table.stats.dropped) == (13, 13, {})
 
 
 def test_tokens_and_views_copy_nothing(tmp_path: Path, small_chunks: None) -> None:
@@ -136,7 +137,7 @@ def test_tokens_and_views_copy_nothing(tmp_path: Path, small_chunks: None) -> No
     assert view.stats == table.stats
 
 
-def test_bad_records_are_counted_by_reason(tmp_path: Path) -> None:
+def test_bad_records_are_counted_by_reason(tmp_path: Path, small_chunks: None) -> None:
     records = [record(0), record(1, rejected="yes yes "), record(2, chosen=""), record(3, chosen=" "), record(4)]
     long = record(5, prompt="why " * 50)
     spec = write(tmp_path / "a.jsonl", [*records, long])
@@ -147,19 +148,34 @@ def test_bad_records_are_counted_by_reason(tmp_path: Path) -> None:
     with pytest.raises(BadPairError, match=r"a\.jsonl:2: 'chosen' equals 'rejected'"):
         build(spec, folder=tmp_path)
     cut = TokenizeOptions(template=None, max_length=40, truncation="keep_end", on_bad="drop")
-    assert build(spec, folder=tmp_path, options=cut).stats.truncated == 1
+    assert build(spec, folder=tmp_path, options=cut).stats.sources[0].truncated == 1
+
+
+def test_counts_are_kept_apart_by_source(tmp_path: Path) -> None:
+    first = write(tmp_path / "first.jsonl", [record(0), record(1, chosen=""), record(2, rejected=7)])
+    second = write(tmp_path / "second.jsonl", [record(3, prompt="why " * 50), record(4), record(5, chosen="")])
+    options = TokenizeOptions(template=None, max_length=40, truncation="keep_end", on_bad="drop")
+    stats = build(first, second, folder=tmp_path, options=options).stats
+    assert [(one.read, one.kept, one.dropped, one.truncated) for one in stats.sources] == [
+        (3, 1, {"empty": 1, "type": 1}, 0),
+        (3, 2, {"empty": 1}, 1),
+    ]
+    assert (stats.read, stats.kept, stats.dropped) == (6, 3, {"empty": 2, "type": 1})
 
 
 def test_notes_of_the_tokenizer_are_counted(tmp_path: Path) -> None:
     spec = write(tmp_path / "a.jsonl", [record(n) for n in range(5)])
-    assert build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("merging")).stats.boundary_backoffs == 5
-    assert build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("endless")).stats.missing_eos == 5
+    (merging,) = build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("merging")).stats.sources
+    (endless,) = build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("endless")).stats.sources
+    assert (merging.boundary_backoffs, merging.missing_eos) == (5, 0)
+    assert (endless.boundary_backoffs, endless.missing_eos) == (0, 5)
 
 
 def test_a_source_without_one_usable_pair_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    spec = write(tmp_path / "a.jsonl", [record(0, rejected="yes ")])
-    with pytest.raises(DataError, match=r"none of 1 records gave a pair.*tie"):
-        build(spec, folder=tmp_path / "cache", options=DROP)
+    good, bad = write(tmp_path / "a.jsonl", [record(1)]), write(tmp_path / "b.jsonl", [record(0, rejected="yes ")])
+    for specs in ([bad], [good, bad], [bad, good]):
+        with pytest.raises(DataError, match=r"b\.jsonl: none of 1 records gave a pair; dropped: 1 tie\."):
+            build(*specs, folder=tmp_path / "cache", options=DROP)
     assert not tables(tmp_path / "cache")
 
 
@@ -176,7 +192,17 @@ def test_progress_counts_records_and_knows_the_total_where_the_format_does(tmp_p
     calls: list[tuple[int, int | None]] = []
     spec = write(tmp_path / "a.jsonl", [record(n) for n in range(6)])
     build(spec, folder=tmp_path, progress=lambda *call: calls.append(call))
-    assert calls == [(4, None), (6, None)]
+    assert calls == [(4, 6), (6, 6)]
+    calls.clear()
+    with Path(spec.path).open("a") as file:
+        file.write(json.dumps(record(6)))  # without a line end
+    build(spec, folder=tmp_path, progress=lambda *call: calls.append(call))
+    assert calls == [(4, 7), (7, 7)]
+    calls.clear()
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as zipped:
+        zipped.write(json.dumps(record(0)))
+    build(SourceSpec(str(tmp_path / "a.jsonl.gz")), spec, folder=tmp_path, progress=lambda *call: calls.append(call))
+    assert calls == [(1, None), (5, None), (8, None)]
     calls.clear()
     pq.write_table(pa.Table.from_pylist([record(n) for n in range(6)]), tmp_path / "a.parquet")
     build(SourceSpec(str(tmp_path / "a.parquet")), folder=tmp_path, progress=lambda *call: calls.append(call))
@@ -308,6 +334,22 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: str) -> None:
         path.write_bytes(content[:-20] if damage == "cut" else b"")
     with pytest.raises(DataError, match="not a whole pair table"):
         PairTable.open(path, ["a"])
+
+
+def test_little_data_starts_no_workers(tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start(*_: Any) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(building, "ProcessPoolExecutor", start)
+    few = write(tmp_path / "few.jsonl", [record(n) for n in range(8)])
+    assert len(build(few, folder=tmp_path, workers=2)) == 8
+    more = write(tmp_path / "more.jsonl", [record(n) for n in range(9)])
+    with pytest.raises(StartedError):
+        build(more, folder=tmp_path, workers=2)
+    assert len(build(more, folder=tmp_path, workers=1)) == 9
 
 
 def test_workers_give_the_same_file_and_the_same_error(tmp_path: Path, small_chunks: None) -> None:

@@ -190,7 +190,7 @@ def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS).save_to_disk(folder)
     source = read_source(str(folder))
-    assert (source.format, source.num_records) == ("saved data set", 3)
+    assert (source.format, source.count()) == ("saved data set", 3)
     assert [(record.fields, record.origin) for record in source] == [
         (row, f"{folder}:row {number}") for number, row in enumerate(ROWS)
     ]

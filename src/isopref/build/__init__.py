@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from isopref.build import result
-from isopref.build.data import pair_table, sample_prompts
+from isopref.build.data import pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import check_parallel, load_policy, score_all, spread
 from isopref.build.run import Run, claim_folder, open_folder
@@ -36,13 +36,14 @@ def _train(run: Run, resume: bool) -> None:
     config = run.config
     check_parallel(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    table = pair_table(run, tokenizer, config.data.train)
-    eval_table = None if config.data.eval is None else pair_table(run, tokenizer, config.data.eval)
+    tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
+    say_tables(tables, run.display)
+    table, eval_table = tables.train, tables.held_out
     check_train_budget(run, table)
-    for scored in [table] if eval_table is None else [table, eval_table]:
+    for scored in tables.all:
         check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
     policy = load_policy(run)
-    for scored in [table] if eval_table is None else [table, eval_table]:
+    for scored in tables.all:
         hf.check_fits(policy.model, tokenizer, scored.lengths, scored.origin)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:

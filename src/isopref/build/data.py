@@ -1,63 +1,101 @@
-"""Pair tables of a run."""
+"""Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
 import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isopref.build.run import Run
+from isopref.config.schema import Config, SourceConfig
 from isopref.data.chat import TokenizeOptions
-from isopref.data.pairs import build_table
+from isopref.data.mixing import mix, split_by_prompt, without
+from isopref.data.pairs import all_cores, build_table
 from isopref.data.sources import SourceSpec
-from isopref.data.table import PairTable
+from isopref.data.table import PairTable, SourceStats
+from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray
 
+# What is held out is the same for every optim.seed: runs that differ in it can be compared, and no run trains on what
+# another one was evaluated on.
+SPLIT_SEED = 0
+# Only the first rank shows a bar, so it should be the one that tokenises; the others start this much later.
+HEAD_START_S = 2.0
 
-def pair_table(run: Run, tokenizer: Any, path: str) -> PairTable:
-    """The pairs of a source, tokenised now or earlier; says what was found."""
-    data = run.config.data
-    options = TokenizeOptions(
-        template=data.template,
-        max_length=data.max_length,
-        truncation=data.truncation,
-        on_bad=data.on_bad,
-    )
-    done = 0
-    with run.display.bar(f"tokenise {Path(path).name}", None) as advance:
 
-        def progress(count: int, _total: int | None) -> None:
-            nonlocal done
-            advance(count - done, "")
-            done = count
+@dataclass(frozen=True)
+class SourceUse:
+    """One source: which field names it, what was found in it, and where its pairs go."""
 
-        folder = _cache() / "tables"
-        try:
-            table = build_table(
-                [SourceSpec(path, data.columns)], tokenizer, folder=folder, options=options, progress=progress
-            )
-        except PermissionError as error:
-            raise ConfigError(
-                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours."
-            ) from error
-    stats = table.stats
-    dropped = "".join(f", {count} dropped ({reason})" for reason, count in stats.dropped.items())
-    found = ", ".join(f"{source.format}, {source.shape}" for source in stats.sources)
-    run.display.say(f"data  {path}: {len(table)} pairs ({found}){dropped}")
-    unused = sorted({column for source in stats.sources for column in source.unused_columns})
-    notes = {
-        f"{stats.truncated} cut to data.max_length": stats.truncated,
-        f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
-        f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
-        f"{stats.missing_eos} without an end token from the template": stats.missing_eos,
-        f"columns not used: {', '.join(unused)}": unused,
-    }
-    for note in (note for note, told in notes.items() if told):
-        run.display.say(f"      {note}")
-    if len(table) == 0:
-        raise DataError(f"{path}: no pair is left to use{dropped}. Change data.max_length or data.on_bad.")
-    return table
+    field: str  # data.train or data.eval
+    path: str
+    found: SourceStats
+    mixed: int  # pairs in the mix
+    train: int  # of those: trained on
+    held_out: int  # of those: evaluated on
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a run trains on and what it holds out. No prompt and no pair is in both."""
+
+    train: PairTable
+    held_out: PairTable | None
+    sources: list[SourceUse]
+
+    @property
+    def all(self) -> list[PairTable]:
+        return [self.train] if self.held_out is None else [self.train, self.held_out]
+
+    @property
+    def num_left_out(self) -> int:
+        """Pairs of data.train that are in neither table, for their prompt is in data.eval."""
+        return sum(source.mixed - source.train - source.held_out for source in self.sources)
+
+
+def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> Tables:
+    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError."""
+    data = config.data
+    mixed = _mixed_table(config, data.train, tokenizer, display, is_first)
+    if data.eval_fraction is not None:
+        train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_fraction, SPLIT_SEED))
+        return Tables(train, held_out, _uses("data.train", mixed, train, held_out))
+    if data.eval is None:
+        return Tables(mixed, None, _uses("data.train", mixed, mixed, None))
+    held_out = _mixed_table(config, data.eval, tokenizer, display, is_first)
+    train = mixed.select(without(mixed, held_out))
+    if len(train) == 0:
+        raise DataError(
+            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Name "
+            "other held-out pairs, or set data.eval_fraction in place of data.eval."
+        )
+    uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
+    return Tables(train, held_out, uses)
+
+
+def say_tables(tables: Tables, display: Display) -> None:
+    """What was found in the sources, and what became of it."""
+    for source in tables.sources:
+        found = source.found
+        dropped = "".join(f", {count} dropped ({reason})" for reason, count in found.dropped.items())
+        mixed = f", {source.mixed} in the mix" if source.mixed < found.kept else ""
+        display.say(f"data  {source.path}: {found.kept} pairs ({found.format}, {found.shape}){dropped}{mixed}")
+        for note in source_notes(found):
+            display.say(f"      {note}")
+    if tables.num_left_out:
+        display.say(f"data  {left_out_note(tables.num_left_out)}")
+    if tables.held_out is not None and any(source.train and source.held_out for source in tables.sources):
+        display.say(
+            f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval_fraction)"
+        )
+
+
+def left_out_note(count: int) -> str:
+    return f"{count} pairs of data.train are not trained on: their prompt is in data.eval"
 
 
 def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
@@ -66,6 +104,89 @@ def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
         return []
     _, first_of_prompt = np.unique(table.prompt_ids, return_index=True)
     return [table.tokens(int(row)).prompt for row in first_of_prompt[: run.config.run.samples]]
+
+
+def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
+    counts = (_pairs_of_source(mixed, table) for table in (mixed, train, held_out))
+    found = zip(mixed.source_names, mixed.stats.sources, *counts, strict=True)
+    return [SourceUse(field, *one) for one in found]
+
+
+def _pairs_of_source(whole: PairTable, part: PairTable | None) -> list[int]:
+    """How many pairs `part` has of each source of `whole`."""
+    sources = np.empty(0, np.int64) if part is None else part.sources
+    counts: list[int] = np.bincount(sources, minlength=len(whole.source_names)).tolist()
+    return counts
+
+
+def _mixed_table(
+    config: Config, sources: str | list[str | SourceConfig], tokenizer: Any, display: Display, is_first: bool
+) -> PairTable:
+    specs = _specs(sources, config.data.columns)
+    table = _whole_table(config, specs, tokenizer, display, is_first)
+    return table.select(mix(_pairs_of_source(table, table), specs, config.optim.seed))
+
+
+def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
+    listed = sources if isinstance(sources, list) else [sources]
+    return [
+        SourceSpec(source, columns)
+        if isinstance(source, str)
+        else SourceSpec(source.path, columns if source.columns is None else source.columns, source.weight, source.count)
+        for source in listed
+    ]
+
+
+def _whole_table(
+    config: Config, specs: Sequence[SourceSpec], tokenizer: Any, display: Display, is_first: bool
+) -> PairTable:
+    """Every usable pair of the sources."""
+    data = config.data
+    options = TokenizeOptions(
+        template=data.template,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        on_bad=data.on_bad,
+    )
+    what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
+    bar: Advance | None = None  # none where the table is there already
+    done = 0
+    with ExitStack() as stack:
+
+        def progress(count: int, total: int | None) -> None:
+            nonlocal bar, done
+            bar = bar or stack.enter_context(display.bar(f"tokenise {what}", total))
+            bar(count - done, "")
+            done = count
+
+        folder = _cache() / "tables"
+        try:
+            return build_table(
+                specs,
+                tokenizer,
+                folder=folder,
+                options=options,
+                progress=progress,
+                workers=all_cores(),
+                head_start_s=0.0 if is_first else HEAD_START_S,
+            )
+        except PermissionError as error:
+            raise ConfigError(
+                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours."
+            ) from error
+
+
+def source_notes(stats: SourceStats) -> list[str]:
+    """What a user may not expect of a source."""
+    unused = ", ".join(stats.unused_columns)
+    notes = {
+        f"{stats.truncated} cut to data.max_length": stats.truncated,
+        f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
+        f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
+        f"{stats.missing_eos} without an end token from the template": stats.missing_eos,
+        f"columns not used: {unused}": len(stats.unused_columns),
+    }
+    return [note for note, told in notes.items() if told]
 
 
 def _cache() -> Path:

@@ -122,6 +122,38 @@ def train(
 
 
 @app.command()
+def data(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Show what a config's data is, as the model would see it.
+
+    Tokenises the data as train would, and prints what was found in each source, what was dropped and why, the lengths,
+    the longest pairs, and three pairs as they are tokenised. Loads the model's tokenizer, not its weights.
+
+    \b
+    Examples:
+      isopref data my.yaml
+      isopref data my.yaml data.on_bad=drop data.max_length=2048
+      isopref data my.yaml --json
+    """
+    config = load_config(config_file, overrides or ())
+    logging.getLogger().addHandler(logging.NullHandler())
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours say what is done
+    from isopref.build.inspect import inspect
+    from isopref.cli.data import show, to_json
+    from isopref.engine.display import Display
+
+    display = Display(quiet=as_json)
+    report = inspect(config, display)
+    if as_json:
+        print(to_json(report))
+    else:
+        show(report, display.console)
+
+
+@app.command()
 def init(
     path: Annotated[
         Path | None,
@@ -147,7 +179,8 @@ def init(
         path = path or Path("isopref.yaml")
         _refuse_existing(path)
         _write(path, starter())
-        print(f"Wrote {path}. Set model.path and data.train in it, then: isopref train {path}")
+        print(f"Wrote {path}. Set model.path and data.train in it, look at the data: isopref data {path}")
+        print(f"Then: isopref train {path}")
         return
 
     from isopref.demo import write as write_data

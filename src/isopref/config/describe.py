@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from isopref.config.schema import Config, Section
+from isopref.config.schema import Config, Section, SourceConfig
 
 _WORDS = {
     bool: "true or false",
@@ -26,6 +26,16 @@ def sections() -> dict[str, type[Section]]:
 def fields(section: str) -> dict[str, FieldInfo]:
     """The fields of a section by name, in the schema's order; none for a section that does not exist."""
     return sections()[section].model_fields if section in sections() else {}
+
+
+def source_fields() -> dict[str, FieldInfo]:
+    """The fields of a source in a list of data.train or data.eval."""
+    return SourceConfig.model_fields
+
+
+def source_words() -> str:
+    """What an entry of such a list must be."""
+    return f"non-empty text or a source ({', '.join(source_fields())})"
 
 
 def default(field: FieldInfo) -> Any:
@@ -52,12 +62,14 @@ def _is_union(annotation: Any) -> bool:
 def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _words(args[0], [limit for field in annotation.__metadata__ for limit in field.metadata])
+        return _words(args[0], [limit for one in annotation.__metadata__ for limit in getattr(one, "metadata", ())])
     if origin is Literal:
         words = f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
     elif _is_union(annotation):
         inner = [_words(arg) for arg in args]
         words = (", or " if "," in inner[0] else " or ").join(inner)
+    elif origin is list:
+        words = "list of sources"
     elif origin is tuple:
         words = f"a list of {len(args)}, each {_words(args[0])}"
     elif origin is dict:
@@ -65,6 +77,6 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     else:
         words = _WORDS[annotation]
     if any(hasattr(limit, "min_length") for limit in limits):
-        words = f"non-empty {words}"
+        words = f"{'a ' * (origin is list)}non-empty {words}"
     bounds = [f"{_LIMITS[name]} {getattr(one, name)}" for one in limits for name in _LIMITS if hasattr(one, name)]
     return ", ".join([words, *bounds])

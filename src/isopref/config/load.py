@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from isopref.config.describe import expected, fields, sections
-from isopref.config.schema import Config
+from isopref.config.describe import expected, fields, sections, source_fields, source_words
+from isopref.config.schema import IS_LIST, IS_SOURCE, IS_TEXT, Config
 from isopref.errors import ConfigError
 
-Keys = tuple[str, ...]  # ("optim", "lr")
+Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -57,7 +58,7 @@ class _Draft:
 
     def report(self, keys: Keys, what: str, inner: Keys = ()) -> None:
         """Note a problem of the section or field `keys`; `inner` are the keys of the wrong part of it."""
-        self.problems.append(f"{self.place(inner or keys)}: {'.'.join(keys)}: {what}")
+        self.problems.append(f"{self.place(inner or keys)}: {_name(keys)}: {what}")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -122,8 +123,14 @@ def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int, int | None]]:
-    """Yield (keys, line, line of an earlier equal key) for a mapping, down to the entries of a field."""
-    if not isinstance(node, yaml.MappingNode) or len(above) > 2:
+    """Yield (keys, line, line of an earlier equal key), down to the columns of a source in a list."""
+    if len(above) > 4:
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*above, index), item.start_mark.line + 1, None
+            yield from _lines(item, (*above, index))
+    if not isinstance(node, yaml.MappingNode):
         return
     first_lines: dict[str, int] = {}
     for key, value in node.value:
@@ -157,6 +164,7 @@ def _apply(override: str, draft: _Draft) -> None:
             draft.problems.append(f"{source}: {'.'.join(keys[:depth])} is {_show(inside)}, which has no fields.")
             return
     inside[keys[-1]] = value
+    draft.places = {known: place for known, place in draft.places.items() if known[: len(keys)] != keys}
     for n in range(2 if keys[0] in sections() else 1, len(keys)):
         draft.places.setdefault(keys[:n], source)
     draft.places[keys] = source
@@ -176,9 +184,11 @@ def _validate(draft: _Draft) -> Config | None:
         seen = set()
         for one in error.errors():
             for name, what in one.get("ctx", {}).get("conflicts", ()):
-                draft.report(tuple(name.split(".")), what)
-            inner = tuple(str(key) for key in one["loc"])
-            keys = inner[:2]
+                draft.report(tuple(int(key) if key.isdigit() else key for key in name.split(".")), what)
+            in_list = IS_LIST in one["loc"]
+            path = [key for key in one["loc"] if key not in (IS_LIST, IS_SOURCE, IS_TEXT)]
+            inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
+            keys = inner[:4] if in_list else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
                 draft.report(keys, _wrong(one["type"], keys, values), inner)
             seen.add(keys)
@@ -186,31 +196,43 @@ def _validate(draft: _Draft) -> Config | None:
 
 
 def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
-    """What is wrong with the section or field at `keys`, and the way out."""
+    """What is wrong with the section, field, source or field of a source at `keys`, and the way out."""
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(keys)
-    if len(keys) == 1:
-        return f"must be a section with fields ({', '.join(fields(keys[0]))}); found {_show(values[keys[0]])}."
-    section, name = keys
-    schema = fields(section)[name]
+    known = _siblings(keys)
     if kind == "missing":
-        return f"is required. {schema.description}"
-    value = values[section][name]
+        return f"is required. {known[str(keys[-1])].description}"
+    value: Any = values
+    for key in keys:
+        value = value[key]
+    if len(keys) == 1:
+        return f"must be a section with fields ({', '.join(fields(str(keys[0])))}); found {_show(value)}."
+    words = source_words() if isinstance(keys[-1], int) else expected(known[keys[-1]])
     quote = f' Put it in quotes: "{value}".' if kind == "string_type" and isinstance(value, int | float) else ""
-    return f"must be {expected(schema)}; found {_show(value)}.{quote}"
+    return f"must be {words}; found {_show(value)}.{quote}"
+
+
+def _siblings(keys: Keys) -> dict[str, FieldInfo]:
+    """The fields among which the last key is looked for."""
+    return source_fields() if len(keys) > 2 else fields(str(keys[0]))
 
 
 def _unknown(keys: Keys) -> str:
     """What to say of a section or field that does not exist: the closest one that does."""
-    name = keys[-1]
+    name = str(keys[-1])
     if len(keys) == 1:
         known, what, prefix = list(sections()), "section", ""
     else:
-        known, what, prefix = list(fields(keys[0])), "field", f"{keys[0]}."
+        known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
     near = [prefix + match for match in get_close_matches(name, known, n=1)] + _homes(name)
     if near:
         return f"there is no such {what}. Did you mean {' or '.join(near)}?"
     return f"there is no such {what}. Known: {', '.join(known)}."
+
+
+def _name(keys: Keys) -> str:
+    """Keys as a user writes them: data.train[1].weight."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
 def _homes(name: str) -> list[str]:

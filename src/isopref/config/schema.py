@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
@@ -55,14 +55,53 @@ class ModelConfig(Section):
         return self.compute_dtype not in (None, self.dtype)
 
 
+class SourceConfig(Section):
+    """One of several sources in data.train or data.eval."""
+
+    path: Text = Field(description="Where the pairs are: what data.train takes as text.")
+    weight: Positive | None = Field(
+        default=None,
+        description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
+        "the largest in which no pair comes twice. null: every pair.",
+    )
+    count: Count | None = Field(
+        default=None, description="Pairs taken, drawn by optim.seed. Not together with weight. null: as weight says."
+    )
+    columns: dict[str, str] | None = Field(
+        default=None, description="Names of this source's columns, in place of data.columns. null: data.columns."
+    )
+
+
+# A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
+# names: load.py takes them out of an error's place again.
+IS_TEXT, IS_LIST, IS_SOURCE = "<text>", "<list>", "<source>"
+
+OneOfSources = Annotated[
+    Annotated[Text, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
+    Discriminator(lambda value: IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT),
+]
+Sources = Annotated[
+    Annotated[Text, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
+    Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
+]
+
+
 class DataConfig(Section):
-    train: Text = Field(
+    train: Sources = Field(
         description="Preference pairs to train on: a file (JSON lines, JSON, CSV, Parquet or Arrow), a folder of "
-        "Hugging Face datasets, package:PACKAGE/FILE, or a hub name.",
+        "Hugging Face datasets, package:PACKAGE/FILE, or a hub name. A list mixes several sources, as in "
+        "[{path: a.jsonl, weight: 2}, {path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
         examples=["train.jsonl"],
     )
-    eval: Text | None = Field(
-        default=None, description="Held-out pairs, evaluated before and after training. null: none."
+    eval: Sources | None = Field(
+        default=None,
+        description="Held-out pairs, evaluated before and after training, in the form of train. Pairs of train with "
+        "a prompt that is held out are not trained on. null: none.",
+    )
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of train's prompts to hold out instead of eval, each with all its pairs; which ones depends "
+        "on the prompts alone. null: none.",
     )
     template: Text | None = Field(
         default=None,
@@ -190,11 +229,11 @@ class RunConfig(Section):
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
     eval_every: Count | None = Field(
         default=None,
-        description="Steps between two evaluations on data.eval. null: only before and after training.",
+        description="Steps between two evaluations on held-out pairs. null: only before and after training.",
     )
     samples: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Prompts of data.eval that are answered greedily before and after training (needs run.export). "
+        description="Held-out prompts that are answered greedily before and after training (needs run.export). "
         "0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
@@ -241,6 +280,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "data.truncation",
             f"{data.truncation} does nothing without a limit. Set data.max_length, or remove truncation.",
         )
+    yield from _source_conflicts(data)
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",
@@ -253,11 +293,40 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
             "usually the GPUs of one node; or use layout.parallel: fsdp.",
         )
-    if run.eval_every is not None and data.eval is None:
+    if run.eval_every is not None and data.eval is None and data.eval_fraction is None:
         yield (
             "run.eval_every",
-            f"{run.eval_every} does nothing without held-out pairs. Set data.eval, or remove eval_every.",
+            f"{run.eval_every} does nothing without held-out pairs. Set data.eval or data.eval_fraction, or remove "
+            "eval_every.",
         )
+
+
+def _source_conflicts(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """The same for the sources. The field of a list's third source is "data.train.2.weight"."""
+    if data.eval is not None and data.eval_fraction is not None:
+        yield (
+            "data.eval_fraction",
+            f"{data.eval_fraction} of data.train, but data.eval names held-out pairs too. Keep one of the two.",
+        )
+    named = [(name, sources) for name, sources in (("train", data.train), ("eval", data.eval)) if sources is not None]
+    each = [source for _, sources in named for source in (sources if isinstance(sources, list) else [sources])]
+    if data.columns and all(isinstance(source, SourceConfig) and source.columns is not None for source in each):
+        yield "data.columns", "does nothing: every source has columns of its own. Remove it, or theirs."
+    for name, sources in named:
+        if not isinstance(sources, list):
+            continue
+        weighted = [isinstance(source, SourceConfig) and source.weight is not None for source in sources]
+        for index, source in enumerate(sources):
+            if isinstance(source, SourceConfig) and source.weight is not None and source.count is not None:
+                yield (
+                    f"data.{name}.{index}.count",
+                    f"{source.count} pairs, but the source has a weight too. Keep one of the two.",
+                )
+            if any(weighted) and not weighted[index]:
+                yield (
+                    f"data.{name}.{index}",
+                    "has no weight, but others in the list have one. Give a weight to all of them or to none.",
+                )
 
 
 def run_id(config: Config) -> str:

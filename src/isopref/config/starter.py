@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from isopref.config.describe import choices, default, expected, fields, sections
+from isopref.config.describe import choices, default, expected, fields, sections, source_fields
 from isopref.config.load import to_yaml
 from isopref.config.schema import NOT_MATH, Config
 
@@ -15,11 +15,14 @@ _HEAD = """\
 # A config of isopref. Every field is here, with its default. Set those marked "Required"; the rest may
 # be changed or deleted. Paths are relative to the folder you start isopref in.
 #
+#   isopref data THIS_FILE                   shows the data as the model would see it
 #   isopref train THIS_FILE                  trains
 #   isopref train THIS_FILE optim.lr=2e-6    trains with another value of a field
 """
 _MATH = "THE MATH: what is trained. Any change here makes another run, with another run id."
 _NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rounding."
+
+_SOURCE = "What a list in `train` or `eval` holds, besides plain text, which is a source with nothing but a path."
 
 _DEMO_FOLDER = "examples/demo"  # where demo.yaml says its data is
 
@@ -49,13 +52,18 @@ def reference() -> str:
     """Every field as Markdown: a table for each section, with name, type, default and meaning."""
     parts = []
     for section in sections():
-        rows = [
-            f"| `{name}` | {expected(field)} | {_default_cell(field)} | {field.description} |"
-            for name, field in fields(section).items()
-        ]
-        head = ["| name | value | default | meaning |", "|---|---|---|---|"]
-        parts.append("\n".join([f"## {section}", "", _describe(section), "", *head, *rows, ""]))
+        parts.append("\n".join([f"## {section}", "", _describe(section), "", *_table(fields(section)), ""]))
+        if section == "data":
+            parts.append("\n".join(["### A source", "", _SOURCE, "", *_table(source_fields()), ""]))
     return "\n".join(parts)
+
+
+def _table(known: dict[str, FieldInfo]) -> list[str]:
+    rows = [
+        f"| `{name}` | {expected(field)} | {_default_cell(field)} | {field.description} |"
+        for name, field in known.items()
+    ]
+    return ["| name | value | default | meaning |", "|---|---|---|---|", *rows]
 
 
 def _describe(section: str) -> str:

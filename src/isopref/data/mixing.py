@@ -44,7 +44,7 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
         raise ConfigError(f"The share of pairs held out is {fraction}. It must be at least 0 and less than 1.")
     held_out = _hash(table.prompt_ids, seed=seed, stream=0) < np.uint64(int(fraction * 2**64))
     # Two prompts can become one when cut to max_length; pairs that became equal are then all trained on.
-    ids = np.ascontiguousarray(table.ids).view(np.dtype((np.void, table.ids.shape[1]))).ravel()
+    ids = _ids(table)
     held_out &= ~np.isin(ids, ids[~held_out])
     train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if fraction and not (len(train) and len(held)):
@@ -53,6 +53,17 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
             "evaluate on. Use more pairs, another share, or a source of its own for evaluation."
         )
     return train, held
+
+
+def without(table: PairTable, held_out: PairTable) -> IntArray:
+    """Indices, ascending, of the pairs of `table` whose prompt is not held out, nor their tokens once cut."""
+    shared = np.isin(table.prompt_ids, held_out.prompt_ids) | np.isin(_ids(table), _ids(held_out))
+    return np.flatnonzero(~shared)
+
+
+def _ids(table: PairTable) -> NDArray[np.void]:
+    """Content ids, each as one value."""
+    return np.ascontiguousarray(table.ids).view(np.dtype((np.void, table.ids.shape[1]))).ravel()
 
 
 def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:

@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 1  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 2  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
+# Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
+# which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
+CHUNKS_ALONE = 8
 
 Progress = Callable[[int, int | None], None]  # records done, records in all where the sources know
 
@@ -66,18 +70,22 @@ def build_table(
     options: TokenizeOptions,
     progress: Progress | None = None,
     workers: int = 1,
+    head_start_s: float = 0.0,
 ) -> PairTable:
     """The pairs of all sources, in order, tokenised; from `folder` where the same content was built before.
 
     The table holds every usable pair of every source: mixing by weight or count selects from it (see mixing).
-    `workers` processes tokenise; they start afresh (spawn), so a script that calls this with more than one
-    needs the `if __name__ == "__main__":` guard. Raises DataError, ConfigError, RunError.
+    `workers` processes tokenise what is left after CHUNKS_ALONE; they start afresh (spawn), so a script that calls
+    this with more than one needs the `if __name__ == "__main__":` guard. Of several processes with the same folder one
+    builds and the others wait; `head_start_s` leaves the building to another one, which shows its progress.
+    Raises DataError, ConfigError, RunError.
     """
     sources = [_open(spec) for spec in specs]
     encoder = PairEncoder(tokenizer, options)
     content = _content(sources)
     path = folder / f"{_key(content, encoder)}.arrow"
     if not path.exists():
+        time.sleep(head_start_s)
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
             if not path.exists():  # else another process built it while we waited
@@ -85,10 +93,15 @@ def build_table(
     return PairTable.open(path, [source.name for source in sources])
 
 
+def all_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def _open(spec: SourceSpec) -> Source:
     unknown = set(spec.columns or {}) - set(COLUMNS)
     if unknown:
-        raise ConfigError(f"data.columns for '{spec.path}': no such names {sorted(unknown)}. We read {COLUMNS}.")
+        raise ConfigError(f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.")
     return read_source(spec.path, columns=spec.columns)
 
 
@@ -138,34 +151,49 @@ def _build(
 
 
 def _write(file: Any, sources: list[Source], results: Iterable[_Encoded], progress: Progress | None) -> None:
-    totals = [source.num_records for source in sources]
+    totals = [source.count() for source in sources] if progress else [None]
     total = None if None in totals else sum(count for count in totals if count is not None)
-    counts: list[Counter[str]] = [Counter() for _ in sources]
-    shapes = ["" for _ in sources]
-    unused: list[set[str]] = [set() for _ in sources]
-    dropped: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
+    found = [_Found(source) for source in sources]
     done = 0
     writer = TableWriter(file)
     for result in results:
         writer.write(result.batch)
-        counts[result.source].update(read=result.read, kept=result.batch.num_rows)
-        shapes[result.source] = result.shape
-        unused[result.source] |= result.unused_columns
-        dropped += result.dropped
-        notes += result.notes
+        found[result.source].add(result)
         done += result.read
         if progress:
             progress(done, total)
-    of_sources = tuple(
-        SourceStats(source.format, shape, count["read"], count["kept"], tuple(sorted(columns)))
-        for source, shape, count, columns in zip(sources, shapes, counts, unused, strict=True)
-    )
-    kept = sum(count["kept"] for count in counts)
-    if not kept:
-        names = ", ".join(source.name for source in sources)
-        raise DataError(f"{names}: none of {done} records gave a pair; dropped for {dict(dropped)}.")
-    writer.close(TableStats(done, kept, dict(dropped), **{note: notes[note] for note in NOTES}, sources=of_sources))
+    writer.close(TableStats(tuple(one.stats() for one in found)))
+
+
+class _Found:
+    """What was found in a source so far."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._shape = ""
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._unused: set[str] = set()
+
+    def add(self, result: _Encoded) -> None:
+        self._shape = result.shape
+        self._counts.update(result.notes, read=result.read, kept=result.batch.num_rows)
+        self._dropped += result.dropped
+        self._unused |= result.unused_columns
+
+    def stats(self) -> SourceStats:
+        """Raises DataError where there is not one pair: no share of nothing can be mixed."""
+        source, dropped = self._source, dict(self._dropped)
+        counts = {name: self._counts[name] for name in ("read", "kept", *NOTES)}
+        if not counts["kept"]:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            raise DataError(
+                f"{source.name}: none of {counts['read']} records gave a pair; dropped: {reasons}. Use another source, "
+                "or another data.max_length."
+            )
+        return SourceStats(
+            source.format, self._shape, dropped=dropped, unused_columns=tuple(sorted(self._unused)), **counts
+        )
 
 
 def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
@@ -216,17 +244,17 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:
     """Encoded chunks, in order."""
-    first = list(islice(chunks, 2))
-    everything = chain(first, chunks)
-    if workers == 1 or len(first) == 1:  # starting processes would cost more than the work
-        yield from map(partial(_encode_chunk, encoder), everything)
+    encode = partial(_encode_chunk, encoder)
+    yield from map(encode, chunks if workers == 1 else islice(chunks, CHUNKS_ALONE))
+    first = next(chunks, None)
+    if first is None:
         return
     pending: deque[Future[_Encoded]] = deque()
     # spawn: a fork would copy held locks of torch's and the tokenizer's threads, and our lock on the cache.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
         try:
-            for chunk in everything:
+            for chunk in chain([first], chunks):
                 pending.append(pool.submit(_work, chunk))
                 if len(pending) > 2 * workers:  # bounds the memory: never the whole data set in flight
                     yield pending.popleft().result()
@@ -237,8 +265,9 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
                 "A tokenising process died. Out of memory, or a script without the "
                 "`if __name__ == '__main__':` guard? One worker needs neither."
             ) from error
-        finally:
+        except BaseException:  # a bad record, Ctrl-C: nobody waits for the rest
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 _encode_here: Callable[[_Chunk], _Encoded]  # of a worker process, set when it starts

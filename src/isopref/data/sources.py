@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Source:
     read: Callable[[], Places] = field(repr=False)
     digest: Callable[[], str] = field(repr=False)  # of the content: file bytes, or a data set's fingerprint
     columns: Mapping[str, str] = field(default_factory=dict)  # our name -> the name in the source
-    num_records: int | None = None  # where the format knows it without reading everything
+    count: Callable[[], int | None] = field(default=lambda: None, repr=False)  # records, where that is quickly known
 
     def __iter__(self) -> Iterator[Record]:
         place = None
@@ -71,7 +72,7 @@ class Source:
         if place is None:
             raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
         if unseen:
-            raise DataError(f"{self.name}: no record has the columns data.columns names: {sorted(unseen)}. Mend them.")
+            raise DataError(f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or its own.")
 
     def _renamed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.columns:
@@ -107,7 +108,7 @@ def read_source(spec: str, *, columns: Mapping[str, str] | None = None) -> Sourc
 def _file_source(name: str, path: Path, columns: Mapping[str, str]) -> Source:
     try:
         kind, zipped = _sniff(name, path)
-        num_records = pq.ParquetFile(path).metadata.num_rows if kind == "parquet" else None
+        num_rows = pq.ParquetFile(path).metadata.num_rows if kind == "parquet" else None
     except (OSError, pa.ArrowException, EOFError, zlib.error) as error:
         raise DataError(f"{name}: cannot be read ({error}). Is the file whole?") from error
     return Source(
@@ -116,7 +117,7 @@ def _file_source(name: str, path: Path, columns: Mapping[str, str]) -> Source:
         read=lambda: READERS[kind](name, path, zipped),
         digest=lambda: _digest([path]),
         columns=columns,
-        num_records=num_records,
+        count=partial(_count_lines, path) if kind == "jsonl" and not zipped else lambda: num_rows,
     )
 
 
@@ -264,6 +265,15 @@ READERS: dict[str, Callable[[str, Path, bool], Places]] = {
 }
 
 
+def _count_lines(path: Path) -> int:
+    """Lines of a file, empty ones too: a progress bar needs no more."""
+    lines, block = 0, b"\n"
+    with path.open("rb") as file:
+        while more := file.read(1 << 20):
+            lines, block = lines + more.count(b"\n"), more
+    return lines + (not block.endswith(b"\n"))
+
+
 def _digest(paths: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for path in paths:
@@ -325,7 +335,7 @@ def _dataset_source(
     def read() -> Places:
         return ((row, f":row {number}") for number, row in enumerate(dataset))
 
-    return Source(spec, kind, read, digest, columns, num_records=len(dataset))
+    return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -41,39 +42,48 @@ STATS_KEY = b"isopref.stats"
 
 @dataclass(frozen=True)
 class SourceStats:
-    """What was found in one source."""
+    """What was found in one source. Counts are pairs (records for `read` and `dropped`)."""
 
     format: str
     shape: str
     read: int
     kept: int
     unused_columns: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TableStats:
-    """What building the table met. Counts are pairs (records for `read` and `dropped`)."""
-
-    read: int
-    kept: int
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     boundary_backoffs: int = 0
     double_bos: int = 0
     missing_eos: int = 0
     truncated: int = 0
-    sources: tuple[SourceStats, ...] = ()
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """What building the table met, source by source."""
+
+    sources: tuple[SourceStats, ...]
+
+    @property
+    def read(self) -> int:
+        return sum(source.read for source in self.sources)
+
+    @property
+    def kept(self) -> int:
+        return sum(source.kept for source in self.sources)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Records that gave no pair, by reason."""
+        return dict(sum((Counter(source.dropped) for source in self.sources), Counter()))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TableStats:
-        values = json.loads(text)
-        sources = (
-            SourceStats(**{**source, "unused_columns": tuple(source["unused_columns"])})
-            for source in values.pop("sources")
+        sources = json.loads(text)["sources"]
+        return cls(
+            tuple(SourceStats(**{**source, "unused_columns": tuple(source["unused_columns"])}) for source in sources)
         )
-        return cls(**values, sources=tuple(sources))
 
 
 class TableRow(NamedTuple):
@@ -192,7 +202,7 @@ class PairTable:
         sink = pa.BufferOutputStream()
         writer = TableWriter(sink)
         writer.write(record_batch(rows, 0))
-        writer.close(TableStats(read=len(rows), kept=len(rows)))
+        writer.close(TableStats((SourceStats("memory", "tokens", read=len(rows), kept=len(rows)),)))
         return cls(_Store(pa.BufferReader(sink.getvalue()), "a table in memory"), ("",))
 
     def __len__(self) -> int:

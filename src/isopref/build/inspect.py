@@ -1,0 +1,33 @@
+"""What a run would train on, without the model: sources, counts, lengths and a few pairs as the model sees them."""
+
+from dataclasses import dataclass
+
+from isopref.build.data import SourceUse, pair_tables
+from isopref.config.schema import Config
+from isopref.data.statistics import PairText, TableFigures, figures, samples
+from isopref.engine.display import Display
+from isopref.models import hf
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `isopref data` shows."""
+
+    sources: list[SourceUse]
+    num_left_out: int  # pairs of data.train that are in neither table, for their prompt is in data.eval
+    train: TableFigures
+    held_out: TableFigures | None
+    samples: list[PairText]  # of the pairs to train on
+
+
+def inspect(config: Config, display: Display) -> Report:
+    """Tokenise the data as a run would, and look at it. Only the tokenizer of model.path is loaded."""
+    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tables = pair_tables(config, tokenizer, display)
+    return Report(
+        sources=tables.sources,
+        num_left_out=tables.num_left_out,
+        train=figures(tables.train),
+        held_out=None if tables.held_out is None else figures(tables.held_out),
+        samples=samples(tables.train, tokenizer),
+    )

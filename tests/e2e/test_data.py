@@ -1,0 +1,190 @@
+"""`isopref data`, and runs on several sources: what a user sees, with and without a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Project
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
+COLOURS = {"prompt": "36", "chosen": "32", "rejected": "31"}
+
+
+@pytest.fixture
+def no_weights(project: Project) -> Project:
+    """A project whose model has a tokenizer and nothing else."""
+    folder = project.folder / "tokenizer"
+    shutil.copytree(project.model, folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    config = (project.folder / "my.yaml").read_text().replace(str(project.model), str(folder))
+    (project.folder / "my.yaml").write_text(config)
+    return project
+
+
+def report(project: Project, *arguments: str) -> dict[str, Any]:
+    outcome = project.isopref("data", "my.yaml", "--json", *arguments)
+    assert outcome.code == 0, outcome.err
+    assert outcome.err == ""
+    found: dict[str, Any] = json.loads(outcome.out)
+    return found
+
+
+def lines_of(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_what_is_shown(no_weights: Project) -> None:
+    records = [json.loads(line) for line in (no_weights.folder / "train.jsonl").read_text().splitlines()]
+    records[0] = {"prompt": "a?", "chosen": "yes", "rejected": "no", "note": "x"}
+    records[4] = {"prompt": "a?", "chosen": "no", "rejected": "no"}
+    records[5] = {"prompt": "a?", "chosen": "yes", "rejected": ""}
+    held = json.loads((no_weights.folder / "eval.jsonl").read_text().splitlines()[0])
+    records[6] = {**records[6], "prompt": held["prompt"]}
+    no_weights.write_pairs("train.jsonl", records)
+    outcome = no_weights.isopref("data", "my.yaml", "data.on_bad=drop")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = lines_of(outcome.out)
+    at = lines.index("data.train train.jsonl")
+    assert lines[at : at + 13] == [
+        "data.train train.jsonl",
+        "found jsonl, shape text",
+        "columns not used note",
+        "records read 23",
+        "dropped 1 tie, 1 empty",
+        "pairs kept 21",
+        "cut to data.max_length 0",
+        "prompt ends inside a token of the answer 0",
+        "two BOS tokens 0",
+        "no end token from the template 0",
+        "pairs in the mix 21",
+        "trained on 20",
+        "held out 0",
+    ]
+    assert "note: 1 pairs of data.train are not trained on: their prompt is in data.eval" in lines
+    assert "20 pairs to train on: 20 different prompts, 0 repeated pairs" in lines
+    assert "8 pairs held out: 8 different prompts, 0 repeated pairs" in lines
+    assert lines.count("the 10 longest:") == 1
+    assert "\x1b" not in outcome.out
+
+
+def test_three_pairs_with_markers_where_there_is_no_terminal(no_weights: Project) -> None:
+    no_weights.write_pairs("train.jsonl", [{"prompt": "a\x1b[2Jb?\r", "chosen": "yes\n", "rejected": "no"}])
+    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    # What a terminal would obey is written out; the line feed before the end token is the answer's own.
+    text = (
+        "[[prompt]]<|im_start|>user\na\\x1b[2Jb?\\x0d<|im_end|>\n<|im_start|>assistant\n"
+        "[[chosen]]yes\n<|im_end|>\n[[rejected]]no<|im_end|>\n"
+    )
+    assert outcome.out.endswith("\n" + text)
+    assert "\ntrain.jsonl:1: " in outcome.out
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_three_pairs_in_colour_on_a_terminal(no_weights: Project, no_color: bool) -> None:
+    no_weights.write_pairs("train.jsonl", [{"prompt": f"a{n}?", "chosen": "yes", "rejected": "no"} for n in range(9)])
+    no_weights.extra_env |= {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
+    if no_color:
+        no_weights.extra_env["NO_COLOR"] = "1"
+    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"tokenise train\.jsonl \S*━+\S* \S*9/9", outcome.out)  # the bar, where a terminal is
+    again = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    assert again.out == outcome.out[outcome.out.index("\n", outcome.out.index("9/9")) + 1 :].removeprefix("\x1b[?25h")
+    painted = {part: f"\x1b[{code}m" in outcome.out for part, code in COLOURS.items()}
+    assert painted == dict.fromkeys(COLOURS, not no_color)
+    assert ("[[chosen]]" in outcome.out) == no_color
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.out).replace("[[chosen]]", "").replace("[[rejected]]", "")
+    assert plain.count("<|im_start|>assistant\nyes<|im_end|>\nno<|im_end|>\n") == 3
+    if not no_color:
+        assert "\x1b[32myes<|im_end|>\x1b[0m\n\x1b[31mno<|im_end|>\x1b[0m\n" in outcome.out
+
+
+def test_json_has_the_same_figures(no_weights: Project) -> None:
+    no_weights.write_pairs(
+        "train.jsonl", [{"prompt": "a" * n, "chosen": "yes", "rejected": "no!!"} for n in range(1, 21)]
+    )
+    found = report(no_weights, "data.eval=null")
+    (source,) = found["sources"]
+    assert (source["field"], source["path"], source["train"]) == ("data.train", "train.jsonl", 20)
+    assert (source["found"]["format"], source["found"]["shape"], source["found"]["read"]) == ("jsonl", "text", 20)
+    train = found["train"]
+    # One token for a byte: of n letters, the prompt has n + 5 ("user\n") + 1 ("\n") + 10 ("assistant\n") + 3 special.
+    prompt = [n + 19 for n in range(1, 21)]
+    assert train["lengths"]["prompt"]["percentiles"]["0"] == 20
+    assert train["lengths"]["prompt"]["percentiles"]["50"] == 29  # the tenth of twenty
+    assert train["lengths"]["prompt"]["mean"] == pytest.approx(sum(prompt) / 20)
+    assert train["tokens_shared"] == sum(prompt) + 20 * (4 + 5)
+    assert train["tokens"] == 2 * sum(prompt) + 20 * (4 + 5)
+    assert [one["origin"] for one in train["longest"]] == [f"train.jsonl:{line}" for line in range(20, 10, -1)]
+    assert found["held_out"] is None
+    assert len(found["samples"]) == 3
+    assert found["samples"][0]["chosen"] == "yes<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("data.train=nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("data.train=[train.jsonl, {path: eval.jsonl, count: 9}]", "'eval.jsonl': count 9 of 8 pairs"),
+        (
+            "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
+            "no record has the columns ['ask']. Mend ",
+        ),
+        ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
+        ("data.max_length=5", "train.jsonl: none of 23 records gave a pair; dropped: 23 too_long."),
+        ("model.path=/nowhere/model", "model.path: there is no folder /nowhere/model"),
+        ("data.train[0]=x", "data.train[0]: there is no such field. Did you mean data.train?"),
+    ],
+)
+def test_a_mistake_is_one_message(no_weights: Project, argument: str, says: str) -> None:
+    for flag in ((), ("--json",)):
+        outcome = no_weights.isopref("data", "my.yaml", *flag, argument)
+        assert (outcome.code, outcome.out) == (1, "")
+        assert re.fullmatch(r"error: .+\n", outcome.err)
+        assert says in outcome.err
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data folder")
+def test_a_real_file(no_weights: Project) -> None:
+    found = report(no_weights, f"data.train={SHARED}", "data.eval=null", "data.eval_fraction=0.1")
+    (source,) = found["sources"]
+    assert (source["found"]["shape"], source["found"]["read"], source["found"]["kept"]) == ("sharegpt", 300, 300)
+    assert source["train"] + source["held_out"] == 300
+    assert source["held_out"] == found["held_out"]["pairs"] > 0
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_several_sources_with_a_held_out_share(project: Project) -> None:
+    outcome = project.isopref(
+        "train",
+        "my.yaml",
+        "run.folder=run",
+        "data.train=[{path: train.jsonl, count: 18}, {path: eval.jsonl, count: 6}]",
+        "data.eval=null",
+        "data.eval_fraction=0.4",
+    )
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[1:3] == [
+        "data  train.jsonl: 23 pairs (jsonl, text), 18 in the mix",
+        "data  eval.jsonl: 8 pairs (jsonl, text), 6 in the mix",
+    ]
+    match = re.fullmatch(r"data  (\d+) pairs to train on, (\d+) held out \(data\.eval_fraction\)", lines[3])
+    assert match
+    train, held_out = int(match[1]), int(match[2])
+    assert train + held_out == 24
+    assert json.loads((project.folder / "run" / "evaluation.json").read_text())["after"]["pairs"] == held_out
+    (same,) = report(project, "data.train=[train.jsonl]", "data.eval=null")["sources"]
+    assert same["train"] == 23
+    metrics = [json.loads(line) for line in (project.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["train/pair_count"] for line in metrics) == 2 * train  # two epochs

@@ -1,0 +1,223 @@
+"""From a config to the tables of a run: mixed by the seed, and no prompt on both sides."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isopref.build import data as data_building
+from isopref.build.data import Tables, pair_tables, say_tables
+from isopref.config.load import load_config
+from isopref.data import pairs as building
+from isopref.data.table import PairTable
+from isopref.engine.display import Display
+from isopref.errors import ConfigError, DataError
+from isopref.testing.tokenizers import tiny_tokenizer
+
+Load = Callable[..., Tables]
+
+
+def records(start: int, stop: int, answer: str = "no") -> list[dict[str, Any]]:
+    return [{"prompt": f"why {n}?", "chosen": f"yes {n}", "rejected": answer} for n in range(start, stop)]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\n")
+    (tmp_path / "a.jsonl").write_text(jsonl(records(0, 20)))
+    (tmp_path / "b.jsonl").write_text(jsonl(records(20, 60)))
+    return tmp_path
+
+
+@pytest.fixture
+def load(folder: Path) -> Load:
+    def load(*overrides: str) -> Tables:
+        return pair_tables(load_config(folder / "c.yaml", overrides), tiny_tokenizer("chatml"), Display(quiet=True))
+
+    return load
+
+
+def origins(table: PairTable | None) -> list[str]:
+    assert table is not None
+    return [table.origin(index) for index in range(len(table))]
+
+
+def prompts(table: PairTable | None) -> set[bytes]:
+    assert table is not None
+    return {table.tokens(index).prompt.tobytes() for index in range(len(table))}
+
+
+def said(tables: Tables) -> list[str]:
+    display = Display()
+    with display.console.capture() as captured:
+        say_tables(tables, display)
+    return captured.get().splitlines()
+
+
+# --- mixing ------------------------------------------------------------------------------------------
+
+
+def test_without_weights_and_counts_everything_is_used(load: Load) -> None:
+    one, two = load(), load("data.train=[a.jsonl, b.jsonl]")
+    assert origins(one.train) == [f"a.jsonl:{line}" for line in range(1, 21)]
+    assert origins(two.train) == [*origins(one.train), *(f"b.jsonl:{line}" for line in range(1, 41))]
+    assert one.held_out is None
+
+
+def test_counts_and_weights(load: Load) -> None:
+    counted = load("data.train=[{path: a.jsonl, count: 3}, {path: b.jsonl, count: 5}]")
+    assert [(use.path, use.mixed, use.train) for use in counted.sources] == [("a.jsonl", 3, 3), ("b.jsonl", 5, 5)]
+    assert counted.train.sources.tolist() == [0] * 3 + [1] * 5
+    assert counted.train.source_names == ("a.jsonl", "b.jsonl")
+    # Of 20 and 40 pairs, one to one: 20 of each is the largest mix in which no pair comes twice.
+    even = load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 1}]")
+    assert [use.mixed for use in even.sources] == [20, 20]
+    assert said(even) == [
+        "data  a.jsonl: 20 pairs (jsonl, text)",
+        "data  b.jsonl: 40 pairs (jsonl, text), 20 in the mix",
+    ]
+
+
+def test_the_seed_decides_which_pairs(load: Load) -> None:
+    sources = "data.train=[{path: b.jsonl, count: 10}]"
+    first, again, other = load(sources), load(sources), load(sources, "optim.seed=1")
+    assert first.train.digest == again.train.digest != other.train.digest
+    assert len(other.train) == 10
+
+
+def test_a_count_that_the_source_cannot_give_is_refused(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"'a\.jsonl': count 21 of 20 pairs\. Use 1 to 20"):
+        load("data.train=[{path: a.jsonl, count: 21}]")
+
+
+def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder: Path) -> None:
+    turn: dict[str, Any] = {"conversations": [{"from": "human", "value": "who?"}]}
+    turn |= {side: {"from": "gpt", "value": side} for side in ("good", "bad")}
+    (folder / "turns.json").write_text(json.dumps([turn]))
+    with gzip.open(folder / "plain.csv.gz", "wt") as file:
+        file.write("question,best,worst,weight,id\nhow?,a,b,2.5,7\n")
+    tables = load(
+        "data.train=[{path: turns.json, columns: {chosen: good, rejected: bad}}, plain.csv.gz]",
+        "data.columns={prompt: question, chosen: best, rejected: worst}",
+    )
+    found = [(use.found.format, use.found.shape, use.found.unused_columns) for use in tables.sources]
+    assert found == [("json", "sharegpt", ()), ("csv.gz", "text", ("id",))]
+    assert tables.train.weights.tolist() == [1.0, 2.5]
+    assert origins(tables.train) == ["turns.json:[0]", "plain.csv.gz:2"]
+    assert "      columns not used: id" in said(tables)
+
+
+# --- what is held out --------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_prompts_is_held_out(load: Load, folder: Path) -> None:
+    rows = records(0, 200) + records(0, 200, answer="never")  # two pairs for each prompt
+    (folder / "a.jsonl").write_text(jsonl(rows))
+    tables = load("data.eval_fraction=0.2")
+    assert tables.held_out is not None
+    assert len(tables.train) + len(tables.held_out) == 400
+    assert 40 < len(tables.held_out) < 120  # 80 expected
+    assert prompts(tables.train).isdisjoint(prompts(tables.held_out))
+    assert len(prompts(tables.held_out)) * 2 == len(tables.held_out)
+    assert tables.num_left_out == 0
+    last = f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval_fraction)"
+    assert said(tables)[-1] == last
+    # The same prompts whatever the seed of training, so that runs can be compared.
+    other = load("data.eval_fraction=0.2", "optim.seed=3")
+    assert origins(other.held_out) == origins(tables.held_out)
+
+
+def test_the_held_out_part_of_a_mix_knows_its_sources(load: Load) -> None:
+    tables = load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 1}]", "data.eval_fraction=0.4")
+    assert tables.held_out is not None
+    assert tables.held_out.source_names == ("a.jsonl", "b.jsonl")
+    for source, use in enumerate(tables.sources):
+        name = tables.held_out.source_names[source]
+        assert use.held_out == sum(origin.startswith(name) for origin in origins(tables.held_out)) > 0
+        assert use.held_out == tables.held_out.sources.tolist().count(source)
+        assert use.train == sum(origin.startswith(name) for origin in origins(tables.train))
+        assert use.train + use.held_out == use.mixed == 20
+
+
+def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> None:
+    # Lines 1 and 2 are pairs of a.jsonl, line 3 is a prompt of it with another answer, line 4 is of neither.
+    rows = [*records(0, 2), *records(2, 3, answer="never"), *records(100, 101)]
+    (folder / "held.jsonl").write_text(jsonl(rows))
+    tables = load("data.train=[b.jsonl, a.jsonl]", "data.eval=[{path: held.jsonl, count: 4}]")
+    assert origins(tables.held_out) == [f"held.jsonl:{line}" for line in range(1, 5)]
+    assert tables.num_left_out == 3
+    assert [line for line in origins(tables.train) if line.startswith("a")] == [f"a.jsonl:{n}" for n in range(4, 21)]
+    assert prompts(tables.train).isdisjoint(prompts(tables.held_out))
+    assert [(use.field, use.mixed, use.train, use.held_out) for use in tables.sources] == [
+        ("data.train", 40, 40, 0),
+        ("data.train", 20, 17, 0),
+        ("data.eval", 4, 0, 4),
+    ]
+    assert said(tables)[-1] == "data  3 pairs of data.train are not trained on: their prompt is in data.eval"
+
+
+def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
+    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*data\.eval_fraction in place of"):
+        load("data.eval=a.jsonl")
+
+
+def test_a_share_too_small_for_one_prompt_is_refused(load: Load) -> None:
+    with pytest.raises(DataError, match=r"Holding out 1e-06 of 20 pairs leaves 20 to train on and 0 to evaluate on"):
+        load("data.eval_fraction=1e-6")
+
+
+# --- the cache ---------------------------------------------------------------------------------------
+
+
+def test_all_cores_tokenise_and_the_first_rank_goes_ahead(
+    load: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    waits: list[float] = []
+
+    def build_table(*args: Any, **kwargs: Any) -> PairTable:
+        calls.append(kwargs)
+        return building.build_table(*args, **kwargs)
+
+    monkeypatch.setattr(data_building, "build_table", build_table)
+    monkeypatch.setattr("isopref.data.pairs.time.sleep", waits.append)
+    config = load_config(folder / "c.yaml")
+    for _ in range(2):  # built, then found
+        pair_tables(config, tiny_tokenizer("chatml"), Display(quiet=True), is_first=False)
+    assert waits == [data_building.HEAD_START_S]
+    load("data.train=b.jsonl")
+    assert waits == [data_building.HEAD_START_S, 0.0]
+    assert {call["workers"] for call in calls} == {len(os.sched_getaffinity(0))}
+
+
+def test_only_what_decides_tokens_builds_a_table_again(load: Load, folder: Path) -> None:
+    def built() -> int:
+        return len(list((folder / "cache" / "tables").glob("*.arrow")))
+
+    load("data.train=[a.jsonl, b.jsonl]")
+    for overrides in (
+        ["optim.lr=1"],
+        ["optim.seed=5", "objective.beta=3", "layout.rows=padded", "run.keep=1"],
+        ["data.eval_fraction=0.3"],
+    ):
+        load("data.train=[a.jsonl, b.jsonl]", *overrides)
+    load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 2}]")
+    load("data.train=[{path: a.jsonl, count: 1}, {path: b.jsonl, count: 2}]")
+    assert built() == 1
+    load("data.train=[a.jsonl, b.jsonl]", "data.max_length=4096")
+    assert built() == 2
+    (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace("why 59?", "why 59!"))
+    load("data.train=[a.jsonl, b.jsonl]")
+    assert built() == 3

@@ -1,0 +1,171 @@
+"""Sources in the config: text, lists, what is refused and at which place, the run id, the way back to YAML."""
+
+from pathlib import Path
+
+import pytest
+
+from isopref.config.load import dump_config, load_config
+from isopref.config.schema import DataConfig, SourceConfig, run_id
+from isopref.errors import ConfigError
+
+HEAD = "model: {path: m}\ndata:\n"  # two lines; what a test adds begins in line 3
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "c.yaml"
+
+
+def data(file: Path, text: str, *overrides: str) -> DataConfig:
+    file.write_text(HEAD + text)
+    return load_config(file, overrides).data
+
+
+def problems(file: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        data(file, text, *overrides)
+    lines = str(caught.value).replace(str(file), file.name).split("\n")
+    return [line.removeprefix("  ") for line in lines if not line.endswith("problems:")]
+
+
+def test_a_source_is_text_or_a_list(file: Path) -> None:
+    assert data(file, "  train: a.jsonl\n").train == "a.jsonl"
+    assert data(file, "  train: [a.jsonl, b.csv]\n  eval: [c]\n").eval == ["c"]
+    listed = data(file, "  train:\n    - path: a\n      weight: 2\n    - {path: b, weight: 1, columns: {chosen: x}}\n")
+    assert listed.train == [
+        SourceConfig(path="a", weight=2.0),
+        SourceConfig(path="b", weight=1.0, columns={"chosen": "x"}),
+    ]
+
+
+@pytest.mark.parametrize("text", ["  train: a\n", "  train: [a, b]\n", "  train: [{path: a, count: 1}]\n"])
+@pytest.mark.parametrize(
+    ("override", "train"),
+    [("x.jsonl", "x.jsonl"), ("[x, y]", ["x", "y"]), ("[{path: x, count: 3}]", [SourceConfig(path="x", count=3)])],
+)
+def test_an_override_replaces_the_whole_field(file: Path, text: str, override: str, train: object) -> None:
+    assert data(file, text, f"data.train={override}").train == train
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  train: a\n  eval_fraction: 0.25\n",
+        "  train: [a, '1e5', 'null']\n  eval: [{path: '2', count: 7}]\n",
+        "  train: [{path: a, weight: 0.1, columns: {prompt: '1e5'}}, {path: b, weight: 3}]\n",
+    ],
+)
+def test_dump_reads_back_to_an_equal_config(file: Path, text: str) -> None:
+    file.write_text(HEAD + text)
+    config = load_config(file)
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+    assert run_id(load_config(file)) == run_id(config)
+
+
+def test_the_run_id_follows_every_field_of_a_source(file: Path) -> None:
+    file.write_text(HEAD + "  train: a\n")
+    values = ["[{path: a}]", "[{path: b}]", "[{path: a, weight: 1}]", "[{path: a, weight: 2}]", "[{path: a, count: 1}]"]
+    values += ["[{path: a, columns: {prompt: q}}]", "[{path: a}, b]", "[b, {path: a}]"]
+    ids = {run_id(load_config(file, [f"data.train={value}"])) for value in values}
+    assert len(ids) == len(values)
+    assert run_id(load_config(file, ["data.eval_fraction=0.1"])) != run_id(load_config(file))
+
+
+SOURCE = "must be non-empty text or a source (path, weight, count, columns)"
+SOURCES = "must be non-empty text or a non-empty list of sources"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  train: []\n", f"c.yaml:3: data.train: {SOURCES}; found []."),
+        ("  train: {path: a}\n", f"c.yaml:3: data.train: {SOURCES}; found {{path: a}}."),
+        ("  train: 7\n", f'c.yaml:3: data.train: {SOURCES}; found 7. Put it in quotes: "7".'),
+        ("  train: a\n  eval: []\n", f"c.yaml:4: data.eval: {SOURCES} or null; found []."),
+        ("  train:\n  - a\n  - 7\n", f'c.yaml:5: data.train[1]: {SOURCE}; found 7. Put it in quotes: "7".'),
+        ("  train: [a, ['b']]\n", f"c.yaml:3: data.train[1]: {SOURCE}; found [b]."),
+        (
+            "  train:\n  - path: a\n    wieght: 1\n",
+            "c.yaml:5: data.train[0].wieght: there is no such field. Did you mean data.train[0].weight?",
+        ),
+        (
+            "  train:\n  - {path: a, zzz: 1}\n",
+            "c.yaml:4: data.train[0].zzz: there is no such field. Known: path, weight, count, columns.",
+        ),
+        (
+            "  train:\n  - weight: 1\n",
+            "c.yaml:4: data.train[0].path: is required. Where the pairs are: what data.train takes as text.",
+        ),
+        (
+            "  train: [{path: a,\n    weight: 0}]\n",
+            "c.yaml:4: data.train[0].weight: must be a number, above 0, or null; found 0.",
+        ),
+        (
+            "  train: a\n  eval:\n  - path: a\n    count: 0\n",
+            "c.yaml:6: data.eval[0].count: must be a whole number, at least 1, or null; found 0.",
+        ),
+        (
+            "  train:\n  - path: a\n    columns:\n      prompt: q\n      chosen: 1\n",
+            "c.yaml:7: data.train[0].columns: must be a mapping from text to text or null; found {prompt: q,",
+        ),
+        (
+            "  train:\n  - path: a\n    path: b\n",
+            "c.yaml:5: data.train[0].path: given twice, the first time in line 4. Remove one of the two.",
+        ),
+        (
+            "  train: a\n  eval_fraction: 1\n",
+            "c.yaml:4: data.eval_fraction: must be a number, above 0, below 1, or null",
+        ),
+        (
+            "  train: a\n  eval: b\n  eval_fraction: 0.1\n",
+            "c.yaml:5: data.eval_fraction: 0.1 of data.train, but data.eval names held-out pairs too. Keep one",
+        ),
+        (
+            "  train:\n  - path: a\n    weight: 1\n    count: 2\n",
+            "c.yaml:6: data.train[0].count: 2 pairs, but the source has a weight too. Keep one of the two.",
+        ),
+        (
+            "  train:\n  - path: a\n    weight: 1\n  - b\n",
+            "c.yaml:6: data.train[1]: has no weight, but others in the list have one. Give a weight to all of them",
+        ),
+        (
+            "  train: [{path: a, columns: {}}]\n  columns: {prompt: q}\n",
+            "c.yaml:4: data.columns: does nothing: every source has columns of its own. Remove it, or theirs.",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(file: Path, text: str, message: str) -> None:
+    (line,) = problems(file, text)
+    assert line.startswith(message)
+
+
+def test_an_override_s_mistake_is_not_said_of_the_file(file: Path) -> None:
+    text = "  train:\n  - path: a\n    weight: 1\n"
+    (line,) = problems(file, text, "data.train=[{weight: 1}]")
+    assert line.startswith("override 'data.train=[{weight: 1}]': data.train[0].path: is required.")
+    (line,) = problems(file, text, "data.train.path=b")
+    assert line == "override 'data.train.path=b': data.train is [{path: a, weight: 1}], which has no fields."
+
+
+def test_every_problem_of_every_source_is_reported(file: Path) -> None:
+    text = "  train:\n  - {path: a, weight: -1}\n  - {count: x}\n  - 3\n  eval: [{path: b, lr: 1}]\n"
+    assert [line.split(": ")[:2] for line in problems(file, text)] == [
+        ["c.yaml:4", "data.train[0].weight"],
+        ["c.yaml:5", "data.train[1].path"],
+        ["c.yaml:5", "data.train[1].count"],
+        ["c.yaml:6", "data.train[2]"],
+        ["c.yaml:7", "data.eval[0].lr"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  train: [{path: a, count: 1}, b]\n",
+        "  train: [{path: a, columns: {prompt: q}}, b]\n  columns: {prompt: r}\n",
+        "  train: a\n  eval_fraction: 0.1\nrun: {eval_every: 3}\n",
+    ],
+)
+def test_possible_combinations(file: Path, text: str) -> None:
+    data(file, text)

@@ -1,0 +1,71 @@
+"""Figures of a table, worked out by hand, and pairs as text again."""
+
+import numpy as np
+import pytest
+
+from isopref.data.statistics import PairSize, figures, pair_text, samples
+from isopref.data.table import PairTable
+from isopref.testing.tokenizers import tiny_tokenizer
+from isopref.types import PairTokens
+
+
+def table_of(*lengths: tuple[int, int, int]) -> PairTable:
+    """Pairs of these lengths, all different."""
+    parts = [[np.full(length, number) for length in one] for number, one in enumerate(lengths)]
+    return PairTable.from_tokens([PairTokens(*part) for part in parts])
+
+
+def test_figures_by_hand() -> None:
+    found = figures(table_of((10, 1, 2), (20, 5, 3), (30, 2, 2), (100, 50, 40)))
+    assert (found.pairs, found.prompts, found.repeated) == (4, 4, 0)
+    # With the prompt once: 13 + 28 + 34 + 190; in each sequence: 160 prompt tokens more.
+    assert (found.tokens_shared, found.tokens) == (265, 425)
+    assert found.lengths["prompt"].mean == 40.0
+    assert found.lengths["prompt"].percentiles == {0: 10, 25: 10, 50: 20, 75: 30, 90: 100, 99: 100, 100: 100}
+    most = {name: one.percentiles[100] for name, one in found.lengths.items()}
+    assert most == {"prompt": 100, "chosen": 50, "rejected": 40, "sequence": 150, "pair": 190}
+    least = {name: one.percentiles[0] for name, one in found.lengths.items()}
+    assert least == {"prompt": 10, "chosen": 1, "rejected": 2, "sequence": 12, "pair": 13}
+    assert found.longest[0] == PairSize("pair 3", 100, 50, 40)
+    assert [size.origin for size in found.longest] == ["pair 3", "pair 2", "pair 1", "pair 0"]
+
+
+def test_the_ten_longest_are_of_a_view_in_its_order() -> None:
+    table = table_of(*((1, 1, number) for number in range(1, 31)))
+    view = table.select(range(29, -1, -2))  # every other pair, the longest first
+    assert [size.rejected for size in figures(view).longest] == [30, 28, 26, 24, 22, 20, 18, 16, 14, 12]
+    assert figures(view).longest[0].origin == "pair 29"
+
+
+def test_repeated_pairs_and_prompts_are_counted() -> None:
+    table = table_of((3, 1, 1), (4, 1, 1)).select([0, 1, 0, 0])
+    found = figures(table)
+    assert (found.pairs, found.prompts, found.repeated) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (101, [26, 51, 76])])
+def test_samples_are_the_quartiles_each_once(count: int, sizes: list[int]) -> None:
+    table = table_of(*((1, 1, number) for number in range(1, count + 1)))
+    assert [sample.size.rejected for sample in samples(table, tiny_tokenizer())] == sizes
+
+
+@pytest.mark.parametrize("kind", ["byte", "meta"])
+def test_an_answer_is_what_it_adds_to_the_prompt(kind: str) -> None:
+    tokenizer = tiny_tokenizer(None, kind=kind)  # type: ignore[arg-type]
+    texts = ["<s>why ask?", " yes. no</s>", " the dog</s>"]
+    prompt, chosen, rejected = (
+        np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in (texts[0], texts[0] + texts[1], texts[0] + texts[2])
+    )
+    assert chosen[: len(prompt)].tolist() == prompt.tolist()
+    tokens = PairTokens(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
+    # A tokenizer that marks spaces drops the first one of what it decodes, so an answer alone would lose its own.
+    assert list(pair_text(tokens, tokenizer)) == texts
+
+
+def test_a_border_inside_a_character_shows_both_halves() -> None:
+    tokenizer = tiny_tokenizer(None)
+    ids = np.array(tokenizer("é")["input_ids"])
+    assert len(ids) == 2
+    found = pair_text(PairTokens(ids[:1], ids[1:], np.array(tokenizer("no")["input_ids"])), tokenizer)
+    assert found == ("\ufffd", "\ufffd", "no")
