@@ -1,64 +1,147 @@
 """From a config to a run: the only place that knows both. Everything below takes plain arguments.
 
-`train` is the whole story: data, policy, reference, trainer, result.
+`train` is the whole story: data, reference, policy, trainer, result. `fill_cache` is its first half, `evaluate_model`
+its end with a model that is trained already.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from isopref.build import result
+from isopref.build import evaluation, reference, result
 from isopref.build.data import pair_table, sample_prompts
 from isopref.build.model import check_parallel, load_policy, score_all, spread
-from isopref.build.run import Run, claim_folder, open_folder
+from isopref.build.reference import NamedTable
+from isopref.build.run import Run, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
+from isopref.errors import ConfigError, FirstStepError
 from isopref.models import hf
-from isopref.models.generate import answers
 
 
 def train(config: Config, *, name: str, resume: bool = False) -> None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder."""
     started = time.perf_counter()
-    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
-    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
-        folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
-        run = Run(config, folder, env, Display(quiet=not env.is_first))
+    with _run(config, name) as run:
         open_folder(run, resume)
         _train(run, resume)
         result.say_end(run, time.perf_counter() - started)
 
 
+def fill_cache(config: Config, *, name: str) -> None:
+    """Score all pairs of a config with its reference, so that a later run finds them."""
+    with _run(config, name) as run:
+        quiet_libraries()
+        check_parallel(run)
+        if not run.loss.needs_reference:
+            raise ConfigError(f"objective.loss: {config.objective.loss} has no reference, so there is nothing to fill.")
+        tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        path, setting = _reference_path(config)
+        reference.of_other_model(run, tokenizer, _tables(run, tokenizer), path, setting=setting)
+
+
+def evaluate_model(
+    config: Config, *, name: str, model: str, reference_model: str | None = None, json_file: Path | None = None
+) -> None:
+    """Evaluate a model on a config's held-out pairs, against its reference or another one."""
+    with _run(config, name) as run:
+        quiet_libraries()
+        check_parallel(run)
+        if config.data.eval is None:
+            raise ConfigError("data.eval: is null, so there are no held-out pairs to evaluate on. Set it.")
+        trust = config.model.trust_remote_code
+        tokenizer = hf.load_tokenizer(model, trust_remote_code=trust, setting="--model")
+        table = NamedTable(config.data.eval, "held-out", pair_table(run, tokenizer, config.data.eval))
+        _check_score_budget(run, table)
+        path, setting = _reference_path(config) if reference_model is None else (reference_model, "--reference")
+        if run.loss.needs_reference:
+            (ref,) = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
+        else:
+            ref = reference.none_needed(table.pairs)
+        policy = load_policy(run, model, setting="--model")
+        hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
+        logps = score_all(run, spread(run, policy), table.pairs, "model")
+        found = evaluation.HeldOut(run, table.pairs, ref).of(logps)
+        evaluation.say_figures(run, found)
+        if json_file is not None and run.env.is_first:
+            what = {"model": model, "reference": path if run.loss.needs_reference else None, "data": table.path}
+            evaluation.write_json(json_file, {**what, **found.as_json()})
+
+
 def _train(run: Run, resume: bool) -> None:
     config = run.config
     check_parallel(run)
+    reference.check_reference(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    table = pair_table(run, tokenizer, config.data.train)
-    eval_table = None if config.data.eval is None else pair_table(run, tokenizer, config.data.eval)
+    tables = _tables(run, tokenizer)
+    table, eval_table = tables[0].pairs, tables[1].pairs if len(tables) > 1 else None
     check_budget(table.lengths, run.train_budget, name=table.origin)
-    for scored in [table] if eval_table is None else [table, eval_table]:
-        check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
+    if not run.loss.needs_reference:
+        references = [reference.none_needed(one.pairs) for one in tables]
+    elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
+        references = reference.of_other_model(run, tokenizer, tables, config.model.reference, setting="model.reference")
     policy = load_policy(run)
-    for scored in [table] if eval_table is None else [table, eval_table]:
-        hf.check_fits(policy.model, tokenizer, scored.lengths, scored.origin)
+    for one in tables:
+        hf.check_fits(policy.model, tokenizer, one.pairs.lengths, one.pairs.origin)
+    store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
-        before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
+        before = result.sample(run, plain, tokenizer, prompts)
     model = spread(run, policy)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
-    reference = score_all(run, model, table, "reference")
+    if store is not None:
+        references = [reference.look_up_or_score(run, store, one, lambda: model) for one in tables]
     held_out = None
     if eval_table is not None:
-        held_out = result.HeldOut(run, eval_table, score_all(run, model, eval_table, "held-out"))
-    trainer = build_trainer(run, model, table, reference, held_out, resume)
+        held_out = evaluation.HeldOut(run, eval_table, references[1])
+        start = references[1] if store is not None else score_all(run, model, eval_table, "held-out")
+        at_start = held_out.of(start)
+    trainer = build_trainer(run, model, table, references[0], held_out, resume)
     claim_folder(run)
-    fit(trainer)
+    try:
+        fit(trainer)
+    except FirstStepError as error:
+        again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
+        raise FirstStepError(f"{error}{again}") from error
 
     if held_out is not None:
-        result.say_effect(run, held_out.at_start, held_out.now(model))
+        evaluation.say_effect(run, at_start, held_out.at_step(trainer.global_step, model))
     if config.run.export:
         result.export(run, model, tokenizer)
         result.say_answers(run, tokenizer, prompts, before)
+
+
+@contextmanager
+def _run(config: Config, name: str) -> Iterator[Run]:
+    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
+        folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
+        yield Run(config, folder, env, Display(quiet=not env.is_first))
+
+
+def _tables(run: Run, tokenizer: Any) -> list[NamedTable]:
+    """The pairs to train on and, if there are any, the held-out ones."""
+    data = run.config.data
+    tables = [NamedTable(data.train, "reference", pair_table(run, tokenizer, data.train))]
+    if data.eval is not None:
+        tables.append(NamedTable(data.eval, "held-out", pair_table(run, tokenizer, data.eval)))
+    for table in tables:
+        _check_score_budget(run, table)
+    return tables
+
+
+def _check_score_budget(run: Run, table: NamedTable) -> None:
+    pairs = table.pairs
+    check_budget(pairs.lengths, run.score_budget, setting=run.score_setting, name=pairs.origin)
+
+
+def _reference_path(config: Config) -> tuple[str, str]:
+    """Where the reference of a config is, and the setting that says so."""
+    given = config.model.reference
+    return (config.model.path, "model.path") if given is None else (given, "model.reference")

@@ -1,6 +1,5 @@
 """Pair tables of a run."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from isopref.data.pairs import build_table
 from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError, DataError
+from isopref.places import cache_folder
 from isopref.types import IntArray
 
 
@@ -32,7 +32,7 @@ def pair_table(run: Run, tokenizer: Any, path: str) -> PairTable:
             advance(count - done, "")
             done = count
 
-        folder = _cache() / "tables"
+        folder = cache_folder() / "tables"
         try:
             table = build_table(
                 [SourceSpec(path, data.columns)], tokenizer, folder=folder, options=options, progress=progress
@@ -66,8 +66,3 @@ def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
         return []
     _, first_of_prompt = np.unique(table.prompt_ids, return_index=True)
     return [table.tokens(int(row)).prompt for row in first_of_prompt[: run.config.run.samples]]
-
-
-def _cache() -> Path:
-    """Where tokenised tables are kept between runs."""
-    return Path(os.environ.get("ISOPREF_CACHE") or Path.home() / ".cache" / "isopref")

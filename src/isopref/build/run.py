@@ -46,6 +46,16 @@ class Run:
         return "layout.score_tokens" if asked else "twice layout.microbatch_tokens, for scoring,"
 
     @property
+    def starts_at_reference(self) -> bool:
+        """Whether the policy is its own reference before the first step."""
+        return self.config.model.reference is None and self.loss.needs_reference
+
+    @property
+    def compute_dtype(self) -> str:
+        """What forward and backward compute in."""
+        return self.config.model.compute_dtype or self.config.model.dtype
+
+    @property
     def loss(self) -> PairLoss:
         objective = self.config.objective
         return pair_loss(objective.loss, beta=objective.beta, label_smoothing=objective.label_smoothing)
@@ -67,11 +77,16 @@ def open_folder(run: Run, resume: bool) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("olmo_core").setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    transformers_logging.disable_progress_bar()
+    quiet_libraries()
     run.env.barrier()
     ranks = f"{run.env.world_size} x {run.env.device.type}"
     run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
+
+
+def quiet_libraries() -> None:
+    """Keep warnings and bars of libraries off the terminal."""
+    logging.captureWarnings(True)
+    transformers_logging.disable_progress_bar()
 
 
 def claim_folder(run: Run) -> None:
