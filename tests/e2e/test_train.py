@@ -112,7 +112,8 @@ def run(shared: Project) -> Path:
 
 def test_files(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "evaluation.json", "samples.jsonl", "model", "checkpoints", "engine.log",
+        "config.yaml", "reference.json", "metrics.jsonl", "evaluation.json", "samples.jsonl", "model", "checkpoints",
+        "engine.log",
     }  # fmt: skip
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step{STEPS}"]
 
@@ -340,7 +341,9 @@ def test_default_folder_has_the_run_id(project: Project) -> None:
 
 def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
     run = project.train("run", "data.eval=null", "run.export=false", "run.samples=3", "optim.max_steps=1")
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "engine.log"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "reference.json", "metrics.jsonl", "checkpoints", "engine.log",
+    }  # fmt: skip
 
 
 def test_log_every(project: Project, read_metrics: Callable[[Path], list[dict[str, float]]]) -> None:

@@ -14,7 +14,7 @@ from isopref.build import evaluation, reference, result
 from isopref.build.data import pair_table, sample_prompts
 from isopref.build.model import check_parallel, load_policy, score_all, spread
 from isopref.build.reference import NamedTable
-from isopref.build.run import Run, claim_folder, open_folder, quiet_libraries
+from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget
@@ -60,13 +60,13 @@ def evaluate_model(
         _check_score_budget(run, table)
         path, setting = _reference_path(config) if reference_model is None else (reference_model, "--reference")
         if run.loss.needs_reference:
-            (ref,) = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
+            ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
         else:
-            ref = reference.none_needed(table.pairs)
+            ref = reference.none_needed([table])
         policy = load_policy(run, model, setting="--model")
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
         logps = score_all(run, spread(run, policy), table.pairs, "model")
-        found = evaluation.HeldOut(run, table.pairs, ref).of(logps)
+        found = evaluation.HeldOut(run, table.pairs, ref.logps[0]).of(logps)
         evaluation.say_figures(run, found)
         if json_file is not None and run.env.is_first:
             what = {"model": model, "reference": path if run.loss.needs_reference else None, "data": table.path}
@@ -82,9 +82,9 @@ def _train(run: Run, resume: bool) -> None:
     table, eval_table = tables[0].pairs, tables[1].pairs if len(tables) > 1 else None
     check_budget(table.lengths, run.train_budget, name=table.origin)
     if not run.loss.needs_reference:
-        references = [reference.none_needed(one.pairs) for one in tables]
+        ref = reference.none_needed(tables)
     elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
-        references = reference.of_other_model(run, tokenizer, tables, config.model.reference, setting="model.reference")
+        ref = reference.of_other_model(run, tokenizer, tables, config.model.reference, setting="model.reference")
     policy = load_policy(run)
     for one in tables:
         hf.check_fits(policy.model, tokenizer, one.pairs.lengths, one.pairs.origin)
@@ -96,14 +96,15 @@ def _train(run: Run, resume: bool) -> None:
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     if store is not None:
-        references = [reference.look_up_or_score(run, store, one, lambda: model) for one in tables]
+        ref = reference.in_store(run, store, tables, lambda: model)
+    check_same_reference(run, ref.key, resume)
     held_out = None
     if eval_table is not None:
-        held_out = evaluation.HeldOut(run, eval_table, references[1])
-        start = references[1] if store is not None else score_all(run, model, eval_table, "held-out")
+        held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
+        start = ref.logps[1] if store is not None else score_all(run, model, eval_table, "held-out")
         at_start = held_out.of(start)
-    trainer = build_trainer(run, model, table, references[0], held_out, resume)
-    claim_folder(run)
+    trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
+    claim_folder(run, ref.key)
     try:
         fit(trainer)
     except FirstStepError as error:

@@ -25,6 +25,13 @@ from isopref.reference.store import Store
 from isopref.score import TableLogps
 
 
+class Reference(NamedTuple):
+    """The reference's log-probabilities of some tables, and the key of the store they are in (None: in none)."""
+
+    key: str | None
+    logps: list[TableLogps]
+
+
 class NamedTable(NamedTuple):
     """Pairs, where they come from, and what scoring them is called."""
 
@@ -78,9 +85,7 @@ def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[
     return logps
 
 
-def of_other_model(
-    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, *, setting: str
-) -> list[TableLogps]:
+def of_other_model(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, *, setting: str) -> Reference:
     """The log-probabilities of a model that is loaded for nothing else, and gone when this returns."""
     found = _load_and_look_up(run, tokenizer, tables, path, setting)
     gc.collect()
@@ -89,9 +94,7 @@ def of_other_model(
     return found
 
 
-def _load_and_look_up(
-    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, setting: str
-) -> list[TableLogps]:
+def _load_and_look_up(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, setting: str) -> Reference:
     trust = run.config.model.trust_remote_code
     hf.check_same_vocabulary(
         tokenizer, path, hf.load_tokenizer(path, trust_remote_code=trust, setting=setting), setting=setting
@@ -101,12 +104,18 @@ def _load_and_look_up(
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
     store = open_store(run, policy, path)
     model = cache(lambda: spread(run, policy))
-    return [look_up_or_score(run, store, table, model) for table in tables]
+    return in_store(run, store, tables, model)
 
 
-def none_needed(table: PairTable) -> TableLogps:
+def in_store(run: Run, store: Store, tables: Sequence[NamedTable], model: Callable[[], nn.Module]) -> Reference:
+    """The reference of some tables, in the store of the model that `model` makes ready to score."""
+    return Reference(store.key, [look_up_or_score(run, store, table, model) for table in tables])
+
+
+def none_needed(tables: Sequence[NamedTable]) -> Reference:
     """What stands for the reference where the objective has none."""
-    return TableLogps(np.zeros(len(table)), np.zeros(len(table)))
+    sizes = [len(table.pairs) for table in tables]
+    return Reference(None, [TableLogps(np.zeros(size), np.zeros(size)) for size in sizes])
 
 
 def _say_known(run: Run, store: Store, table: NamedTable, known: Known) -> None:

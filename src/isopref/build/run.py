@@ -1,5 +1,6 @@
 """What all parts of a run share, and the folder it lives in."""
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from isopref.engine.display import Display
 from isopref.engine.environment import Environment
 from isopref.errors import RunError
 from isopref.losses import PairLoss, pair_loss
+
+REFERENCE_FILE = "reference.json"
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,25 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def claim_folder(run: Run) -> None:
-    """Write the resolved config: the folder holds this run from here on.
+def check_same_reference(run: Run, key: str | None, resume: bool) -> None:
+    """Raise RunError where a run is to go on with another reference than it began with: its key says so."""
+    path = run.folder / REFERENCE_FILE
+    if resume and path.exists() and json.loads(path.read_text(encoding="utf-8"))["key"] != key:
+        name = run.config.model.reference or run.config.model.path
+        raise RunError(
+            f"--resume: the reference {name} is another model now than when the run in {run.folder} began. Put the "
+            "first one back, or start anew in another run.folder."
+        )
+
+
+def claim_folder(run: Run, key: str | None) -> None:
+    """Write the resolved config and the reference's key: the folder holds this run from here on.
 
     Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
+        (run.folder / REFERENCE_FILE).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
         (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
 
 

@@ -52,8 +52,7 @@ def find(store: Store, table: PairTable, *, device: torch.device) -> Known:
     logp_N2 = _known_anywhere(np.where(known_N[:, None], found["logp"], -np.inf), device)
     logp_N2[~np.isfinite(logp_N2)] = np.nan
     unknown = np.flatnonzero(np.isnan(logp_N2).any(axis=1))
-    _, first_of_pair = np.unique(as_keys(table.ids[unknown]), return_index=True)
-    return Known(logp_N2, unknown[np.sort(first_of_pair)], tuple(sorted(set(_of_all_ranks(damage)))))
+    return Known(logp_N2, _one_of_each(table, unknown), tuple(sorted(set(_of_all_ranks(damage)))))
 
 
 def fill(
@@ -74,12 +73,12 @@ def fill(
     scored = score_table(model, missing, budget, device=device, progress=progress, scored=shelf.put)
     shelf.flush()
     logp_M2 = np.stack([scored.chosen, scored.rejected], axis=1)
-    _complete_this_machine(store, missing, logp_M2)
     keys = as_keys(missing.ids)
     order = np.argsort(keys)
     logp_N2 = known.logps.copy()
     rows = np.flatnonzero(np.isnan(logp_N2).any(axis=1))
     logp_N2[rows] = logp_M2[order[np.searchsorted(keys, as_keys(table.ids[rows]), sorter=order)]]
+    _complete_this_machine(store, table, logp_N2)
     return Known(logp_N2, known.missing[:0], ())
 
 
@@ -127,13 +126,19 @@ def _write(store: Store, table: PairTable, index: IntArray, logp_P2: FloatArray)
     store.write(records(table.ids[index], logp_P2[finite], table.lengths[index, CHOSEN:]))
 
 
-def _complete_this_machine(store: Store, table: PairTable, logp_M2: FloatArray) -> None:
-    """One rank of each machine stores what ranks elsewhere scored, where its folder does not show that."""
+def _complete_this_machine(store: Store, table: PairTable, logp_N2: FloatArray) -> None:
+    """One rank of each machine stores what is known or was scored elsewhere, where its folder does not show that."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()  # until everyone has written its share
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            known_M, _, _ = store.look_up(table.ids)
-            _write(store, table, np.flatnonzero(~known_M), logp_M2[~known_M])
+            rows = _one_of_each(table, np.flatnonzero(~store.look_up(table.ids)[0]))
+            _write(store, table, rows, logp_N2[rows])
+
+
+def _one_of_each(table: PairTable, rows: IntArray) -> IntArray:
+    """Of rows whose pairs are equal, the first."""
+    _, first = np.unique(as_keys(table.ids[rows]), return_index=True)
+    return rows[np.sort(first)]
 
 
 def _known_anywhere(logp_N2: FloatArray, device: torch.device) -> FloatArray:
