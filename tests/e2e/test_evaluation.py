@@ -81,8 +81,8 @@ def test_another_reference_changes_rewards_and_nothing_else(
 def test_the_table(shared: Project, run: Path) -> None:
     outcome = shared.isopref("eval", "my.yaml", "--model", str(run / "model"))
     assert outcome.code == 0, outcome.err
-    assert "8 held-out pairs (95% intervals)" in outcome.out
-    for label in ("preference accuracy", "mean reward margin", "correlation of reward and length", "shortest quarter"):
+    assert "8 held-out pairs, with 95% intervals" in outcome.out
+    for label in ("preference accuracy", "mean reward margin", "reward~length corr.", " tokens "):
         assert label in outcome.out
 
 

@@ -1,6 +1,7 @@
 """Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ from isopref.errors import ConfigError
 from isopref.evaluate import Evaluation, Figure, evaluate
 from isopref.score import TableLogps
 
-LABELS = {
-    "accuracy": ("preference accuracy", ".3f"),
-    "logp_accuracy": ("accuracy by log-prob per token", ".3f"),
-    "reward_margin": ("mean reward margin", "+.3f"),
-    "reward_margin_std": ("spread of the margin (std)", ".3f"),
-    "length_correlation": ("correlation of reward and length", "+.3f"),
-    "loss": ("loss", ".4f"),
+LABELS = {  # short enough for three columns in a window of 80
+    "accuracy": ("preference accuracy", ""),
+    "logp_accuracy": ("log-prob accuracy", ""),
+    "reward_margin": ("mean reward margin", "+"),
+    "reward_margin_std": ("its spread (std)", ""),
+    "length_correlation": ("reward~length corr.", "+"),
+    "loss": ("loss", ""),
 }
-Cells = dict[str, str]  # label -> figure with its interval
 
 
 class HeldOut:
@@ -58,14 +58,14 @@ def say_effect(run: Run, before: Evaluation, after: Evaluation) -> None:
     """The figures before and after training, as a table and as JSON in the run's folder."""
     old, new = dict(_cells(before)), dict(_cells(after))
     rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
-    run.display.table(f"{after.pairs} held-out pairs (95% intervals)", ("", "before", "after"), rows)
+    run.display.table(f"{after.pairs} held-out pairs, with 95% intervals", ("", "before", "after"), rows)
     if run.env.is_first:
         write_json(run.folder / "evaluation.json", {"before": before.as_json(), "after": after.as_json()})
 
 
 def say_figures(run: Run, found: Evaluation) -> None:
     """The figures of one model as a table."""
-    run.display.table(f"{found.pairs} held-out pairs (95% intervals)", ("", "figure"), list(_cells(found)))
+    run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -78,14 +78,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     figures = found.figures()
-    for name, (label, spec) in LABELS.items():
-        yield label, _cell(figures[name], spec) if name in figures else "none: nothing varies"
+    for name, (label, sign) in LABELS.items():
+        yield label, _cell(figures[name], sign) if name in figures else "-"
     for bucket in found.by_length:
-        words = ("shortest", "2nd", "3rd", "longest")[bucket.quarter - 1]
-        yield f"accuracy, {words} quarter of answers", _cell(bucket.accuracy, ".3f")
+        tokens = f"{math.floor(bucket.shortest)}-{math.ceil(bucket.longest)}"
+        yield f"accuracy, {tokens} tokens", _cell(bucket.accuracy)
     for source, part in found.by_source.items():
-        yield f"accuracy, {source} ({part.pairs} pairs)", _cell(part.accuracy, ".3f")
+        yield f"accuracy, {source}", _cell(part.accuracy)
 
 
-def _cell(figure: Figure, spec: str) -> str:
-    return f"{figure.value:{spec}} ({figure.low:{spec}} to {figure.high:{spec}})"
+def _cell(figure: Figure, sign: str = "") -> str:
+    return f"{figure.value:{sign}.3f} [{figure.low:{sign}.2f}, {figure.high:{sign}.2f}]"
