@@ -143,12 +143,12 @@ def test_another_template(project: Project, scored: Scored) -> None:
     assert scored.by(lambda: project.train("third", *NO_EVAL, "data.template=same.jinja")) == 0
 
 
-@pytest.mark.parametrize(
-    "precision", [["model.dtype=float32"], ["model.dtype=float32", "model.compute_dtype=bfloat16"]]
-)
-def test_another_precision(project: Project, scored: Scored, precision: list[str]) -> None:
-    project.train("first", *NO_EVAL)
-    assert scored.by(lambda: project.train("second", *NO_EVAL, *precision)) == NUM_TRAIN
+def test_another_precision(project: Project, scored: Scored) -> None:
+    mixed = ["model.dtype=float32", "model.compute_dtype=bfloat16"]
+    for expected in (NUM_TRAIN, 0):
+        for number, precision in enumerate((["model.dtype=float64"], ["model.dtype=float32"], mixed)):
+            run = f"run{number}-{expected}"
+            assert scored.by(lambda: project.train(run, *NO_EVAL, *precision)) == expected  # noqa: B023
 
 
 # --- damage ----------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Filling a store: what is missing is scored, once; kills and damage change nothing but the time it takes."""
 
+import itertools
 import multiprocessing
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table
+from isopref.testing.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
 from isopref.testing.models import random_pairs
 from isopref.types import CHOSEN
 
@@ -185,6 +187,25 @@ def test_a_fill_that_is_killed_at_any_moment_goes_on_where_it_was(
         assert same_bits(logps, undisturbed)
         left.append(count)
     assert len({count for count in left if 0 < count < NUM_PAIRS}) >= 5, left  # it was met in the middle
+
+
+def test_killed_before_any_line_of_writing_a_shard(tmp_path: Path, processes: Any) -> None:
+    """The pair is there whole or not at all, and in the end it is there."""
+    known = []
+    for line in itertools.count(1):
+        process = processes.Process(target=write_and_die, args=(tmp_path / str(line), line), daemon=True)
+        process.start()
+        process.join(60)
+        store = Store.open(tmp_path / str(line), {}, {})
+        assert store.problems() == []
+        known.append(store.num_pairs())
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert len(known) > 12
+    assert known == sorted(known)
+    assert known[0] == 0
+    assert known[-2:] == [1, 1]  # once it has its name, nothing can take it away
 
 
 def test_two_processes_fill_one_store(tmp_path: Path, undisturbed: TableLogps, processes: Any) -> None:

@@ -1,9 +1,13 @@
 """A small reference and its store, to be filled, killed and damaged by tests."""
 
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,9 +19,10 @@ from isopref.data.table import PairTable
 from isopref.evaluate import Evaluation, evaluate
 from isopref.losses import pair_loss
 from isopref.models.policy import Policy
+from isopref.reference import store as store_module
 from isopref.reference.fill import fill, find, proven
 from isopref.reference.key import identity
-from isopref.reference.store import Store, key_of
+from isopref.reference.store import Store, key_of, records
 from isopref.score import TableLogps, score_table
 from isopref.testing.models import random_pairs, tiny_model
 
@@ -55,6 +60,24 @@ def fill_pair_by_pair(
         budget = Budget("shared", 4096, pairs=1)
         filled = fill(store, table(num_pairs), known, policy(), budget, device=CPU, shard_s=shard_s)
     return proven(filled, table(num_pairs)), num_missing, list(known.damage)
+
+
+def write_and_die(root: Path, at_line: int) -> None:
+    """Add a shard of one pair, and be killed before the so-manieth line of our code on the way."""
+    store, count = Store.open(root, {}, {}), 0
+
+    def trace(frame: FrameType, event: str, _value: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != store_module.__file__:
+            return None
+        count += event == "line"
+        if count == at_line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    store.write(records(np.arange(16, dtype=np.uint8)[None], np.array([[-1.0, -2.0]]), np.array([[3, 4]])))
+    sys.settrace(None)
 
 
 def model_key(architecture: str) -> str:
