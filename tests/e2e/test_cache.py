@@ -167,7 +167,7 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     before = scored.num_pairs
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *NO_EVAL)
     assert outcome.code == 0, outcome.err
-    assert f"warning: {shard}: damaged: its content is not what its name says. Removed; its pairs are" in outcome.out
+    assert f"warning: {shard}: damaged: its content is not what its name says. Its pairs are scored" in outcome.out
     assert scored.num_pairs - before == NUM_TRAIN
     assert project.isopref("cache", "verify").code == 0
     assert shard.read_bytes() == content
@@ -378,8 +378,9 @@ def test_ls_verify_rm(project: Project) -> None:
     assert project.isopref("cache", "verify", key[:8]).out == f"{key[:12]}  whole\n"
     assert project.isopref("cache", "rm", key[:8]).out == f"removed {key}\n"
     assert len(stores(project)) == 1
+    (root / "mine").mkdir()
     assert project.isopref("cache", "rm", "--all").code == 0
-    assert stores(project) == []
+    assert stores(project) == [root / "mine"]
 
 
 @pytest.mark.parametrize(
@@ -389,6 +390,7 @@ def test_ls_verify_rm(project: Project) -> None:
         (["rm", "abc", "--all"], "give the KEY of a store, or --all"),
         (["rm", "abc"], "no store 'abc' in "),
         (["verify", "abc"], "no store 'abc' in "),
+        (["--nproc", "2", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["my.yaml", "model.reference=3"], "model.reference: must be non-empty text or null; found 3"),
     ],

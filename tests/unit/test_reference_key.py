@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isopref.models.policy import Policy
 from isopref.reference.key import identity, weights_digest
-from isopref.reference.store import key_of
+from isopref.reference.store import Store, key_of
 from isopref.testing.models import ARCHITECTURES, tiny_model
 
 
@@ -38,7 +38,9 @@ def test_one_file_or_many_in_any_folder(tmp_path: Path, architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_every_architecture_has_a_key_of_its_own_that_stays(architecture: str) -> None:
+def test_every_architecture_has_a_key_of_its_own_that_stays(tmp_path: Path, architecture: str) -> None:
+    store = Store.open(tmp_path, identity(Policy(tiny_model(architecture)).model, compute_dtype="float32"), {})
+    assert store.problems() == []  # its manifest gives the key again
     found = key(Policy(tiny_model(architecture)).model)
     assert found == key(Policy(tiny_model(architecture)).model)
     assert found != key(Policy(tiny_model(architecture, seed=1)).model)

@@ -155,6 +155,20 @@ def test_damage_is_named_and_removed(store: Store, tmp_path: Path, change: str) 
     assert store.problems() == []
 
 
+def test_a_shard_that_cannot_be_read_is_left_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(some(5))
+
+    def refused(_path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        known, _, damage = store.look_up(ids_of(some(5)))
+    assert not known.any()
+    assert damage == [f"{store.shards()[0]}: cannot be read (Permission denied)"]
+    assert store.look_up(ids_of(some(5)))[0].all()
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_is_cut_off_leaves_nothing_to_read(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str

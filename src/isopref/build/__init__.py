@@ -89,6 +89,7 @@ def _train(run: Run, resume: bool) -> None:
     for one in tables:
         hf.check_fits(policy.model, tokenizer, one.pairs.lengths, one.pairs.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
+    check_same_reference(run, ref.key if store is None else store.key, resume)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
         before = result.sample(run, plain, tokenizer, prompts)
@@ -97,7 +98,6 @@ def _train(run: Run, resume: bool) -> None:
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     if store is not None:
         ref = reference.in_store(run, store, tables, lambda: model)
-    check_same_reference(run, ref.key, resume)
     held_out = None
     if eval_table is not None:
         held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])

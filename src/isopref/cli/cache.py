@@ -19,9 +19,9 @@ FILL = "fill"
 class _FillByDefault(TyperGroup):
     """`isopref cache CONFIG` is short for `isopref cache fill CONFIG`."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        known = args[0] in self.commands or args[0].startswith("-")
-        return super().resolve_command(ctx, args if known else [FILL, *args])
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, [FILL, *args] if args and args[0] not in ours else args)
 
 
 app = typer.Typer(cls=_FillByDefault, no_args_is_help=True, rich_markup_mode=None)
@@ -66,9 +66,8 @@ def list_stores() -> None:
         return
     print(f"{'key':12}  {'pairs':>9}  {'size':>9}  {'last use':16}  reference")
     for store in every:
-        size = sum(path.stat().st_size for path in store.folder.iterdir())
         print(
-            f"{store.key[:12]}  {store.num_pairs():>9}  {_size(size):>9}  {_when(store):16}  "
+            f"{store.key[:12]}  {store.num_pairs():>9}  {_size(store.size()):>9}  {_when(store):16}  "
             f"{store.manifest().get('reference', '(unknown)')}"
         )
 

@@ -105,9 +105,10 @@ def train(
 def evaluate(
     config_file: ConfigFile,
     overrides: Overrides = None,
+    *,
     model: Annotated[
         str, typer.Option(metavar="PATH", help="Model to evaluate, named like model.path.", show_default=False)
-    ] = ...,  # type: ignore[assignment]
+    ],
     reference: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Model to compare it with. Default: the config's reference."),

@@ -39,7 +39,7 @@ class Known:
 def find(store: Store, table: PairTable, *, device: torch.device) -> Known:
     """Look a table up. All ranks call this together. Raises CacheError where what is stored cannot be right."""
     known_N, found, damage = store.look_up(table.ids)
-    damage = [f"{text}. Removed; its pairs are scored again" for text in damage]
+    damage = [f"{text}. Its pairs are scored again" for text in damage]
     damage = [*(f"{text}. Written anew" for text in store.repaired), *damage]
     wrong = known_N & (found["num_tokens"] != table.lengths[:, CHOSEN:]).any(axis=1)
     if wrong.any():

@@ -13,6 +13,7 @@ a process may be killed at any moment, and no damaged byte is ever believed.
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -33,6 +34,7 @@ MAGIC = b"isoprefR"
 HEADER = struct.Struct("<8s16sQ")
 RECORD = np.dtype([("id", "V16"), ("logp", "<f8", (2,)), ("num_tokens", "<u4", (2,))])
 KEY_BYTES = 16
+KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 ABANDONED_S = 3600  # a temporary file this old belongs to a process that died: writing one takes moments
 
 Records = NDArray[np.void]  # of dtype RECORD
@@ -128,7 +130,9 @@ class Store:
                 parts.append(self._read(path))
             except FileNotFoundError:  # another process repaired the store
                 continue
-            except (OSError, ValueError) as error:
+            except OSError as error:  # it may be well, and readable for others
+                damage.append(f"{path}: cannot be read ({error.strerror or error})")
+            except ValueError as error:
                 damage.append(f"{path}: {error}")
                 if repair:
                     with suppress(OSError):  # it cannot be removed; it is not believed either
@@ -168,6 +172,14 @@ class Store:
         """How many different pairs are known."""
         return len(np.unique(self.read()[0]["id"]))
 
+    def size(self) -> int:
+        """Bytes of all its files."""
+        size = 0
+        for path in self.folder.glob("*"):
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
+
     def last_use(self) -> float | None:
         """When a run last opened the store, in seconds since 1970."""
         with suppress(OSError):
@@ -188,8 +200,8 @@ class Store:
 
 
 def stores(root: Path) -> list[Store]:
-    """All stores under a folder, by key."""
-    return [Store(path) for path in sorted(root.glob("*")) if path.is_dir() and not path.name.startswith(".")]
+    """All stores under a folder, by key. What has no key for a name is none of ours."""
+    return [Store(path) for path in sorted(root.glob("*")) if KEY.fullmatch(path.name) and path.is_dir()]
 
 
 def find_store(root: Path, key: str) -> Store:
