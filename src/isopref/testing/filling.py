@@ -63,7 +63,7 @@ def fill_pair_by_pair(
 
 
 def write_and_die(root: Path, at_line: int) -> None:
-    """Add a shard of one pair, and be killed before the so-manieth line of our code on the way."""
+    """Add a shard of one pair, and be killed before line number `at_line` of our code on the way."""
     store, count = Store.open(root, {}, {}), 0
 
     def trace(frame: FrameType, event: str, _value: object) -> Any:
