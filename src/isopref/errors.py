@@ -20,5 +20,13 @@ class ModelError(UserError):
     """A model or tokenizer that cannot be loaded, or cannot be trained in the layout asked for."""
 
 
+class CacheError(UserError):
+    """A store of reference log-probabilities that cannot be written, found or trusted."""
+
+
 class RunError(UserError):
     """A run that cannot start, go on or be trusted."""
+
+
+class FirstStepError(RunError):
+    """Policy and reference differ before the first update, though they should be the same model."""

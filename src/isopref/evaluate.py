@@ -1,18 +1,49 @@
 """Evaluation on held-out pairs: what the log-probabilities of policy and reference say, pair by pair.
 
-Pure arithmetic on scored tables; the scoring itself is score.py's. N: pairs.
+Pure arithmetic on scored tables; the scoring itself is score.py's. Every figure is a function of a few means over
+pairs, so its interval comes from the same function on the means of resampled pairs.
+
+N: pairs, R: resamples, K: means.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from isopref.normalize import Weighting, coefficients, pair_weights
+from isopref.normalize import Weighting, pair_weights, resampled_means
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
+
+RESAMPLES, SEED = 1000, 0
+INTERVAL = (2.5, 97.5)  # percent of the resamples
+BLOCK = 2**22  # pairs drawn at a time
+NUM_BUCKETS = 4
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its 95% interval: what it is in the middle 95 of 100 bootstrap resamples of the pairs."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A quarter of the pairs by the tokens of their answers (the mean of the two); 1 has the shortest."""
+
+    quarter: int
+    shortest: float
+    longest: float
+    pairs: int
+    accuracy: Figure
 
 
 @dataclass(frozen=True)
@@ -20,13 +51,36 @@ class Evaluation:
     """Figures over held-out pairs; every pair counts once, but for the loss, which has the objective's weighting."""
 
     pairs: int
-    accuracy: float  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: float  # mean of beta * margin
-    loss: float
-    logp_accuracy: float  # share of pairs whose chosen answer has the larger log-probability per token
+    accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
+    reward_margin: Figure  # mean of beta * margin
+    reward_margin_std: Figure  # its standard deviation over pairs
+    logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
+    loss: Figure
+    length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
+    by_length: tuple[Bucket, ...]
+    by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
+
+    def figures(self) -> dict[str, Figure]:
+        """The figures over all pairs, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
     def as_metrics(self) -> dict[str, float]:
-        return {f"eval/{name}": value for name, value in asdict(self).items() if name != "pairs"}
+        """For the metrics log: eval/NAME with its interval; by length and by source the values alone."""
+        named = dict(self._values("eval"))
+        for name, figure in self.figures().items():
+            named |= {f"eval/{name}_low": figure.low, f"eval/{name}_high": figure.high}
+        for source, part in self.by_source.items():
+            named |= dict(part._values(f"eval/{source}"))
+        return named
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _values(self, prefix: str) -> Iterator[tuple[str, float]]:
+        for name, figure in self.figures().items():
+            yield f"{prefix}/{name}", figure.value
+        for bucket in self.by_length:
+            yield f"{prefix}/accuracy_length_{bucket.quarter}", bucket.accuracy.value
 
 
 def evaluate(
@@ -38,20 +92,112 @@ def evaluate(
     loss: Callable[[PairLogps, PairLogps], Tensor],
     beta: float,
     weighting: Weighting,
+    sources_N: IntArray | None = None,
+    source_names: Sequence[str] = (),
 ) -> Evaluation:
-    """Compare policy and reference on N pairs."""
-    margin = (policy.chosen - ref.chosen) - (policy.rejected - ref.rejected)
+    """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
+    gain_N2 = np.stack([policy.chosen - ref.chosen, policy.rejected - ref.rejected], axis=1)
+    per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
     loss_N = loss(_pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)).numpy()
-    each = np.full(len(margin), 1.0)
-    mean = coefficients(each)
-    per_token = policy.chosen / lengths_N3[:, CHOSEN] - policy.rejected / lengths_N3[:, REJECTED]
+    weights_N = pair_weights(lengths_N3, weighting, own_N)
+    won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
+    pairs = _Pairs(won_N, beta * gain_N2, per_token_N2, loss_N, lengths_N3, weights_N)
+    present = [] if sources_N is None else np.unique(sources_N).tolist()
+    by_source = {}
+    if sources_N is not None and len(present) > 1:
+        labels = source_labels(source_names)
+        by_source = {labels[source]: _figures(pairs.select(sources_N == source), {}) for source in present}
+    return _figures(pairs, by_source)
+
+
+def source_labels(names: Sequence[str]) -> list[str]:
+    """Short names of sources: without folder and ending, where that leaves them apart."""
+    short = [PurePath(name).name.split(".")[0] for name in names]
+    return short if len(set(short)) == len(short) and all(short) else list(names)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What the figures are made of, pair by pair."""
+
+    won: FloatArray  # N
+    rewards: FloatArray  # N, 2
+    per_token: FloatArray  # N, 2: log-probability
+    loss: FloatArray  # N
+    lengths: IntArray  # N, 3
+    weights: FloatArray  # N
+
+    def select(self, some_N: NDArray[np.bool_]) -> "_Pairs":
+        return _Pairs(*(part[some_N] for part in vars(self).values()))
+
+
+def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
+    won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
+    # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
+    margin = reward_margin_N - reward_margin_N.mean()
+    tokens_N2 = pairs.lengths[:, CHOSEN:].astype(np.float64)
+    reward, tokens = (x - x.mean() for x in (pairs.rewards, tokens_N2))
+    products = [(a * b).mean(axis=1) for a, b in ((reward, tokens), (reward, reward), (tokens, tokens))]
+    columns = [
+        won_N,
+        reward_margin_N,
+        _won(pairs.per_token[:, 0] - pairs.per_token[:, 1]),
+        *(margin, margin**2),
+        *(reward.mean(axis=1), tokens.mean(axis=1), *products),
+    ]
+    means = _means(np.stack(columns, axis=1), np.ones(len(won_N)))
+    accuracy, reward_margin, logp_accuracy, first, second, *moments = means.T
     return Evaluation(
-        pairs=len(margin),
-        accuracy=float(_won(margin) @ mean),
-        reward_margin=float(beta * margin @ mean),
-        loss=float(loss_N @ coefficients(pair_weights(lengths_N3, weighting, own_N))),
-        logp_accuracy=float(_won(per_token) @ mean),
+        pairs=len(won_N),
+        accuracy=_figure(accuracy),
+        reward_margin=_figure(reward_margin),
+        reward_margin_std=_figure(np.sqrt(np.maximum(second - first**2, 0.0))),
+        logp_accuracy=_figure(logp_accuracy),
+        loss=_figure(_means(pairs.loss[:, None], pairs.weights)[:, 0]),
+        length_correlation=_correlation(*moments),
+        by_length=tuple(_buckets(won_N, tokens_N2.mean(axis=1))),
+        by_source=by_source,
     )
+
+
+def _means(values_NK: FloatArray, weights_N: FloatArray) -> FloatArray:
+    """Means over the pairs, then over resamples of them, N drawn from N: 1 + R, K. The same draws for the same N."""
+    size = len(weights_N)
+    rng = np.random.default_rng(SEED)  # its own: no other random state moves
+    parts = [resampled_means(values_NK, weights_N, np.ones((1, size)))]
+    rows = max(1, BLOCK // size)
+    for start in range(0, RESAMPLES, rows):
+        count = min(rows, RESAMPLES - start)
+        drawn = rng.integers(0, size, size=(count, size)) + size * np.arange(count)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size)
+        parts.append(resampled_means(values_NK, weights_N, counts.astype(np.float64)))
+    return np.concatenate(parts)
+
+
+def _figure(values: FloatArray) -> Figure:
+    """The figure of all pairs, which is the first, and the interval of the resamples where it is defined."""
+    defined = values[1:][np.isfinite(values[1:])]
+    low, high = np.percentile(defined, INTERVAL) if len(defined) else (values[0], values[0])
+    return Figure(float(values[0]), float(low), float(high))
+
+
+def _correlation(x: FloatArray, y: FloatArray, xy: FloatArray, xx: FloatArray, yy: FloatArray) -> Figure | None:
+    """Pearson's correlation from the means of x, y and their products."""
+    spread = np.maximum(xx - x**2, 0.0) * np.maximum(yy - y**2, 0.0)
+    if spread[0] == 0:
+        return None
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return _figure(np.clip((xy - x * y) / np.sqrt(spread), -1.0, 1.0))
+
+
+def _buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
+    edges = np.quantile(tokens_N, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
+    bucket_N = np.searchsorted(edges, tokens_N, side="left")  # the edge belongs to the shorter ones
+    for number in np.unique(bucket_N):
+        inside = bucket_N == number
+        accuracy = _figure(_means(won_N[inside, None], np.ones(int(inside.sum())))[:, 0])
+        shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())
+        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), accuracy)
 
 
 def _won(difference: FloatArray) -> FloatArray:
@@ -60,5 +206,5 @@ def _won(difference: FloatArray) -> FloatArray:
 
 
 def _pair_logps(logps: TableLogps, lengths_N3: IntArray) -> PairLogps:
-    counts = torch.from_numpy(lengths_N3[:, CHOSEN:].astype(np.int64))
+    counts = torch.from_numpy(lengths_N3[:, [CHOSEN, REJECTED]].astype(np.int64))
     return PairLogps(torch.from_numpy(logps.chosen), torch.from_numpy(logps.rejected), counts[:, 0], counts[:, 1])

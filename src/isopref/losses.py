@@ -20,6 +20,7 @@ class PairLoss:
 
     formula: Callable[..., Tensor]
     params: Mapping[str, Any]
+    needs_reference: bool = True  # without: nothing is scored for one, and what stands for it is zero
 
     def __call__(self, policy: PairLogps, ref: PairLogps) -> Tensor:
         return self.formula(policy, ref, **self.params)
@@ -47,10 +48,11 @@ def sigmoid(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: 
 
 
 OBJECTIVES: dict[str, Callable[..., Tensor]] = {"sigmoid": sigmoid}
+REFERENCE_FREE: frozenset[str] = frozenset()  # those of OBJECTIVES that never look at the reference
 
 
 def pair_loss(name: str, **params: Any) -> PairLoss:
     """The objective `name` with its parameters filled in."""
     if name not in OBJECTIVES:
         raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(sorted(OBJECTIVES))}.")
-    return PairLoss(OBJECTIVES[name], params)
+    return PairLoss(OBJECTIVES[name], params, needs_reference=name not in REFERENCE_FREE)

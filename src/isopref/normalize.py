@@ -36,6 +36,16 @@ def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatA
     return weights_P / total
 
 
+def resampled_means(values_NK: FloatArray, weights_N: FloatArray, counts_RN: FloatArray) -> FloatArray:
+    """Weighted means of K values of N pairs, where resample r has pair n `counts[r, n]` times: R, K.
+
+    sum_n c_rn w_n v_nk / sum_n c_rn w_n. NaN for a resample without weight.
+    """
+    with np.errstate(invalid="ignore"):
+        means: FloatArray = (counts_RN @ (weights_N[:, None] * values_NK)) / (counts_RN @ weights_N)[:, None]
+    return means
+
+
 def share_of_loss(loss_P: Tensor, coefficient_P: Tensor, *, num_ranks: int) -> Tensor:
     """What one microbatch adds to the loss that is back-propagated.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from isopref.data.packing import Budget, plan_step
 from isopref.data.rows import build_microbatch
@@ -43,16 +43,21 @@ def score_table(
     *,
     device: torch.device,
     progress: Callable[[int], None] | None = None,
+    scored: Callable[[IntArray, Tensor], None] | None = None,
 ) -> TableLogps:
     """Score every pair of a table without gradients. All ranks call this; they share the work, each returns the whole.
 
     `progress` is called with the number of pairs done since the last call, taking the other ranks to be as fast.
+    `scored` is called with what this rank has just scored: P pairs of the table, and their log-probabilities (2, P;
+    float64, on the device).
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     logps_2N = torch.zeros(2, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, rank, num_ranks):
         logps_2P = policy(microbatch.to(device)).double()
         logps_2N[:, torch.from_numpy(index).to(device)] = logps_2P
+        if scored is not None:
+            scored(index, logps_2P)
         if progress is not None:
             progress(len(index) * num_ranks)
     if num_ranks > 1:

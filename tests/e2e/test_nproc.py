@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -64,13 +65,13 @@ class Command:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Command]]:
-    """Starts `isopref train my.yaml --nproc 2 ...` in a project; what is left of it at the end is killed."""
+    """Starts `isopref COMMAND my.yaml --nproc 2 ...` in a project; what is left of it at the end is killed."""
     started: list[Command] = []
 
-    def begin(project: Project, *arguments: str) -> Command:
+    def begin(project: Project, *arguments: str, command: str = "train") -> Command:
         mark = f"isopref-test-{uuid.uuid4().hex}"
         process = subprocess.Popen(
-            [str(SCRIPT), "train", "my.yaml", "--nproc", "2", *arguments],
+            [str(SCRIPT), command, "my.yaml", "--nproc", "2", *arguments],
             cwd=project.folder,
             env={**project.env, "ISOPREF_TEST_MARK": mark, "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
@@ -114,6 +115,26 @@ def test_more_processes_than_pairs_in_a_step(project: Project, start: Callable[.
     assert code == 0, err
     assert out.count("warning: 2 ranks share 1 pairs a step; some stay idle\n") == 1
     assert out.count("step 2/2  ") == 1
+
+
+def test_the_cache_filled_by_two_serves_one_and_eval_is_the_same_by_both(
+    project: Project, start: Callable[..., Command]
+) -> None:
+    code, out, err = start(project, command="cache").end()
+    assert code == 0, err
+    assert out.count("cache 0 of 23 training pairs have their reference ") == 1
+    again = project.isopref("cache", "my.yaml", "layout.rows=padded")
+    assert "cache 23 of 23 training pairs have their reference " in again.out
+    assert "cache 8 of 8 held-out pairs have their reference " in again.out
+    project.train("run", "optim.max_steps=3")
+    options = ("--model", "run/model", "--json")
+    code, out, err = start(project, *options, "two.json", "layout.parallel=fsdp", command="eval").end()
+    assert code == 0, err
+    assert out.count("held-out pairs, with 95% intervals") == 1
+    assert project.isopref("eval", "my.yaml", *options, "one.json").code == 0
+    one, two = (json.loads((project.folder / name).read_text()) for name in ("one.json", "two.json"))
+    for name in ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "loss", "length_correlation"):
+        assert two[name] == pytest.approx(one[name], rel=1e-9), name
 
 
 def test_a_mistake_ends_all_processes(project: Project, start: Callable[..., Command]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isopref.build.model import score_all
+from isopref.build.reference import look_up_or_score
 from isopref.build.trainer import build_trainer
 from isopref.score import TableLogps
 
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Project
 
 QUICK = ("optim.max_steps=2", "data.eval=null")
-WAYS_OUT = ("layout.rows: padded", "weights that changed", "randomness in the forward pass")
+WAYS_OUT = (
+    "layout.rows: padded",
+    "weights that changed",
+    "randomness in the forward pass",
+    "To score the reference again: isopref cache rm ",
+)
 
 
 def check_refusal(project: Project, message: str) -> None:
@@ -34,11 +39,11 @@ def test_a_reference_that_is_off(project: Project, monkeypatch: pytest.MonkeyPat
     """By 0.01 nats an answer; off alike on both sides, the loss is still log 2, so rewards have to be looked at."""
 
     def off(*arguments: Any) -> TableLogps:
-        logps = score_all(*arguments)
+        logps = look_up_or_score(*arguments)
         return TableLogps(logps.chosen + 0.01 * (side != "rejected"), logps.rejected + 0.01 * (side != "chosen"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("isopref.build.score_all", off)
+        patch.setattr("isopref.build.reference.look_up_or_score", off)
         message = project.refused("run", *QUICK)
     check_refusal(project, message)
     assert "should be 0.693147 and rewards 0" in message
@@ -63,10 +68,10 @@ def test_weights_that_changed_after_the_reference(project: Project, monkeypatch:
 
 def test_a_reference_that_is_no_number(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> TableLogps:
-        logps = score_all(*arguments)
+        logps = look_up_or_score(*arguments)
         return TableLogps(logps.chosen * math.nan, logps.rejected)
 
-    monkeypatch.setattr("isopref.build.score_all", broken)
+    monkeypatch.setattr("isopref.build.reference.look_up_or_score", broken)
     check_refusal(project, project.refused("run", *QUICK))
 
 

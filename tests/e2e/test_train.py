@@ -112,7 +112,8 @@ def run(shared: Project) -> Path:
 
 def test_files(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "evaluation.json", "samples.jsonl", "model", "checkpoints", "engine.log",
+        "config.yaml", "reference.json", "metrics.jsonl", "evaluation.json", "samples.jsonl", "model", "checkpoints",
+        "engine.log",
     }  # fmt: skip
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step{STEPS}"]
 
@@ -140,21 +141,25 @@ def test_held_out_pairs(run: Path, read_metrics: Callable[[Path], list[dict[str,
     figures = json.loads((run / "evaluation.json").read_text())
     before, after = figures["before"], figures["after"]
     assert before["pairs"] == after["pairs"] == 8
-    assert before["accuracy"] == 0.5
-    assert before["loss"] == pytest.approx(math.log(2), abs=1e-9)
-    assert after["accuracy"] > 0.9
-    assert after["loss"] < before["loss"]
-    assert after["reward_margin"] > 0
+    assert before["accuracy"]["value"] == 0.5
+    assert before["loss"]["value"] == pytest.approx(math.log(2), abs=1e-9)
+    assert after["accuracy"]["value"] > 0.9
+    assert after["loss"]["value"] < before["loss"]["value"]
+    assert after["reward_margin"]["low"] > 0
     during = {line["step"]: line["eval/accuracy"] for line in read_metrics(run) if "eval/accuracy" in line}
-    assert list(during) == [4, 8]
+    assert list(during) == [4, 8, STEPS]
     assert during[8] > 0.5
+    last = read_metrics(run)[-1]  # kept in float32
+    assert last["eval/loss_high"] == pytest.approx(after["loss"]["high"], rel=1e-6)
+    assert last["eval/accuracy"] == pytest.approx(after["accuracy"]["value"], rel=1e-6)
 
 
 def test_samples(run: Path, shared: Project) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     prompts = {json.loads(line)["prompt"] for line in (shared.folder / "eval.jsonl").read_text().splitlines()}
     assert len(samples) == 3
-    assert all(sample.keys() == {"prompt", "before", "after"} for sample in samples)
+    answers = {f"{how}_{when}" for how in ("greedy", "sampled") for when in ("before", "after")}
+    assert all(sample.keys() == {"prompt", *answers} for sample in samples)
     assert {sample["prompt"] for sample in samples} <= prompts
 
 
@@ -336,7 +341,9 @@ def test_default_folder_has_the_run_id(project: Project) -> None:
 
 def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
     run = project.train("run", "data.eval=null", "run.export=false", "run.samples=3", "optim.max_steps=1")
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "engine.log"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "reference.json", "metrics.jsonl", "checkpoints", "engine.log",
+    }  # fmt: skip
 
 
 def test_log_every(project: Project, read_metrics: Callable[[Path], list[dict[str, float]]]) -> None:
@@ -364,8 +371,10 @@ def test_output(project: Project) -> None:
         "data  train.jsonl: 23 pairs (jsonl, text)",
         "data  eval.jsonl: 8 pairs (jsonl, text)",
     ]
+    for line, name, count in ((lines[3], "training", 23), (lines[4], "held-out", 8)):
+        assert line.startswith(f"cache 0 of {count} {name} pairs have their reference (store ")
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
-    assert lines[3].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
+    assert lines[5].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
     assert "preference accuracy" in outcome.out
     assert "AutoModelForCausalLM.from_pretrained('run/model')" in outcome.out
 
@@ -378,7 +387,7 @@ def test_output_on_a_terminal(project: Project, width: int) -> None:
     assert outcome.code == 0, outcome.err
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.out).replace("\r", "\n").splitlines()
     for pattern in (
-        r"score reference ━+ 23/23 [\d:]+ < 0:00:00",
+        r"score training ━+ 23/23 [\d:]+ < 0:00:00",
         r"score held-out ━+ 8/8 [\d:]+ < 0:00:00",
         r"train ━+ 10/10 [\d:]+ < 0:00:00 loss \d\.\d+  accu",
     ):

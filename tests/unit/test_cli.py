@@ -48,7 +48,7 @@ def environment(folder: Path, build: str | None, extra: dict[str, str]) -> dict[
         (stub / "standin.py").write_text(build)
         # Python runs sitecustomize at its start, in the ranks that torchrun starts too.
         (stub / "sitecustomize.py").write_text("import sys, standin\nsys.modules['isopref.build'] = standin\n")
-        env["PYTHONPATH"] = str(stub)
+        env["PYTHONPATH"] = os.pathsep.join([str(stub), *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 
 
@@ -62,9 +62,10 @@ def config_file(tmp_path: Path) -> Path:
 # --- help and version ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"], ["data", "-h"]]
-)
+HELP = [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"], ["eval", "-h"], ["cache", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", [*HELP, ["cache", "ls", "-h"], ["data", "-h"]])
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -246,6 +247,30 @@ def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, c
     assert launch([sys.executable, "-c", child]) == (128 + signum if code else 0)
     assert started.read_text() == "1"
     assert signal.getsignal(signum) is before
+
+
+EVALUATE = """
+def evaluate_model(config, *, name, model, reference_model, json_file):
+    print(config.data.eval, name, model, reference_model, json_file)
+def fill_cache(config, *, name): print("fill", name, config.optim.lr)
+"""
+
+
+def test_eval_and_cache_hand_over_their_arguments(isopref: Isopref, config_file: Path) -> None:
+    options = ["--model", "m", "--reference", "r", "--json", "f"]
+    result = isopref("eval", *options, config_file.name, "data.eval=e", build=EVALUATE)
+    assert result.stdout == "e my.config m r f\n", result.stderr
+    assert isopref("eval", config_file.name, "--model", "m", build=EVALUATE).stdout == "None my.config m None None\n"
+    for command in (["cache"], ["cache", "fill"]):
+        assert isopref(*command, config_file.name, "optim.lr=1", build=EVALUATE).stdout == "fill my.config 1.0\n"
+
+
+def test_eval_and_cache_start_ranks(isopref: Isopref, config_file: Path) -> None:
+    options = ["--model", "m", "--reference", "r", "--json", "f", "--nproc", "2"]
+    result = isopref("eval", config_file.name, "data.eval=e", *options, build=EVALUATE)
+    assert result.stdout == "e my.config m r f\n" * 2, result.stderr
+    result = isopref("cache", config_file.name, "optim.lr=1", "--nproc", "2", build=EVALUATE)
+    assert result.stdout == "fill my.config 1.0\n" * 2, result.stderr
 
 
 # --- init and config -------------------------------------------------------------------------------

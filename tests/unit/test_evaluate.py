@@ -1,12 +1,13 @@
 """Evaluation figures worked out by hand."""
 
+import json
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 
-from isopref.evaluate import Evaluation, evaluate
+from isopref.evaluate import Evaluation, evaluate, source_labels
 from isopref.losses import sigmoid
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
@@ -26,9 +27,24 @@ LOSSES = [nll(1.0), nll(-0.5), math.log(2), nll(1.5)]
 WEIGHTS: dict[Weighting, list[float]] = {"token": [14, 6, 28, 14], "completion": [8, 4, 8, 4], "pair": [1, 1, 1, 1]}
 
 
-def figures(weighting: Weighting, own: list[float] | None = None) -> Evaluation:
-    weights = np.ones(4) if own is None else np.array(own)
-    return evaluate(POLICY, REF, LENGTHS, weights, loss=partial(sigmoid, beta=BETA), beta=BETA, weighting=weighting)
+def figures(
+    weighting: Weighting = "token",
+    own: list[float] | None = None,
+    *,
+    policy: TableLogps = POLICY,
+    sources: list[int] | None = None,
+) -> Evaluation:
+    return evaluate(
+        policy,
+        REF,
+        LENGTHS,
+        np.ones(4) if own is None else np.array(own),
+        loss=partial(sigmoid, beta=BETA),
+        beta=BETA,
+        weighting=weighting,
+        sources_N=None if sources is None else np.array(sources),
+        source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
+    )
 
 
 @pytest.mark.parametrize("weighting", sorted(WEIGHTS))
@@ -36,27 +52,134 @@ def figures(weighting: Weighting, own: list[float] | None = None) -> Evaluation:
 def test_the_loss_has_the_objectives_weighting(weighting: Weighting, own: list[float]) -> None:
     weights = [w * o for w, o in zip(WEIGHTS[weighting], own, strict=True)]
     expected = sum(w * loss for w, loss in zip(weights, LOSSES, strict=True)) / sum(weights)
-    assert figures(weighting, own).loss == pytest.approx(expected, rel=1e-14)
+    assert figures(weighting, own).loss.value == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("weighting", sorted(WEIGHTS))
 def test_all_other_figures_count_each_pair_once(weighting: Weighting) -> None:
     found = figures(weighting, [5.0, 1.0, 1.0, 1.0])
     assert found.pairs == 4
-    assert found.accuracy == (1 + 0 + 0.5 + 1) / 4
-    assert found.reward_margin == pytest.approx(BETA * (2 - 1 + 0 + 3) / 4)
+    assert found.accuracy.value == (1 + 0 + 0.5 + 1) / 4
+    assert found.reward_margin.value == pytest.approx(BETA * (2 - 1 + 0 + 3) / 4)
+    # Margins of rewards are 1, -0.5, 0, 1.5 around their mean 0.5: squares 0.25, 1, 0.25, 1.
+    assert found.reward_margin_std.value == pytest.approx(math.sqrt(2.5 / 4))
     # Per token: -1 > -1.5; -2 = -2; -2.5 < -1.5; -0.5 = -0.5.
-    assert found.logp_accuracy == (1 + 0.5 + 0 + 0.5) / 4
+    assert found.logp_accuracy.value == (1 + 0.5 + 0 + 0.5) / 4
+
+
+def test_correlation_of_reward_with_length() -> None:
+    # Rewards over beta: chosen 1, 0, -1, 2; rejected -1, 1, -1, -1. Tokens: 4, 3, 2, 2; 4, 1, 6, 2.
+    rewards, tokens = [1, 0, -1, 2, -1, 1, -1, -1], [4, 3, 2, 2, 4, 1, 6, 2]
+    assert sum(rewards) == 0
+    assert sum(tokens) == 24  # mean 3
+    product = sum(r * (t - 3) for r, t in zip(rewards, tokens, strict=True))  # -7
+    squares = sum(r * r for r in rewards), sum((t - 3) ** 2 for t in tokens)  # 10, 18
+    found = figures().length_correlation
+    assert found is not None
+    assert found.value == pytest.approx(product / math.sqrt(squares[0] * squares[1]))
+    assert -1 <= found.low <= found.value <= found.high <= 1
+
+
+def test_win_rate_by_length() -> None:
+    # Answers have 4, 2, 4, 2 tokens on average: the quarters 1 and 2 share the value 2, 3 and 4 the value 4.
+    shorter, longer = figures().by_length
+    assert (shorter.quarter, shorter.shortest, shorter.longest, shorter.pairs) == (1, 2.0, 2.0, 2)
+    assert (longer.quarter, longer.shortest, longer.longest, longer.pairs) == (3, 4.0, 4.0, 2)
+    assert shorter.accuracy.value == (0 + 1) / 2
+    assert longer.accuracy.value == (1 + 0.5) / 2
+
+
+def test_every_pair_is_in_one_quarter() -> None:
+    rng = np.random.default_rng(3)
+    lengths = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
+    policy, ref = (TableLogps(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
+    found = evaluate(policy, ref, lengths, np.ones(101), loss=partial(sigmoid, beta=BETA), beta=BETA, weighting="pair")
+    assert [bucket.quarter for bucket in found.by_length] == [1, 2, 3, 4]
+    assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
+    assert all(a.longest <= b.shortest for a, b in zip(found.by_length, found.by_length[1:], strict=False))
+    inside = sum(bucket.pairs * bucket.accuracy.value for bucket in found.by_length) / 101
+    assert inside == pytest.approx(found.accuracy.value)
+
+
+def test_sources_are_evaluated_as_if_alone() -> None:
+    found = figures(sources=[1, 0, 1, 0])
+    assert list(found.by_source) == ["easy", "hard"]  # nothing of the third one is in the table
+    assert found.by_source["easy"].accuracy.value == (0 + 1) / 2
+    assert found.by_source["hard"].accuracy.value == (1 + 0.5) / 2
+    assert found.by_source["hard"].reward_margin.value == pytest.approx(BETA * (2 + 0) / 2)
+    expected = (6 * LOSSES[1] + 14 * LOSSES[3]) / (6 + 14)
+    assert found.by_source["easy"].loss.value == pytest.approx(expected)
+    assert found.as_metrics()["eval/easy/loss"] == found.by_source["easy"].loss.value
+    assert figures(sources=[1, 1, 1, 1]).by_source == {}
+
+
+def test_sources_of_one_file_name_keep_their_folders() -> None:
+    assert source_labels(["a/train.jsonl.gz", "b/eval.jsonl"]) == ["train", "eval"]
+    assert source_labels(["a/pairs.jsonl", "b/pairs.jsonl"]) == ["a/pairs.jsonl", "b/pairs.jsonl"]
+
+
+FIGURES = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "loss", "length_correlation")
 
 
 def test_metrics_have_one_prefix_and_no_count() -> None:
-    names = {"eval/accuracy", "eval/reward_margin", "eval/loss", "eval/logp_accuracy"}
-    assert set(figures("pair").as_metrics()) == names
+    names = {f"eval/{name}{part}" for name in FIGURES for part in ("", "_low", "_high")}
+    assert set(figures("pair").as_metrics()) == names | {"eval/accuracy_length_1", "eval/accuracy_length_3"}
 
 
 def test_policy_and_reference_alike_are_a_tie_everywhere() -> None:
-    found = evaluate(
-        POLICY, POLICY, LENGTHS, np.ones(4), loss=partial(sigmoid, beta=BETA), beta=BETA, weighting="token"
-    )
-    assert (found.accuracy, found.reward_margin) == (0.5, 0.0)
-    assert found.loss == pytest.approx(math.log(2))
+    found = figures(policy=REF)
+    assert (found.accuracy.value, found.reward_margin.value, found.reward_margin_std.value) == (0.5, 0.0, 0.0)
+    assert found.length_correlation is None
+    assert "eval/length_correlation" not in found.as_metrics()
+    assert found.loss.value == pytest.approx(math.log(2))
+    json.loads(json.dumps(found.as_json(), allow_nan=False))
+
+
+# --- intervals -------------------------------------------------------------------------------------
+
+
+def many(count: int, seed: int, share: float = 0.7) -> Evaluation:
+    """Pairs that are won with some probability, with a loss that has weights."""
+    rng = np.random.default_rng(seed)
+    chosen = np.where(rng.random(count) < share, 1.0, -1.0) * rng.exponential(1.0, count)
+    zero = np.zeros(count)
+    lengths = rng.integers(1, 50, (count, 3))
+    return evaluate(
+        TableLogps(chosen, zero), TableLogps(zero, zero), lengths, np.ones(count),
+        loss=partial(sigmoid, beta=1.0), beta=1.0, weighting="token",
+    )  # fmt: skip
+
+
+def test_intervals_are_those_of_the_normal_approximation() -> None:
+    """With many pairs the bootstrap of a mean is normal: mean -+ 1.96 * deviation / sqrt(N)."""
+    found = many(4000, seed=0)
+    for figure, deviation in (
+        (found.accuracy, math.sqrt(found.accuracy.value * (1 - found.accuracy.value))),
+        (found.reward_margin, found.reward_margin_std.value),
+    ):
+        half = 1.96 * deviation / math.sqrt(4000)
+        assert figure.low == pytest.approx(figure.value - half, abs=0.15 * half)
+        assert figure.high == pytest.approx(figure.value + half, abs=0.15 * half)
+
+
+def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
+    inside = sum(found.accuracy.low <= 0.7 <= found.accuracy.high for found in (many(150, seed) for seed in range(200)))
+    assert 180 <= inside <= 199  # 190 -+ 3 deviations of a binomial
+
+
+def test_intervals_are_the_same_each_time_and_leave_random_state_alone() -> None:
+    before = np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert many(50, seed=1) == many(50, seed=1)
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
+
+
+def test_one_pair_has_no_interval_to_speak_of() -> None:
+    found = many(1, seed=0)
+    assert found.accuracy.low == found.accuracy.value == found.accuracy.high
+    assert len(found.by_length) == 1
+
+
+def test_drawing_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = many(60, seed=2)
+    monkeypatch.setattr("isopref.evaluate.BLOCK", 60 * 7)
+    assert many(60, seed=2) == whole

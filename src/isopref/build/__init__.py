@@ -1,67 +1,152 @@
 """From a config to a run: the only place that knows both. Everything below takes plain arguments.
 
-`train` is the whole story: data, policy, reference, trainer, result.
+`train` is the whole story: data, reference, policy, trainer, result. `fill_cache` is its first half, `evaluate_model`
+its end with a model that is trained already.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from isopref.build import result
-from isopref.build.data import pair_tables, sample_prompts, say_tables
+from isopref.build import evaluation, reference, result
+from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import check_parallel, load_policy, score_all, spread
-from isopref.build.run import Run, claim_folder, open_folder
+from isopref.build.reference import NamedTable
+from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
+from isopref.errors import ConfigError, FirstStepError
 from isopref.models import hf
-from isopref.models.generate import answers
 
 
 def train(config: Config, *, name: str, resume: bool = False) -> None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder."""
     started = time.perf_counter()
-    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
-    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
-        folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
-        run = Run(config, folder, env, Display(quiet=not env.is_first))
+    with _run(config, name) as run:
         open_folder(run, resume)
         _train(run, resume)
         result.say_end(run, time.perf_counter() - started)
 
 
+def fill_cache(config: Config, *, name: str) -> None:
+    """Score all pairs of a config with its reference, so that a later run finds them."""
+    with _run(config, name) as run:
+        quiet_libraries()
+        check_parallel(run)
+        if not run.loss.needs_reference:
+            raise ConfigError(f"objective.loss: {config.objective.loss} has no reference, so there is nothing to fill.")
+        tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        path, setting = _reference_path(config)
+        tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
+        say_tables(tables, run.display)
+        reference.of_other_model(run, tokenizer, _scored(run, tables), path, setting=setting)
+
+
+def evaluate_model(
+    config: Config, *, name: str, model: str, reference_model: str | None = None, json_file: Path | None = None
+) -> None:
+    """Evaluate a model on a config's held-out pairs, against its reference or another one."""
+    with _run(config, name) as run:
+        quiet_libraries()
+        check_parallel(run)
+        trust = config.model.trust_remote_code
+        tokenizer = hf.load_tokenizer(model, trust_remote_code=trust, setting="--model")
+        pairs = held_out_table(config, tokenizer, run.display, is_first=run.env.is_first)
+        table = NamedTable("held-out", pairs)
+        _check_score_budget(run, table)
+        path, setting = _reference_path(config) if reference_model is None else (reference_model, "--reference")
+        if run.loss.needs_reference:
+            ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
+        else:
+            ref = reference.none_needed([table])
+        policy = load_policy(run, model, setting="--model")
+        hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
+        logps = score_all(run, spread(run, policy), table.pairs, "model")
+        found = evaluation.HeldOut(run, table.pairs, ref.logps[0]).of(logps)
+        evaluation.say_figures(run, found)
+        if json_file is not None and run.env.is_first:
+            used = path if run.loss.needs_reference else None
+            what = {"model": model, "reference": used, "data": list(pairs.source_names)}
+            evaluation.write_json(json_file, {**what, **found.as_json()})
+
+
 def _train(run: Run, resume: bool) -> None:
     config = run.config
     check_parallel(run)
+    reference.check_reference(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
     say_tables(tables, run.display)
     table, eval_table = tables.train, tables.held_out
     check_train_budget(run, table)
-    for scored in tables.all:
-        check_budget(scored.lengths, run.score_budget, setting=run.score_setting, name=scored.origin)
+    scored = _scored(run, tables)
+    if not run.loss.needs_reference:
+        ref = reference.none_needed(scored)
+    elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
+        ref = reference.of_other_model(run, tokenizer, scored, config.model.reference, setting="model.reference")
     policy = load_policy(run)
-    for scored in tables.all:
-        hf.check_fits(policy.model, tokenizer, scored.lengths, scored.origin)
+    for one in tables.all:
+        hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
+    store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
+    check_same_reference(run, ref.key if store is None else store.key, resume)
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
-        before = answers(plain, tokenizer, prompts, max_new_tokens=config.run.sample_tokens)
+        before = result.sample(run, plain, tokenizer, prompts)
     model = spread(run, policy)
     run = fit_layout(run, model, table)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
-    reference = score_all(run, model, table, "reference")
+    if store is not None:
+        ref = reference.in_store(run, store, scored, lambda: model)
     held_out = None
     if eval_table is not None:
-        held_out = result.HeldOut(run, eval_table, score_all(run, model, eval_table, "held-out"))
-    trainer = build_trainer(run, model, table, reference, held_out, resume)
-    claim_folder(run)
-    fit(trainer)
+        held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
+        start = ref.logps[1] if store is not None else score_all(run, model, eval_table, "held-out")
+        at_start = held_out.of(start)
+    trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
+    claim_folder(run, ref.key)
+    try:
+        fit(trainer)
+    except FirstStepError as error:
+        again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
+        raise FirstStepError(f"{error}{again}") from error
 
     if held_out is not None:
-        result.say_effect(run, held_out.at_start, held_out.now(model))
+        evaluation.say_effect(run, at_start, held_out.at_step(trainer.global_step, model))
     if config.run.export:
         result.export(run, model, tokenizer)
         result.say_answers(run, tokenizer, prompts, before)
+
+
+@contextmanager
+def _run(config: Config, name: str) -> Iterator[Run]:
+    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
+        folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
+        yield Run(config, folder, env, Display(quiet=not env.is_first))
+
+
+def _scored(run: Run, tables: Tables) -> list[NamedTable]:
+    """The pairs to train on and, if there are any, the held-out ones, as the reference scores them."""
+    named = [NamedTable("training", tables.train)]
+    if tables.held_out is not None:
+        named.append(NamedTable("held-out", tables.held_out))
+    for one in named:
+        _check_score_budget(run, one)
+    return named
+
+
+def _check_score_budget(run: Run, table: NamedTable) -> None:
+    pairs = table.pairs
+    check_budget(pairs.lengths, run.score_budget, setting=run.score_setting, name=pairs.origin)
+
+
+def _reference_path(config: Config) -> tuple[str, str]:
+    """Where the reference of a config is, and the setting that says so."""
+    given = config.model.reference
+    return (config.model.path, "model.path") if given is None else (given, "model.reference")

@@ -1,6 +1,5 @@
 """Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
+from isopref.places import cache_folder
 from isopref.types import IntArray
 
 # What is held out is the same for every optim.seed: runs that differ in it can be compared, and no run trains on what
@@ -75,6 +75,18 @@ def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: b
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
     return Tables(train, held_out, uses)
+
+
+def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> PairTable:
+    """The held-out pairs alone: data.train is only read where they are a share of it. Raises ConfigError for none."""
+    data = config.data
+    if data.eval is not None:
+        return _mixed_table(config, data.eval, tokenizer, display, is_first)
+    if data.eval_fraction is None:
+        raise ConfigError("data.eval and data.eval_fraction are null, so there are no held-out pairs. Set one of them.")
+    held_out = pair_tables(config, tokenizer, display, is_first=is_first).held_out
+    assert held_out is not None
+    return held_out
 
 
 def say_tables(tables: Tables, display: Display) -> None:
@@ -159,7 +171,7 @@ def _whole_table(
             bar(count - done, "")
             done = count
 
-        folder = _cache() / "tables"
+        folder = cache_folder() / "tables"
         try:
             return build_table(
                 specs,
@@ -187,8 +199,3 @@ def source_notes(stats: SourceStats) -> list[str]:
         f"columns not used: {unused}": len(stats.unused_columns),
     }
     return [note for note, told in notes.items() if told]
-
-
-def _cache() -> Path:
-    """Where tokenised tables are kept between runs."""
-    return Path(os.environ.get("ISOPREF_CACHE") or Path.home() / ".cache" / "isopref")

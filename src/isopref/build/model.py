@@ -1,5 +1,9 @@
 """The policy of a run: loaded, proven, spread over ranks, scored."""
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -25,11 +29,16 @@ def check_parallel(run: Run) -> None:
         check_shard(layout.hsdp_shard, ranks)
 
 
-def load_policy(run: Run) -> Policy:
-    """The model on this rank's device."""
+def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
+    """The model at `path` (model.path, if that is not given) on this rank's device. `setting` names it in messages."""
     model = run.config.model
-    dtype = getattr(torch, model.dtype)
-    policy = Policy(hf.load_model(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code))
+    loaded = hf.load_model(
+        path or model.path,
+        dtype=getattr(torch, model.dtype),
+        trust_remote_code=model.trust_remote_code,
+        setting=setting,
+    )
+    policy = Policy(loaded)
     policy.to(run.env.device)
     return policy
 
@@ -93,14 +102,23 @@ def compute_dtype(run: Run) -> torch.dtype | None:
 def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableLogps:
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
-    with run.display.bar(f"score {what}", len(table)) as advance:
-        return score_table(
-            model,
-            table,
-            run.score_budget,
-            device=run.env.device,
-            progress=lambda count: advance(count, ""),
-        )
+    with pair_progress(run, f"score {what}", len(table)) as progress:
+        return score_table(model, table, run.score_budget, device=run.env.device, progress=progress)
+
+
+@contextmanager
+def pair_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar that is told how many pairs were done, and shows how many are done in a second."""
+    started, done = time.perf_counter(), 0
+    with run.display.bar(what, total) as advance:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            count = min(count, total - done)  # other ranks are only taken to be as far
+            done += count
+            advance(count, f"{done / (time.perf_counter() - started):.1f} pairs/s")
+
+        yield progress
 
 
 def _parallel(run: Run, policy: Policy) -> Parallel:

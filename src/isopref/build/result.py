@@ -1,46 +1,18 @@
-"""What a run leaves and shows: held-out figures, the exported model, answers before and after."""
+"""What a run leaves and shows: the exported model, answers before and after."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from isopref.build.model import score_all
 from isopref.build.run import Run
-from isopref.data.table import PairTable
-from isopref.evaluate import Evaluation, evaluate
 from isopref.models import hf
-from isopref.models.generate import answers
+from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
-from isopref.score import TableLogps
 from isopref.types import IntArray
-
-
-class HeldOut:
-    """Held-out pairs with their reference, ready to be evaluated at any time."""
-
-    def __init__(self, run: Run, table: PairTable, reference: TableLogps):
-        self.run, self.table, self.reference = run, table, reference
-        self.at_start = self._evaluate(reference)
-
-    def now(self, model: nn.Module) -> Evaluation:
-        return self._evaluate(score_all(self.run, model, self.table, "held-out"))
-
-    def _evaluate(self, policy: TableLogps) -> Evaluation:
-        objective = self.run.config.objective
-        return evaluate(
-            policy,
-            self.reference,
-            self.table.lengths,
-            self.table.weights,
-            loss=self.run.loss,
-            beta=objective.beta,
-            weighting=objective.weighting,
-        )
 
 
 def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
@@ -54,33 +26,36 @@ def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
     run.env.barrier()
 
 
-def say_effect(run: Run, before: Evaluation, after: Evaluation) -> None:
-    """The held-out figures as a table and as JSON."""
-    rows = [
-        ("preference accuracy", f"{before.accuracy:.3f}", f"{after.accuracy:.3f}"),
-        ("mean reward margin", f"{before.reward_margin:+.3f}", f"{after.reward_margin:+.3f}"),
-        ("accuracy by log-prob per token", f"{before.logp_accuracy:.3f}", f"{after.logp_accuracy:.3f}"),
-        ("loss", f"{before.loss:.4f}", f"{after.loss:.4f}"),
-    ]
-    run.display.table(f"{after.pairs} held-out pairs", ("", "before", "after"), rows)
-    if run.env.is_first:
-        text = json.dumps({"before": asdict(before), "after": asdict(after)}, indent=2)
-        (run.folder / "evaluation.json").write_text(text + "\n", encoding="utf-8")
-
-
-def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: Sequence[str]) -> None:
+def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: Sequence[Answer]) -> None:
     """Answers of the exported model, loaded as a user would load it, beside those from before."""
     if not prompts or not run.env.is_first:
         return
     model: Any = AutoModelForCausalLM.from_pretrained(
         run.model_folder, trust_remote_code=run.config.model.trust_remote_code
     )
-    after = answers(model.to(run.env.device), tokenizer, prompts, max_new_tokens=run.config.run.sample_tokens)
+    after = sample(run, model.to(run.env.device), tokenizer, prompts)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
-    rows = list(zip(questions, before, after, strict=True))
+    every = list(zip(questions, before, after, strict=True))
+    rows = [(question, old.greedy, new.greedy) for question, old, new in every]
     run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
-    lines = [json.dumps(dict(zip(("prompt", "before", "after"), row, strict=True)), ensure_ascii=False) for row in rows]
-    (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with (run.folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for question, old, new in every:
+            sampled = {} if new.sampled is None else {"sampled_before": old.sampled, "sampled_after": new.sampled}
+            line = {"prompt": question, "greedy_before": old.greedy, "greedy_after": new.greedy, **sampled}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) -> list[Answer]:
+    """Answers to some prompts, as the config asks for them."""
+    settings = run.config.run
+    return answers(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=settings.sample_tokens,
+        temperature=settings.sample_temperature,
+        seed=run.config.optim.seed,
+    )
 
 
 def say_end(run: Run, seconds: float) -> None:

@@ -1,5 +1,6 @@
 """What all parts of a run share, and the folder it lives in."""
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 
 SCORE_TOKENS = 16384
+
+REFERENCE_FILE = "reference.json"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ class Run:
         return "layout.score_tokens" if own else "twice layout.microbatch_tokens, for scoring,"
 
     @property
+    def starts_at_reference(self) -> bool:
+        """Whether the policy is its own reference before the first step."""
+        return self.config.model.reference is None and self.loss.needs_reference
+
+    @property
+    def compute_dtype(self) -> str:
+        """What forward and backward compute in."""
+        return self.config.model.compute_dtype or self.config.model.dtype
+
+    @property
     def loss(self) -> PairLoss:
         objective = self.config.objective
         return pair_loss(objective.loss, beta=objective.beta, label_smoothing=objective.label_smoothing)
@@ -76,20 +89,37 @@ def open_folder(run: Run, resume: bool) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("olmo_core").setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    transformers_logging.disable_progress_bar()
+    quiet_libraries()
     run.env.barrier()
     ranks = f"{run.env.world_size} x {run.env.device.type}"
     run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
 
 
-def claim_folder(run: Run) -> None:
-    """Write the resolved config: the folder holds this run from here on.
+def quiet_libraries() -> None:
+    """Keep warnings and bars of libraries off the terminal."""
+    logging.captureWarnings(True)
+    transformers_logging.disable_progress_bar()
+
+
+def check_same_reference(run: Run, key: str | None, resume: bool) -> None:
+    """Raise RunError where a run is to go on with another reference than it began with: its key says so."""
+    path = run.folder / REFERENCE_FILE
+    if resume and path.exists() and json.loads(path.read_text(encoding="utf-8"))["key"] != key:
+        name = run.config.model.reference or run.config.model.path
+        raise RunError(
+            f"--resume: the reference {name} is another model now than when the run in {run.folder} began. Put the "
+            "first one back, or start anew in another run.folder."
+        )
+
+
+def claim_folder(run: Run, key: str | None) -> None:
+    """Write the resolved config and the reference's key: the folder holds this run from here on.
 
     Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
+        (run.folder / REFERENCE_FILE).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
         (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
 
 

@@ -7,8 +7,8 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
+from isopref.build.evaluation import HeldOut
 from isopref.build.model import compute_dtype
-from isopref.build.result import HeldOut
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
@@ -79,6 +79,7 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int)
         scheduler=_scheduler(run, steps),
         max_grad_norm=optim.max_grad_norm,
         grad_sync=run.grad_sync,
+        check_first_step=run.starts_at_reference,
         compute_dtype=compute_dtype(run),
     )
 
@@ -116,9 +117,9 @@ def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str
     }
     if run.env.is_first:
         callbacks["metrics"] = MetricsFileCallback(path=run.folder / "metrics.jsonl")
-    if held_out is not None and settings.eval_every is not None:
+    if held_out is not None:
         callbacks["evaluate"] = EvaluateCallback(
-            every=settings.eval_every, evaluate=lambda: held_out.now(model).as_metrics()
+            every=settings.eval_every, evaluate=lambda step: held_out.at_step(step, model).as_metrics()
         )
     return callbacks
 

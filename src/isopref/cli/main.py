@@ -3,7 +3,6 @@
 `isopref --help` must stay quick: nothing here may import torch.
 """
 
-import logging
 import os
 import sys
 import time
@@ -13,7 +12,8 @@ from typing import Annotated
 import typer
 
 from isopref import __version__
-from isopref.cli.launch import launch, torchrun
+from isopref.cli import cache
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_engine, start_processes
 from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
@@ -29,15 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SECTION.FIELD=VALUE",
-        help="Values to use instead of the file's, written as in YAML. For one field, the last one wins.",
-        show_default=False,
-    ),
-]
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
@@ -84,10 +76,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")
     ] = False,
-    nproc: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Processes to start on this machine, usually one for each GPU."),
-    ] = 1,
+    nproc: NumProcesses = 1,
 ) -> None:
     """Train a model as the config file says.
 
@@ -106,19 +95,47 @@ def train(
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
     """
     config = load_config(config_file, overrides or ())
-    if nproc > 1:
-        if "RANK" in os.environ:
-            raise ConfigError(f"--nproc {nproc}: torchrun has started this process already. Leave --nproc out.")
-        arguments = ["train", *(["--resume"] if resume else []), str(config_file), *(overrides or ())]
-        raise typer.Exit(launch(torchrun(nproc, "isopref.cli.main", arguments)))
-
-    # The engine logs before the run has its log file, and prints where the root logger has no handler.
-    logging.getLogger().addHandler(logging.NullHandler())
-    logging.getLogger("olmo_core").setLevel(logging.INFO)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours say what a run does
+    start_processes(nproc, ["train", *(["--resume"] if resume else []), str(config_file), *(overrides or ())])
     from isopref.build import train as train_run
 
     train_run(config, name=config_file.stem, resume=resume)
+
+
+@app.command("eval")
+def evaluate(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="Model to evaluate, named like model.path.", show_default=False)
+    ],
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Model to compare it with. Default: the config's reference."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")
+    ] = None,
+    nproc: NumProcesses = 1,
+) -> None:
+    """Evaluate a model on the config's held-out pairs (data.eval or data.eval_fraction).
+
+    Preference accuracy, reward margins, loss and length bias, with 95% intervals. The reference's side comes
+    from the cache where it was scored before.
+
+    \b
+    Examples:
+      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f/model
+      isopref eval my.yaml --model other/model --reference some/model --json figures.json
+    """
+    config = load_config(config_file, overrides or ())
+    options = ["--model", model]
+    options += [] if reference is None else ["--reference", reference]
+    options += [] if json_file is None else ["--json", str(json_file)]
+    start_processes(nproc, ["eval", *options, str(config_file), *(overrides or ())])
+    from isopref.build import evaluate_model
+
+    evaluate_model(config, name=config_file.stem, model=model, reference_model=reference, json_file=json_file)
 
 
 @app.command()
@@ -139,8 +156,7 @@ def data(
       isopref data my.yaml --json
     """
     config = load_config(config_file, overrides or ())
-    logging.getLogger().addHandler(logging.NullHandler())
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours say what is done
+    quiet_engine()
     from isopref.build.inspect import inspect
     from isopref.cli.data import show, to_json
     from isopref.engine.display import Display

@@ -35,9 +35,13 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: Text = Field(
-        description="Model to start from, which is also the reference: a Hugging Face folder, a hub name, "
-        "a .gguf file, or package:PACKAGE/FILE.gguf for one inside an installed Python package.",
+        description="Model to start from: a Hugging Face folder, a hub name, a .gguf file, or "
+        "package:PACKAGE/FILE.gguf for one inside an installed Python package.",
         examples=["HuggingFaceTB/SmolLM2-135M-Instruct"],
+    )
+    reference: Text | None = Field(
+        default=None,
+        description="Model to compare with, named like path, with the same vocabulary. null: the model to start from.",
     )
     dtype: DType = Field(default="float32", description="Number type of the weights and of the optimizer's state.")
     compute_dtype: DType | None = Field(
@@ -229,14 +233,17 @@ class RunConfig(Section):
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
     eval_every: Count | None = Field(
         default=None,
-        description="Steps between two evaluations on held-out pairs. null: only before and after training.",
+        description="Steps between two evaluations on held-out pairs. null: only before training and at its end.",
     )
     samples: Annotated[int, Field(ge=0)] = Field(
         default=3,
-        description="Held-out prompts that are answered greedily before and after training (needs run.export). "
-        "0: none.",
+        description="Held-out prompts that are answered before and after training (needs run.export). 0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
+    sample_temperature: Positive | None = Field(
+        default=1.0,
+        description="Every prompt gets a greedy answer, and one drawn at this temperature. null: the greedy one only.",
+    )
     export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")
 
 

@@ -28,7 +28,7 @@ class ProgressCallback(Callback):
 
     def pre_train(self) -> None:
         self._shown = self.step
-        self._advance = self._stack.enter_context(self.display.bar("train", self.trainer.max_steps))
+        self._advance = self._stack.enter_context(self.display.bar("train", self.trainer.max_steps, lines=False))
         self._advance(self.step, "")
 
     def post_step(self) -> None:
@@ -147,12 +147,15 @@ class PairSpeedCallback(SpeedMonitorCallback):
 
 @dataclass
 class EvaluateCallback(Callback):
-    """Calls `evaluate` every so many steps and logs what it returns. It may not touch weights or random state."""
+    """Calls `evaluate` with the step, every so many steps and after the last, and logs what it returns.
 
-    every: int = 0
-    evaluate: Callable[[], dict[str, float]] = dict
+    It may not touch weights or random state.
+    """
+
+    every: int | None = None
+    evaluate: Callable[[int], dict[str, float]] = lambda _step: {}
 
     def post_step(self) -> None:
-        if self.every and self.step % self.every == 0:
-            for name, value in self.evaluate().items():
+        if self.step == self.trainer.max_steps or (self.every is not None and self.step % self.every == 0):
+            for name, value in self.evaluate(self.step).items():
                 self.trainer.record_metric(name, value)

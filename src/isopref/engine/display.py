@@ -1,5 +1,6 @@
 """What a run shows on the terminal. Ranks other than 0 show nothing."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 Advance = Callable[[int, str], None]
+LINE_EVERY_S = 30
 
 
 class Display:
@@ -28,13 +30,14 @@ class Display:
         self.console.print(text, markup=False)
 
     @contextmanager
-    def bar(self, what: str, total: int | None) -> Iterator[Advance]:
+    def bar(self, what: str, total: int | None, *, lines: bool = True) -> Iterator[Advance]:
         """A progress bar. The function it gives takes how much was done and a line to show beside the bar.
 
-        A bar inside another one stands below it and goes when it is done: a terminal shows one display at a time.
+        Without a terminal, long work says a line now and then, unless `lines` is off. A bar inside another one stands
+        below it and goes when it is done: a terminal shows one display at a time.
         """
         if not self.console.is_terminal:
-            yield lambda count, note: None
+            yield _Lines(self, what, total).advance if lines else lambda count, note: None
             return
         if self._progress is not None:
             outer = self._progress
@@ -74,6 +77,26 @@ class Display:
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
+
+
+class _Lines:
+    """Progress where there is no terminal."""
+
+    def __init__(self, display: Display, what: str, total: int | None):
+        self.display, self.what, self.total = display, what, total
+        self.done = 0
+        self.started = self.said = time.monotonic()
+
+    def advance(self, count: int, note: str) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now - self.said >= LINE_EVERY_S:
+            self.said = now
+            left = ""
+            if self.total and 0 < self.done <= self.total:
+                seconds = int((now - self.started) / self.done * (self.total - self.done))
+                left = f"  {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+            self.display.say(f"{self.what}  {self.done}{f'/{self.total}' if self.total else ''}  {note}{left}")
 
 
 def brief(metrics: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
-from isopref.errors import ConfigError, RunError
+from isopref.errors import ConfigError, FirstStepError
 from isopref.losses import PairLoss
 from isopref.models.parallel import GradSync, full, gradient_sync, reshard
 from isopref.normalize import Weighting, share_of_loss
@@ -163,7 +163,7 @@ class DPOTrainModule(TrainModule):
         means = {name: float(value) for name, value in window.reduce().items()}
         tolerance = FIRST_STEP_TOLERANCE[self.compute_dtype]
         if not means["gap_per_token"] <= tolerance:
-            raise RunError(
+            raise FirstStepError(
                 "first step: policy and reference are the same model, so the loss should be "
                 f"{means['loss_at_reference']:.6f} and rewards 0. But the loss is {means['loss']:.6f}, and their "
                 f"log-probabilities differ by {means['gap_per_token']:.2g} nats per token. Something scores the two "

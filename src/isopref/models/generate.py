@@ -1,25 +1,68 @@
-"""Greedy answers to a few prompts, to show what training changed."""
+"""Answers to a few prompts, to show what training changed. No random state but its own is read or moved."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from isopref.data.content import prompt_id
 from isopref.types import IntArray
 
 
+class Answer(NamedTuple):
+    """What a model says to a prompt."""
+
+    greedy: str
+    sampled: str | None
+
+
+class _Gumbel(LogitsProcessor):  # type: ignore[misc,unused-ignore]
+    """Makes the greedy choice in the later rows a draw from softmax(logits / temperature).
+
+    The largest of logit / temperature + Gumbel noise is such a draw. Each row has noise of its own, so an answer does
+    not depend on which others are in the batch.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], temperature: float):
+        self.generators, self.temperature = generators, temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        exponential = torch.empty(len(self.generators), scores.shape[1])
+        for row, generator in zip(exponential, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        drawn = scores[-len(self.generators) :].float() / self.temperature - exponential.log().to(scores.device)
+        return torch.cat([scores[: -len(self.generators)].float(), drawn])
+
+
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int) -> list[str]:
-    """One greedy answer for each tokenised prompt, as one left-padded batch."""
+def answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[IntArray],
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    seed: int = 0,
+) -> list[Answer]:
+    """A greedy answer for each tokenised prompt and, with a temperature, one drawn at it; all as one left-padded batch.
+
+    The noise of a draw comes from the seed and the prompt's content.
+    """
     if not prompts:
         return []
+    rows = [*prompts, *(prompts if temperature is not None else [])]
     device = next(model.parameters()).device
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), tokenizer.eos_token_id)
+    width = max(len(prompt) for prompt in rows)
+    ids = torch.full((len(rows), width), tokenizer.eos_token_id)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(rows):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
         mask[row, width - len(prompt) :] = 1
+    draws = LogitsProcessorList()
+    if temperature is not None:
+        draws.append(_Gumbel([_generator(prompt, seed) for prompt in prompts], temperature))
     was_training = model.training
     model.eval()
     out = model.generate(
@@ -28,6 +71,14 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,
+        logits_processor=draws,
     )
     model.train(was_training)
-    return [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in out]
+    texts = [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in out]
+    drawn = texts[len(prompts) :] if temperature is not None else [None] * len(prompts)
+    return [Answer(*both) for both in zip(texts[: len(prompts)], drawn, strict=True)]
+
+
+def _generator(prompt: IntArray, seed: int) -> torch.Generator:
+    content = int.from_bytes(prompt_id(prompt), "little")
+    return torch.Generator().manual_seed((content + seed) % 2**63)

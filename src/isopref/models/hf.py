@@ -29,42 +29,47 @@ class Origin:
     gguf_file: str | None = None
 
 
-def locate(path: str) -> Origin:
-    """Resolve `model.path`: a folder, a hub name, a .gguf file or `package:PACKAGE/FILE`. Raises ModelError."""
+def locate(path: str, *, setting: str = "model.path") -> Origin:
+    """Resolve a model's path: a folder, a hub name, a .gguf file or `package:PACKAGE/FILE`. Raises ModelError.
+
+    `setting` is where the path was given, for messages; here and below.
+    """
     local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
     if local.is_dir():
         return Origin(str(local))
     if local.is_file() and local.suffix == ".gguf":
-        optional.require("gguf", extra="gguf", why=f"model.path is the GGUF file {local}")
-        optional.require("accelerate", extra="gguf", why=f"model.path is the GGUF file {local}")
+        optional.require("gguf", extra="gguf", why=f"{setting} is the GGUF file {local}")
+        optional.require("accelerate", extra="gguf", why=f"{setting} is the GGUF file {local}")
         return Origin(str(local.parent), local.name)
     if local.is_file():
-        raise ModelError(f"model.path: {local} is a file. Give the model's folder, a hub name or a .gguf file.")
+        raise ModelError(f"{setting}: {local} is a file. Give the model's folder, a hub name or a .gguf file.")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
-            f"model.path: there is no folder {local.absolute()}. Check the path, or give a hub name OWNER/NAME."
+            f"{setting}: there is no folder {local.absolute()}. Check the path, or give a hub name OWNER/NAME."
         )
     return Origin(path)
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> Any:
     """The model's tokenizer, with its chat template if it has one. Raises ModelError."""
-    tokenizer = _from_pretrained(AutoTokenizer, path, trust_remote_code=trust_remote_code)
+    tokenizer = _from_pretrained(AutoTokenizer, path, setting, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"model.path: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
+        raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
     return tokenizer
 
 
-def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, setting: str = "model.path"
+) -> PreTrainedModel:
     """The model in `dtype` on the CPU. Raises ModelError."""
     model: PreTrainedModel
     model, found = _from_pretrained(
-        AutoModelForCausalLM, path, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
+        AutoModelForCausalLM, path, setting, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
     )
     if found["missing_keys"]:
         some = ", ".join(sorted(found["missing_keys"])[:3])
         raise ModelError(
-            f"model.path: {path} lacks {len(found['missing_keys'])} of the model's weights ({some}, ...), which would "
+            f"{setting}: {path} lacks {len(found['missing_keys'])} of the model's weights ({some}, ...), which would "
             "start as random numbers. Check that the folder is whole and of this architecture."
         )
     if getattr(model.config, "quantization_config", None) is not None:
@@ -129,6 +134,19 @@ def check_fits(model: PreTrainedModel, tokenizer: Any, lengths_N3: IntArray, nam
             )
 
 
+def check_same_vocabulary(tokenizer: Any, path: str, other: Any, *, setting: str) -> None:
+    """Raise ModelError if the model at `path`, whose tokenizer is `other`, would read the tokens as another text."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        raise ModelError(
+            f"{setting}: {path} has another vocabulary than the model that is compared with it: {len(differ)} tokens "
+            f"differ, such as {differ[0]!r} ({theirs.get(differ[0], 'not there')}, not "
+            f"{ours.get(differ[0], 'not there')}). The pairs' tokens would mean other text. Use a model with the same "
+            "tokenizer."
+        )
+
+
 def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
     """Write a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer, chat template.
 
@@ -159,8 +177,8 @@ def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
-    origin = locate(path)
+def _from_pretrained(kind: Any, path: str, setting: str, **options: Any) -> Any:
+    origin = locate(path, setting=setting)
     gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
     try:
         return kind.from_pretrained(origin.name, **gguf, **options)
@@ -168,7 +186,7 @@ def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
         reason = " ".join(str(error).split())[:300]
         if not Path(origin.name).exists():
             raise ModelError(
-                f"model.path: there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load "
+                f"{setting}: there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load "
                 f"{path} ({reason}). Check the name; without a network, give a local folder."
             ) from error
-        raise ModelError(f"model.path: cannot load {path}: {reason}") from error
+        raise ModelError(f"{setting}: cannot load {path}: {reason}") from error

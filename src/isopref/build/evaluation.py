@@ -1,0 +1,91 @@
+"""Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from isopref.build.model import score_all
+from isopref.build.run import Run
+from isopref.data.table import PairTable
+from isopref.errors import ConfigError
+from isopref.evaluate import Evaluation, Figure, evaluate
+from isopref.score import TableLogps
+
+LABELS = {  # short enough for three columns in a window of 80
+    "accuracy": ("preference accuracy", ""),
+    "logp_accuracy": ("log-prob accuracy", ""),
+    "reward_margin": ("mean reward margin", "+"),
+    "reward_margin_std": ("its spread (std)", ""),
+    "length_correlation": ("reward~length corr.", "+"),
+    "loss": ("loss", ""),
+}
+
+
+class HeldOut:
+    """Held-out pairs with their reference, ready to be evaluated at any time."""
+
+    def __init__(self, run: Run, table: PairTable, reference: TableLogps):
+        self.run, self.table, self.reference = run, table, reference
+        self._last: tuple[int, Evaluation] | None = None
+
+    def at_step(self, step: int, model: nn.Module) -> Evaluation:
+        """The model as it is now, which is after `step`; scored once for a step."""
+        if self._last is None or self._last[0] != step:
+            self._last = step, self.of(score_all(self.run, model, self.table, "held-out"))
+        return self._last[1]
+
+    def of(self, policy: TableLogps) -> Evaluation:
+        """The figures of a policy that was scored already."""
+        objective = self.run.config.objective
+        return evaluate(
+            policy,
+            self.reference,
+            self.table.lengths,
+            self.table.weights,
+            loss=self.run.loss,
+            beta=objective.beta,
+            weighting=objective.weighting,
+            sources_N=self.table.sources,
+            source_names=self.table.source_names,
+        )
+
+
+def say_effect(run: Run, before: Evaluation, after: Evaluation) -> None:
+    """The figures before and after training, as a table and as JSON in the run's folder."""
+    old, new = dict(_cells(before)), dict(_cells(after))
+    rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
+    run.display.table(f"{after.pairs} held-out pairs, with 95% intervals", ("", "before", "after"), rows)
+    if run.env.is_first:
+        write_json(run.folder / "evaluation.json", {"before": before.as_json(), "after": after.as_json()})
+
+
+def say_figures(run: Run, found: Evaluation) -> None:
+    """The figures of one model as a table."""
+    run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
+
+
+def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
+    figures = found.figures()
+    for name, (label, sign) in LABELS.items():
+        yield label, _cell(figures[name], sign) if name in figures else "-"
+    for bucket in found.by_length:
+        tokens = f"{math.floor(bucket.shortest)}-{math.ceil(bucket.longest)}"
+        yield f"accuracy, {tokens} tokens", _cell(bucket.accuracy)
+    for source, part in found.by_source.items():
+        yield f"accuracy, {source}", _cell(part.accuracy)
+
+
+def _cell(figure: Figure, sign: str = "") -> str:
+    return f"{figure.value:{sign}.3f} [{figure.low:{sign}.2f}, {figure.high:{sign}.2f}]"

@@ -1,0 +1,124 @@
+"""The reference of a run, before anything is trained: looked up in its store, or scored into it."""
+
+import gc
+import platform
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import isopref
+from isopref.build.model import load_policy, pair_progress, spread
+from isopref.build.run import Run
+from isopref.data.table import PairTable
+from isopref.errors import CacheError, ConfigError
+from isopref.models import hf
+from isopref.models.policy import Policy
+from isopref.places import reference_folder
+from isopref.reference.fill import Known, fill, find, proven
+from isopref.reference.key import identity
+from isopref.reference.store import Store
+from isopref.score import TableLogps
+
+
+class Reference(NamedTuple):
+    """The reference's log-probabilities of some tables, and the key of the store they are in (None: in none)."""
+
+    key: str | None
+    logps: list[TableLogps]
+
+
+class NamedTable(NamedTuple):
+    """Pairs, and what they are called: "training" or "held-out"."""
+
+    name: str
+    pairs: PairTable
+
+
+def check_reference(run: Run) -> None:
+    """Raise ConfigError for a reference that nothing would look at."""
+    if run.config.model.reference is not None and not run.loss.needs_reference:
+        raise ConfigError(
+            f"model.reference: {run.config.model.reference} does nothing with objective.loss: "
+            f"{run.config.objective.loss}, which has no reference. Remove it."
+        )
+
+
+def open_store(run: Run, policy: Policy, path: str) -> Store:
+    """The store of a model that is whole on this rank. `path` is only noted for people."""
+    hints = {
+        "reference": path,
+        "dtype": run.config.model.dtype,
+        "written_by": f"isopref {isopref.__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, on {platform.node()}",
+    }
+    with policy.plain() as model:  # its config must not name our attention
+        content = identity(model, compute_dtype=run.compute_dtype)
+    return Store.open(reference_folder(), content, hints)
+
+
+def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module]) -> TableLogps:
+    """The reference's log-probabilities of a table, proven complete. `model` is only called where some are missing."""
+    known = find(store, table.pairs, device=run.env.device)
+    for text in known.damage:
+        run.display.say(f"warning: {text}.")
+    _say_known(run, store, table, known)
+    if not len(known.missing):
+        return proven(known, table.pairs)
+    spread_model = model().eval()
+    with pair_progress(run, f"score {table.name}", len(known.missing)) as progress:
+        filled = fill(
+            store, table.pairs, known, spread_model, run.score_budget, device=run.env.device, progress=progress
+        )
+    logps = proven(filled, table.pairs)
+    left = find(store, table.pairs, device=run.env.device).missing  # from the disk, once more
+    if len(left):
+        raise CacheError(
+            f"{store.folder}: {len(left)} of {len(table.pairs)} pairs were written and cannot be read. Check the disk, "
+            "or set ISOPREF_CACHE to another folder."
+        )
+    return logps
+
+
+def of_other_model(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, *, setting: str) -> Reference:
+    """The log-probabilities of a model that is loaded for nothing else, and gone when this returns."""
+    found = _load_and_look_up(run, tokenizer, tables, path, setting)
+    gc.collect()
+    if run.env.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _load_and_look_up(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, setting: str) -> Reference:
+    trust = run.config.model.trust_remote_code
+    hf.check_same_vocabulary(
+        tokenizer, path, hf.load_tokenizer(path, trust_remote_code=trust, setting=setting), setting=setting
+    )
+    policy = load_policy(run, path, setting=setting)
+    for table in tables:
+        hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
+    store = open_store(run, policy, path)
+    model = cache(lambda: spread(run, policy))
+    return in_store(run, store, tables, model)
+
+
+def in_store(run: Run, store: Store, tables: Sequence[NamedTable], model: Callable[[], nn.Module]) -> Reference:
+    """The reference of some tables, in the store of the model that `model` makes ready to score."""
+    return Reference(store.key, [look_up_or_score(run, store, table, model) for table in tables])
+
+
+def none_needed(tables: Sequence[NamedTable]) -> Reference:
+    """What stands for the reference where the objective has none."""
+    sizes = [len(table.pairs) for table in tables]
+    return Reference(None, [TableLogps(np.zeros(size), np.zeros(size)) for size in sizes])
+
+
+def _say_known(run: Run, store: Store, table: NamedTable, known: Known) -> None:
+    num_known = int(np.isfinite(known.logps).all(axis=1).sum())
+    run.display.say(
+        f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference (store {store.key[:12]})"
+    )

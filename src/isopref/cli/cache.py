@@ -1,0 +1,124 @@
+"""`isopref cache`: the stores of reference log-probabilities. Only filling one imports torch."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
+from isopref.config.load import load_config
+from isopref.errors import ConfigError
+from isopref.places import reference_folder
+from isopref.reference.store import Store, find_store, stores
+
+FILL = "fill"
+
+
+class _FillByDefault(TyperGroup):
+    """`isopref cache CONFIG` is short for `isopref cache fill CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, [FILL, *args] if args and args[0] not in ours else args)
+
+
+app = typer.Typer(cls=_FillByDefault, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback(subcommand_metavar="CONFIG | COMMAND [ARGS]...")
+def cache() -> None:
+    """Score the reference ahead of a run, and look after what was scored.
+
+    The reference's log-probabilities are kept between runs, under a key made of the model's numbers and the
+    pairs' tokens. Any later run with the same model finds them, whatever its layout, learning rate or folder.
+
+    \b
+    Examples:
+      isopref cache my.yaml --nproc 8     score what is not known yet
+      isopref cache ls                    what there is
+      isopref cache verify                check every byte
+      isopref cache rm 3f9a               remove a store
+    """
+
+
+@app.command(FILL)
+def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcesses = 1) -> None:
+    """Score the pairs of a config with its reference. `isopref cache CONFIG` is the same.
+
+    It can be stopped at any time, and goes on where it was.
+    """
+    config = load_config(config_file, overrides or ())
+    start_processes(nproc, ["cache", FILL, str(config_file), *(overrides or ())])
+    from isopref.build import fill_cache
+
+    fill_cache(config, name=config_file.stem)
+
+
+@app.command("ls")
+def list_stores() -> None:
+    """List the stores: key, pairs, size, last use, and the model they were first made for."""
+    root = reference_folder()
+    every = stores(root)
+    if not every:
+        print(f"No store in {root}.")
+        return
+    print(f"{'key':12}  {'pairs':>9}  {'size':>9}  {'last use':16}  reference")
+    for store in every:
+        print(
+            f"{store.key[:12]}  {store.num_pairs():>9}  {_size(store.size()):>9}  {_when(store):16}  "
+            f"{store.manifest().get('reference', '(unknown)')}"
+        )
+
+
+@app.command()
+def verify(
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A store, or the beginning of its key. Default: all.")
+    ] = None,
+) -> None:
+    """Check every byte of the stores. Ends with exit code 1 where something is damaged, and names it.
+
+    Nothing is changed: a run that needs a damaged shard removes it and scores its pairs again.
+    """
+    root = reference_folder()
+    chosen = stores(root) if key is None else [find_store(root, key)]
+    problems = {store.key: store.problems() for store in chosen}
+    for name, found in problems.items():
+        print(f"{name[:12]}  {'damaged' if found else 'whole'}")
+        for text in found:
+            print(f"error: {text}", file=sys.stderr)
+    if not chosen:
+        print(f"No store in {root}.")
+    if any(problems.values()):
+        raise typer.Exit(1)
+
+
+@app.command("rm")
+def remove(
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A store, or the beginning of its key.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all stores.")] = False,
+) -> None:
+    """Remove a store, or all of them. What is needed again is scored again."""
+    if (key is None) == (not everything):
+        raise ConfigError("isopref cache rm: give the KEY of a store, or --all. See: isopref cache ls")
+    root = reference_folder()
+    for store in stores(root) if key is None else [find_store(root, key)]:
+        store.remove()
+        print(f"removed {store.key}")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def _when(store: Store) -> str:
+    last = store.last_use()
+    return "(unknown)" if last is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(last))

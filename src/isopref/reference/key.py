@@ -1,0 +1,96 @@
+"""What makes two references the same: their numbers. Never their names, their files, or how they are run."""
+
+import hashlib
+import inspect
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+SCORE_VERSION = 1  # raise it when the same weights and tokens give other log-probabilities, beyond rounding
+HASH_THREADS = 8
+
+# Parts of a model's config that cannot change a log-probability. What is not named here counts, known or not.
+NOT_NUMBERS = frozenset(
+    {
+        "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "tokenizer_class",
+        "dtype", "torch_dtype",  # the tensors have it
+        "use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
+        "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "prefix",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping",  # of an adapter
+    }
+)  # fmt: skip
+
+
+def identity(model: PreTrainedModel, *, compute_dtype: str) -> dict[str, Any]:
+    """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work."""
+    return {
+        "score_version": SCORE_VERSION,
+        "architecture": type(model).__name__,
+        "code": _own_code(model),
+        "weights": weights_digest(model),
+        "compute_dtype": compute_dtype,
+        "config": _numbers(model.config.to_dict()),
+        "adapters": {name: _numbers(one.to_dict()) for name, one in getattr(model, "peft_config", {}).items()},
+    }
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Digest of all tensors: names, number types, shapes and bytes, those of adapters included."""
+    state = {name: tensor.detach() for name, tensor in sorted(model.state_dict().items())}
+    # Tied tensors are one and the same memory, and are read once.
+    distinct = {_place(tensor): tensor for tensor in state.values()}
+    largest_first = sorted(distinct, key=lambda place: -distinct[place].nbytes)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    order = {place: number for number, place in enumerate(largest_first)}
+    mine = [distinct[place] for place in largest_first[rank::num_ranks]]
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing frees the interpreter lock
+        digests = list(pool.map(_content, mine))
+    shares: list[list[bytes]] = [digests]
+    if num_ranks > 1:
+        shares = [[] for _ in range(num_ranks)]
+        dist.all_gather_object(shares, digests)
+    total = hashlib.blake2b(digest_size=16)
+    for name, tensor in state.items():
+        number = order[_place(tensor)]
+        about = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode()
+        total.update(about + shares[number % num_ranks][number // num_ranks])
+    return total.hexdigest()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _content(tensor: Tensor) -> bytes:
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=32).digest()
+
+
+def _numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what cannot change a log-probability, as JSON has it."""
+    kept = {str(name): value for name, value in config.items() if name not in NOT_NUMBERS}
+    return {name: _plain(value) for name, value in kept.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _numbers(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(one) for one in value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _own_code(model: PreTrainedModel) -> str | None:
+    """Digest of code that came with the model (model.trust_remote_code); None for transformers' own classes."""
+    module = sys.modules[type(model).__module__]
+    if module.__name__.startswith("transformers."):
+        return None
+    return hashlib.blake2b(inspect.getsource(module).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,248 @@
+"""Stores: log-probabilities of one reference for any number of pairs, on disk. Knows no model and no torch.
+
+A store is a folder named by its key. `manifest.json` says what the key was made of. Everything else is in shards: files
+that are written once, whole or not at all, and never changed. A shard is
+
+    magic, 8 bytes | key of the store, 16 | number of records, 8 | records of 40 bytes:
+    id of the pair, 16 | log-probability of chosen and rejected, 2 x float64 | their tokens, 2 x uint32
+
+(little-endian) and its name is the digest of all of that. So any number of processes may write to one store at a time,
+a process may be killed at any moment, and no damaged byte is ever believed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isopref.errors import CacheError
+
+FORMAT = 1
+MAGIC = b"isoprefR"
+HEADER = struct.Struct("<8s16sQ")
+RECORD = np.dtype([("id", "V16"), ("logp", "<f8", (2,)), ("num_tokens", "<u4", (2,))])
+KEY_BYTES = 16
+KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
+ABANDONED_S = 3600  # a temporary file this old belongs to a process that died: writing one takes moments
+
+Records = NDArray[np.void]  # of dtype RECORD
+Identity = Mapping[str, Any]  # what a key is made of; plain data
+
+
+def key_of(identity: Identity) -> str:
+    """The key: a digest of the identity's content, whatever the order of its names."""
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+def records(ids_N16: NDArray[np.uint8], logp_N2: NDArray[Any], num_tokens_N2: NDArray[Any]) -> Records:
+    """Records of N pairs."""
+    made = np.empty(len(ids_N16), RECORD)
+    made["id"] = as_keys(ids_N16)
+    made["logp"] = logp_N2
+    made["num_tokens"] = num_tokens_N2
+    return made
+
+
+def as_keys(ids_N16: NDArray[np.uint8]) -> NDArray[np.void]:
+    """Ids as values that can be sorted and compared: N."""
+    return np.ascontiguousarray(ids_N16).view("V16").ravel()
+
+
+@dataclass(frozen=True)
+class Store:
+    """The store of one reference."""
+
+    folder: Path
+    repaired: tuple[str, ...] = ()  # what was damaged when it was opened
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.folder / "manifest.json"
+
+    @classmethod
+    def open(cls, root: Path, identity: Identity, hints: Mapping[str, str]) -> "Store":
+        """The store of an identity, made if there is none yet. `hints` are for people and take no part in the key.
+
+        Raises CacheError where it has to be written and cannot be.
+        """
+        store = cls(root / key_of(identity))
+        problem = store.manifest_problem()
+        if problem is None:
+            with suppress(OSError):  # someone else's, to read only; then its last use is not known
+                os.utime(store.manifest_file)
+            return store
+        damaged = (problem,) if store.manifest_file.exists() else ()
+        manifest = {"format": FORMAT, **hints, "identity": identity}
+        with _refusing(store.folder):
+            store.folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(store.manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
+        return cls(store.folder, damaged)
+
+    def manifest(self) -> dict[str, Any]:
+        """What the manifest says; nothing where it cannot be read."""
+        try:
+            found = json.loads(self.manifest_file.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def manifest_problem(self) -> str | None:
+        """What is wrong with the manifest, or None: it must be of this format, and its identity must give the key."""
+        found = self.manifest()
+        if found.get("format") == FORMAT and isinstance(found.get("identity"), dict):
+            return None if key_of(found["identity"]) == self.key else f"{self.manifest_file}: not of this store"
+        return f"{self.manifest_file}: {'damaged' if self.manifest_file.exists() else 'missing'}"
+
+    def shards(self) -> list[Path]:
+        return sorted(self.folder.glob("*.shard"))
+
+    def write(self, some: Records) -> None:
+        """Add a shard. Raises CacheError where that is impossible."""
+        if not len(some):
+            return
+        content = HEADER.pack(MAGIC, bytes.fromhex(self.key), len(some)) + some.tobytes()
+        with _refusing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(self.folder / f"{_digest(content)}.shard", content)
+
+    def read(self, *, repair: bool = False) -> tuple[Records, list[str]]:
+        """All records of whole shards, and what is wrong with the others. `repair` removes those."""
+        parts, damage = [np.empty(0, RECORD)], []
+        for path in self.shards():
+            try:
+                parts.append(self._read(path))
+            except FileNotFoundError:  # another process repaired the store
+                continue
+            except OSError as error:  # it may be well, and readable for others
+                damage.append(f"{path}: cannot be read ({error.strerror or error})")
+            except ValueError as error:
+                damage.append(f"{path}: {error}")
+                if repair:
+                    with suppress(OSError):  # it cannot be removed; it is not believed either
+                        path.unlink()
+        return np.concatenate(parts), damage
+
+    def _read(self, path: Path) -> Records:
+        content = path.read_bytes()
+        if _digest(content) != path.stem:
+            raise ValueError("damaged: its content is not what its name says")
+        magic, key, count = HEADER.unpack_from(content)
+        if magic != MAGIC or key.hex() != self.key or len(content) != HEADER.size + count * RECORD.itemsize:
+            raise ValueError("not a shard of this store")
+        return np.frombuffer(content, RECORD, offset=HEADER.size)
+
+    def look_up(self, ids_N16: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], Records, list[str]]:
+        """Which of N pairs are known, and their records (of the unknown ones: anything). Damaged shards are removed.
+
+        Also returns what was found to be damaged.
+        """
+        found, damage = self.read(repair=True)
+        wanted = as_keys(ids_N16)
+        if not len(found):
+            return np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), RECORD), damage
+        keys, first = np.unique(found["id"], return_index=True)
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return keys[at] == wanted, found[first[at]], damage
+
+    def sweep(self) -> None:
+        """Remove what processes that died left half-written."""
+        for path in self.folder.glob("*.tmp"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
+
+    def num_pairs(self) -> int:
+        """How many different pairs are known."""
+        return len(np.unique(self.read()[0]["id"]))
+
+    def size(self) -> int:
+        """Bytes of all its files."""
+        size = 0
+        for path in self.folder.glob("*"):
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
+
+    def last_use(self) -> float | None:
+        """When a run last opened the store, in seconds since 1970."""
+        with suppress(OSError):
+            return self.manifest_file.stat().st_mtime
+        return None
+
+    def problems(self) -> list[str]:
+        """All that is wrong with the store; nothing is changed."""
+        manifest = self.manifest_problem()
+        return ([] if manifest is None else [manifest]) + self.read()[1]
+
+    def remove(self) -> None:
+        """Remove the store, in one moment for everyone who looks. Raises CacheError."""
+        hidden = self.folder.with_name(f".{self.key}-{uuid.uuid4().hex}")
+        with _refusing(self.folder):
+            self.folder.rename(hidden)
+            shutil.rmtree(hidden)
+
+
+def stores(root: Path) -> list[Store]:
+    """All stores under a folder, by key. What has no key for a name is none of ours."""
+    return [Store(path) for path in sorted(root.glob("*")) if KEY.fullmatch(path.name) and path.is_dir()]
+
+
+def find_store(root: Path, key: str) -> Store:
+    """The store whose key is, or begins with, `key`. Raises CacheError."""
+    every = stores(root)
+    found = [store for store in every if key and store.key.startswith(key)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise CacheError(f"no store {key!r} in {root}, which holds {len(every)}. See: isopref cache ls")
+    raise CacheError(f"{key!r} is the beginning of {len(found)} keys in {root}. Give more of it.")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Give a file this content: after a crash it is there whole, or not there."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"{folder}: cannot be written ({error.strerror or error}). Set ISOPREF_CACHE to a folder of yours with "
+            "room in it."
+        ) from error

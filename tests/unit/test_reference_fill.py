@@ -1,0 +1,269 @@
+"""Filling a store: what is missing is scored, once; kills and damage change nothing but the time it takes."""
+
+import itertools
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isopref.data.packing import Budget
+from isopref.data.table import PairTable
+from isopref.errors import CacheError
+from isopref.reference.fill import Known, fill, find, proven
+from isopref.reference.store import Store, records
+from isopref.score import TableLogps
+from isopref.testing import oracle
+from isopref.testing.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
+from isopref.testing.models import random_pairs
+from isopref.types import CHOSEN
+
+BUDGET = Budget("shared", 4096)
+
+
+def same_bits(a: TableLogps, b: TableLogps) -> bool:
+    return a.chosen.tobytes() == b.chosen.tobytes() and a.rejected.tobytes() == b.rejected.tobytes()
+
+
+class Counted(torch.nn.Module):
+    """The policy, counting the pairs it scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.num_pairs = policy(), 0
+
+    def forward(self, microbatch: Any) -> Any:
+        self.num_pairs += microbatch.num_pairs
+        return self.policy(microbatch)
+
+
+def filled(store: Store, pairs: PairTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
+    """Looked up or scored; and how many pairs went through the model."""
+    model = Counted()
+    known = find(store, pairs, device=CPU)
+    if len(known.missing):
+        known = fill(store, pairs, known, model, budget, device=CPU)
+    return proven(known, pairs), model.num_pairs
+
+
+# --- what is scored --------------------------------------------------------------------------------
+
+
+def test_the_values_are_the_oracles(tmp_path: Path) -> None:
+    found, count = filled(open_store(tmp_path), table())
+    with torch.no_grad(), policy().plain():
+        expected = oracle.pair_logps(policy().model, [table().tokens(i) for i in range(NUM_PAIRS)])
+    assert count == NUM_PAIRS
+    assert found.chosen == pytest.approx(expected.chosen.numpy(), rel=1e-10)
+    assert found.rejected == pytest.approx(expected.rejected.numpy(), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed", "padded", "padded_separate"])
+def test_the_second_time_nothing_is_scored(tmp_path: Path, kind: Any) -> None:
+    first, _ = filled(open_store(tmp_path), table())
+    again, count = filled(open_store(tmp_path), table(), Budget(kind, 200))
+    assert count == 0
+    assert same_bits(first, again)
+
+
+def test_a_table_that_grows_costs_the_new_pairs_only(tmp_path: Path) -> None:
+    everything = table()
+    small, count = filled(open_store(tmp_path), everything.select(range(40)))
+    assert count == 40
+    whole, count = filled(open_store(tmp_path), everything)
+    assert count == NUM_PAIRS - 40
+    assert whole.chosen[:40].tobytes() == small.chosen.tobytes()
+    some, count = filled(open_store(tmp_path), everything.select([59, 3, 41]))
+    assert count == 0
+    assert some.rejected.tolist() == whole.rejected[[59, 3, 41]].tolist()
+
+
+def test_pairs_that_are_there_twice_are_scored_once(tmp_path: Path) -> None:
+    pairs = table().select([0, 1, 0, 2, 1, 0])
+    found, count = filled(open_store(tmp_path), pairs)
+    assert count == 3
+    alone, _ = filled(open_store(tmp_path), table().select([0, 1, 2]))
+    assert found.chosen.tolist() == alone.chosen[[0, 1, 0, 2, 1, 0]].tolist()
+
+
+def test_one_other_token_is_another_pair(tmp_path: Path) -> None:
+    pairs = random_pairs(10, seed=8)
+    filled(open_store(tmp_path), PairTable.from_tokens(pairs))
+    for part in range(3):
+        changed = [*pairs]
+        tokens = changed[4][part].copy()
+        tokens[-1] = 3 if tokens[-1] != 3 else 4
+        changed[4] = changed[4]._replace(**{("prompt", "chosen", "rejected")[part]: tokens})
+        assert filled(open_store(tmp_path), PairTable.from_tokens(changed))[1] == 1
+
+
+def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) -> None:
+    """The same two sequences, but one token of the answers has become the prompt's."""
+    (pair,) = random_pairs(1, seed=8)
+    first = np.array([7])
+    longer = pair._replace(chosen=np.concatenate([first, pair.chosen]), rejected=np.concatenate([first, pair.rejected]))
+    shorter = pair._replace(prompt=np.concatenate([pair.prompt, first]))
+    filled(open_store(tmp_path), PairTable.from_tokens([longer]))
+    assert filled(open_store(tmp_path), PairTable.from_tokens([shorter]))[1] == 1
+
+
+# --- what may not be used --------------------------------------------------------------------------
+
+
+def test_a_value_that_is_no_number_is_refused_and_not_stored(tmp_path: Path) -> None:
+    class Broken(Counted):
+        def forward(self, microbatch: Any) -> Any:
+            logps = super().forward(microbatch)
+            logps[1, 0] = float("nan")
+            return logps
+
+    store = open_store(tmp_path)
+    known = fill(store, table(), find(store, table(), device=CPU), Broken(), Budget("shared", 4096, 30), device=CPU)
+    with pytest.raises(CacheError, match=r"2 of 60 pairs no finite log-probability, the first one pair \d+: .*nan"):
+        proven(known, table())
+    assert store.num_pairs() == NUM_PAIRS - 2
+
+
+def test_a_record_with_other_token_counts_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    counts = table().lengths[:, CHOSEN:].copy()
+    counts[7, 1] += 1
+    store.write(records(table().ids, np.zeros((NUM_PAIRS, 2)), counts))
+    with pytest.raises(CacheError, match=r"1 of 60 pairs have other token counts .* pair 7: .*isopref cache rm "):
+        find(store, table(), device=CPU)
+
+
+def test_what_is_missing_is_never_made_up() -> None:
+    nothing = Known(np.full((NUM_PAIRS, 2), np.nan), np.arange(NUM_PAIRS), ())
+    with pytest.raises(CacheError, match="60 of 60 pairs"):
+        proven(nothing, table())
+
+
+# --- kills -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TableLogps:
+    logps, count, damage = fill_pair_by_pair(tmp_path_factory.mktemp("undisturbed"))
+    assert (count, damage) == (NUM_PAIRS, [])
+    return logps
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Processes that start with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["isopref.testing.filling"])
+    return context
+
+
+def test_a_fill_that_is_killed_at_any_moment_goes_on_where_it_was(
+    tmp_path: Path, undisturbed: TableLogps, processes: Any
+) -> None:
+    """Twenty processes are killed (SIGKILL) at random moments of their work."""
+    rng = random.Random(0)
+    left = []
+    for attempt in range(20):
+        root, num_shards = tmp_path / str(attempt), rng.randrange(NUM_PAIRS)
+        process = processes.Process(target=fill_pair_by_pair, args=(root,), daemon=True)
+        process.start()
+        while process.exitcode is None and len(list(root.glob("*/*.shard"))) < num_shards:
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.004))
+        process.kill()
+        process.join()
+        store = open_store(root)
+        assert store.problems() == []  # what is there is whole
+        num_known = store.num_pairs()
+        logps, count, damage = fill_pair_by_pair(root, shard_s=1e9)
+        assert damage == []
+        assert count == NUM_PAIRS - num_known  # nothing is scored twice
+        assert same_bits(logps, undisturbed)
+        left.append(count)
+    assert len({count for count in left if 0 < count < NUM_PAIRS}) >= 5, left  # it was met in the middle
+
+
+def test_killed_before_any_line_of_writing_a_shard(tmp_path: Path, processes: Any) -> None:
+    """The pair is there whole or not at all, and in the end it is there."""
+    known = []
+    for line in itertools.count(1):
+        process = processes.Process(target=write_and_die, args=(tmp_path / str(line), line), daemon=True)
+        process.start()
+        process.join(60)
+        store = Store.open(tmp_path / str(line), {}, {})
+        assert store.problems() == []
+        known.append(store.num_pairs())
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert len(known) > 12
+    assert known == sorted(known)
+    assert known[0] == 0
+    assert known[-2:] == [1, 1]  # once it has its name, nothing can take it away
+
+
+def test_two_processes_fill_one_store(tmp_path: Path, undisturbed: TableLogps, processes: Any) -> None:
+    both = [processes.Process(target=fill_pair_by_pair, args=(tmp_path / "one",)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+        assert process.exitcode == 0
+    logps, count, damage = fill_pair_by_pair(tmp_path / "one")
+    assert (count, damage) == (0, [])
+    assert same_bits(logps, undisturbed)
+
+
+# --- damage ----------------------------------------------------------------------------------------
+
+
+def test_200_flipped_bytes(tmp_path: Path, undisturbed: TableLogps) -> None:
+    """Every one is met on the next start: named, repaired, and never used."""
+    rng = random.Random(1)
+    fill_pair_by_pair(tmp_path / "some", shard_s=0.0)
+    store = open_store(tmp_path / "some")
+    everything = store.read()[0]
+    for shard in store.shards():
+        shard.unlink()
+    for part in np.split(everything, 6):  # shards of ten pairs, as a real one has many
+        store.write(part)
+    manifests = 0
+    for _ in range(200):
+        path = rng.choice([*store.shards(), store.manifest_file])
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        broken = store.problems()
+        logps, count, damage = fill_pair_by_pair(tmp_path / "some", shard_s=1e9)
+        assert same_bits(logps, undisturbed)
+        if path == store.manifest_file:
+            manifests += 1
+            assert count == 0
+            assert [text.split(": ")[0] for text in damage] == [str(path)] * len(broken)
+        else:
+            assert count == 10
+            assert [text.split(": ")[0] for text in damage] == [str(path)]
+        assert store.problems() == []
+    assert 10 < manifests < 60
+
+
+def test_a_store_that_vanishes_while_it_is_filled(tmp_path: Path, undisturbed: TableLogps) -> None:
+    store = open_store(tmp_path)
+    known = find(store, table(), device=CPU)
+
+    class Vanishing(Counted):
+        def forward(self, microbatch: Any) -> Any:
+            if self.num_pairs == 30:
+                shutil.rmtree(store.folder)
+            return super().forward(microbatch)
+
+    budget = Budget("shared", 4096, pairs=1)
+    logps = proven(fill(store, table(), known, Vanishing(), budget, device=CPU, shard_s=0.0), table())
+    assert same_bits(logps, undisturbed)
+    assert store.num_pairs() == 30
