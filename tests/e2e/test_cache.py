@@ -73,7 +73,7 @@ SAME_REFERENCE = [
     ["layout.rows=padded", "layout.microbatch_pairs=1"],
     ["layout.score_tokens=300", "layout.microbatch_tokens=200"],
     ["layout.parallel=ddp"],
-    ["layout.parallel=fsdp", "layout.checkpointing=true"],
+    ["layout.parallel=fsdp", "layout.checkpointing=full"],
 ]
 
 

@@ -52,7 +52,7 @@ LAYOUTS = [[], ["layout.rows=padded", "layout.score_tokens=300"], ["layout.rows=
 def test_the_exported_model_has_the_figures_of_the_runs_end(shared: Project, run: Path, layout: list[str]) -> None:
     after = json.loads((run / "evaluation.json").read_text())["after"]
     found = evaluated(shared, *layout, "--model", "run/model")
-    assert (found["model"], found["reference"], found["data"]) == ("run/model", str(shared.model), "eval.jsonl")
+    assert (found["model"], found["reference"], found["data"]) == ("run/model", str(shared.model), ["eval.jsonl"])
     for name, figure in after.items():
         if name not in ("by_length", "by_source", "pairs"):
             assert found[name] == pytest.approx(figure, rel=1e-7, abs=1e-12), name
@@ -91,7 +91,7 @@ def test_mistakes(shared: Project, run: Path) -> None:
         ([], 2, "Missing option '--model'"),
         (["--model", "./nowhere"], 1, "error: --model: there is no folder "),
         (["--model", "run/model", "--reference", "./nowhere"], 1, "error: --reference: there is no folder "),
-        (["--model", "run/model", "data.eval=null"], 1, "error: data.eval: is null"),
+        (["--model", "run/model", "data.eval=null"], 1, "error: data.eval and data.eval_fraction are null"),
         (["--model", "run/model", "--json", "my.yaml/x.json"], 1, "error: my.yaml/x.json: cannot be written"),
     ):
         outcome = shared.isopref("eval", "my.yaml", *arguments)

@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from isopref.data.rows import build_microbatch
 from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, StepMemory, choose
 from isopref.errors import ConfigError
-from isopref.models.parallel import checkpoint_layers, decoder_layers
+from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.testing.models import random_pairs, tiny_model
 
@@ -88,3 +89,16 @@ def test_recomputing_is_switched_off_again() -> None:
     for count in (2, 0):
         checkpoint_layers(policy, count)
         assert sum(bool(layer.gradient_checkpointing) for layer in decoder_layers(policy)) == count
+
+
+def test_layers_are_found_when_they_are_sharded() -> None:
+    policy = Policy(tiny_model("llama"))
+    before = decoder_layers(policy)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        parallelize(policy, "fsdp", device=torch.device("cpu"))
+        assert decoder_layers(policy) == before
+        checkpoint_layers(policy, 2)
+        assert all(layer.gradient_checkpointing for layer in before)
+    finally:
+        dist.destroy_process_group()

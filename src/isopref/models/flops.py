@@ -44,9 +44,10 @@ class UsefulFlops:
             if p.ndim >= 2 and id(p) not in tables
         )
         self.per_logits = 2 * head.weight.numel()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
+        width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
         # Scores and their sum over values, for every query and key.
-        self.per_query_key = 4 * width * config.num_attention_heads * config.num_hidden_layers
+        self.per_query_key = 4 * width * heads * config.num_hidden_layers
 
     def __call__(self, lengths_P3: IntArray) -> float:
         prompt, chosen, rejected = (lengths_P3[:, side].astype(float) for side in (PROMPT, CHOSEN, REJECTED))

@@ -75,7 +75,8 @@ def check_shard(hsdp_shard: int | None, world_size: int) -> int:
 def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -> list[nn.Module]:
     """The blocks that transformers says must stay whole: the units of sharding and compilation."""
     names = set(policy.model._no_split_modules or ())
-    layers = [module for module in policy.modules() if type(module).__name__ in names]
+    # FSDP gives a sharded block a class of its own, derived from the block's.
+    layers = [module for module in policy.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     if not layers:
         raise ConfigError(
             f"{type(policy.model).__name__} does not say which of its blocks are its layers (_no_split_modules). "
