@@ -61,6 +61,7 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
     assert fits["full"].layers == 8
     for layers in (0, 8):
         line = _measure(policy, policy, table, "shared", "last", layers)
+        assert line is not None
         row = build_microbatch([table.tokens(i) for i in range(len(table))], "shared")
         tokens = row.passes[0].input_ids.shape[1]
         assert tokens > 20000

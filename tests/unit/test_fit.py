@@ -8,11 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from isopref.data.rows import build_microbatch
-from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, StepMemory, choose
+from isopref.data.table import PairTable
+from isopref.engine import fit
+from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError
 from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.testing.models import random_pairs, tiny_model
+from isopref.types import Microbatch
 
 PLAIN, FULL = StepMemory(fixed=1000.0, per_token=10.0), StepMemory(fixed=1000.0, per_token=2.0)
 
@@ -24,8 +27,8 @@ def test_the_line_goes_through_both_measurements() -> None:
 
 
 def test_no_layer_recomputes_where_all_fits() -> None:
-    fit = choose((PLAIN, FULL), (0, 32), 1000.0 + 10 * 9000, longest=500)
-    assert (fit.tokens, fit.layers) == (9000, 0)
+    found = choose((PLAIN, FULL), (0, 32), 1000.0 + 10 * 9000, longest=500)
+    assert (found.tokens, found.layers) == (9000, 0)
 
 
 def test_rows_grow_no_further_than_they_help() -> None:
@@ -37,15 +40,15 @@ def test_rows_grow_no_further_than_they_help() -> None:
 def test_as_few_layers_recompute_as_will_do(share: float) -> None:
     """With so much of what recomputing every layer would save missing, that share of the layers does."""
     missing = share * (PLAIN.at(LEAST_TOKENS) - FULL.at(LEAST_TOKENS))
-    fit = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS) - missing, longest=500)
-    assert fit.tokens >= LEAST_TOKENS
-    assert 32 * share <= fit.layers < 32 * share + 1
+    found = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS) - missing, longest=500)
+    assert found.tokens >= LEAST_TOKENS
+    assert 32 * share <= found.layers < 32 * share + 1
 
 
 def test_a_long_pair_decides_what_is_enough() -> None:
-    fit = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS), longest=2 * LEAST_TOKENS)
-    assert fit.tokens >= 2 * LEAST_TOKENS
-    assert 0 < fit.layers < 32
+    found = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS), longest=2 * LEAST_TOKENS)
+    assert found.tokens >= 2 * LEAST_TOKENS
+    assert 0 < found.layers < 32
 
 
 def test_what_was_asked_for_stays() -> None:
@@ -102,3 +105,30 @@ def test_layers_are_found_when_they_are_sharded() -> None:
         assert all(layer.gradient_checkpointing for layer in before)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fitting", [0, 1, 2, 3])
+def test_rows_that_run_out_of_memory(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the device: a row fits where at least `fitting` of two layers recompute; 3: never."""
+    policy = Policy(tiny_model("llama")).train()
+    table = PairTable.from_tokens(random_pairs(5, seed=0, longest=9))
+
+    def peak(model: nn.Module, microbatch: Microbatch, grad_sync: str) -> float:
+        recomputing = sum(bool(layer.gradient_checkpointing) for layer in decoder_layers(policy))
+        if recomputing < fitting:
+            raise torch.OutOfMemoryError
+        return 1000.0 + 10 * microbatch.passes[0].input_ids.shape[1]
+
+    monkeypatch.setattr(fit, "_peak", peak)
+    monkeypatch.setattr(fit, "_room", lambda *_: 1e9)
+
+    def run() -> Fit:
+        return fit.fit_memory(policy, policy, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
+
+    if fitting == 3:
+        with pytest.raises(ConfigError, match=r"not even a microbatch of 4096 tokens fits .*layout\.checkpointing"):
+            run()
+        return
+    found = run()
+    assert (found.tokens, found.layers) == (MOST_TOKENS, 2 if fitting else 0)
+    assert sum(bool(layer.gradient_checkpointing) for layer in decoder_layers(policy)) == found.layers

@@ -22,10 +22,14 @@ from isopref.models.policy import Policy
 from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
-PROBE_TOKENS = 4096
+PROBE_TOKENS = 2048
 LEAST_TOKENS = 8192  # a smaller microbatch leaves a GPU idle; recomputing some layers costs less
 MOST_TOKENS = 24576  # a larger one is no faster
 GIB = 2.0**30
+WAYS_OUT = (
+    "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every), recompute activations "
+    "(layout.checkpointing: auto or full), or use shorter pairs (data.max_length)."
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,8 @@ def choose(
     if most < (tokens or longest):
         raise ConfigError(
             f"a microbatch of {tokens or longest} tokens does not fit into the {room / GIB:.1f} GiB that weights and "
-            f"optimizer leave: a step takes {line}, with {count} layers recomputing. Spread the model over more GPUs "
-            "(layout.parallel: fsdp, layout.grad_sync: every), recompute (layout.checkpointing: auto or full), or use "
-            f"shorter pairs (data.max_length){' or a smaller layout.microbatch_tokens' if tokens else ''}."
+            f"optimizer leave: a step takes {line}, with {count} layers recomputing. {WAYS_OUT}"
+            + (" Or set a smaller layout.microbatch_tokens." if tokens else "")
         )
     why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
     return Fit(tokens or max(longest, min(most, MOST_TOKENS)), count, why)
@@ -105,21 +108,32 @@ def fit_memory(
     """
     device = next(model.parameters()).device
     lines = {count: _measure(model, policy, table, kind, grad_sync, count) for count in sorted(set(layers))}
+    few, many = (lines[count] for count in layers)
+    if many is None:
+        raise ConfigError(f"not even a microbatch of {2 * PROBE_TOKENS} tokens fits into this GPU's memory. {WAYS_OUT}")
+    if few is None:
+        few, layers = many, (layers[1], layers[1])
     room = _least(_room(model, device), device)
     longest = int(tokens_alone(table.lengths, kind).max())
-    fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
+    fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
     checkpoint_layers(policy, fit.layers)
     return fit
 
 
 def _measure(
     model: nn.Module, policy: Policy, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int
-) -> StepMemory:
+) -> StepMemory | None:
+    """What rows take with so many layers recomputing; None where they do not fit. Ranks have equal rows: they agree."""
     device = next(model.parameters()).device
     checkpoint_layers(policy, layers)
     few, many = (_microbatch(table, kind, tokens) for tokens in (PROBE_TOKENS, 2 * PROBE_TOKENS))
-    _peak(model, few[1], grad_sync)  # compiles, which takes memory of its own
-    sizes = [(tokens, -_least(-_peak(model, microbatch, grad_sync), device)) for tokens, microbatch in (few, many)]
+    try:
+        _peak(model, few[1], grad_sync)  # compiles, which takes memory of its own
+        sizes = [(tokens, -_least(-_peak(model, row, grad_sync), device)) for tokens, row in (few, many)]
+    except torch.OutOfMemoryError:
+        _drop_gradients(model)
+        torch.cuda.empty_cache()
+        return None
     return StepMemory.through(*sizes)
 
 
@@ -141,9 +155,13 @@ def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> floa
         with gradient_sync(model, grad_sync, last=last):
             model(microbatch.to(device)).sum().backward()
     peak = torch.cuda.max_memory_allocated(device) - before
+    _drop_gradients(model)
+    return float(peak)
+
+
+def _drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-    return float(peak)
 
 
 def _room(model: nn.Module, device: torch.device) -> float:
