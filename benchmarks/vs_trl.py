@@ -34,8 +34,8 @@ MATRIX_FLOPS = 790e12  # bfloat16 product of 8192 x 8192 matrices, as measured o
 
 
 CELLS = {
-    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=40960, trl_pairs=8, warmup=2, steps=5),
-    "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=24576, trl_pairs=16, warmup=1, steps=4),
+    "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_pairs=8, warmup=2, steps=5),
+    "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
     "cpu-hh": Cell("135m", "hh", 16, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=3),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
@@ -167,10 +167,11 @@ def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]
     return {"cell": name, "system": system, **runs[system]()}
 
 
-def in_a_process(name: str, system: str) -> dict[str, Any]:
+def in_a_process(name: str, system: str, layout: list[str]) -> dict[str, Any]:
     """The same in a process of its own, so that no system meets another's memory."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
+        command += ["--layout", *layout] if layout else []
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         if done.returncode:
             return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
@@ -204,13 +205,13 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--out", type=Path, default=Path("vs_trl.json"))
     parser.add_argument("--here", action="store_true", help="measure in this process")
-    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout, with --here")
+    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout")
     args = parser.parse_args()
     overrides = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     results = []
     for name in args.cells:
         for system in args.systems:
-            one = measure(name, system, overrides) if args.here else in_a_process(name, system)
+            one = measure(name, system, overrides) if args.here else in_a_process(name, system, args.layout)
             results.append(one)
             print(json.dumps(one), flush=True)
     about = workload.versions()

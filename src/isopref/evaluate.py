@@ -111,9 +111,11 @@ def evaluate(
 
 
 def source_labels(names: Sequence[str]) -> list[str]:
-    """Short names of sources: without folder and ending, where that leaves them apart."""
+    """Short names of sources, all different: without folder and ending where that is enough, else numbered."""
     short = [PurePath(name).name.split(".")[0] for name in names]
-    return short if len(set(short)) == len(short) and all(short) else list(names)
+    chosen = short if len(set(short)) == len(short) and all(short) else list(names)
+    twice = {name for name in chosen if chosen.count(name) > 1}
+    return [f"{name} ({number})" if name in twice else name for number, name in enumerate(chosen, start=1)]
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def test_a_prompt_keeps_its_id_when_only_one_of_its_pairs_backs_off() -> None:
     merged, whole = (encode(tokenizer, pair_of("why?", *sides)) for sides in (("yes", "no"), ("\n", "\n\n")))
     other = encode(tokenizer, pair_of("how?", "yes", "no"))
     assert len(merged.tokens.prompt) < len(whole.tokens.prompt)
-    assert merged.prompt_id == whole.prompt_id != other.prompt_id
+    assert merged.question_id == whole.question_id != other.question_id
 
 
 def test_a_generation_prompt_unlike_an_answer_is_backed_off() -> None:
@@ -284,7 +284,7 @@ def test_truncation_keeps_what_is_documented(
         return
     assert cut is not None
     assert ("truncated" in cut.notes) == (not fits)
-    assert cut.prompt_id == whole.prompt_id
+    assert cut.question_id == whole.question_id
     # The oracle: answers whole beside at least one prompt token, else cut at max_length - 1.
     room = max(1, max_length - longer) if not fits else len(whole.tokens.prompt)
     expected = whole.tokens.prompt[:room] if truncation == "keep_start" else whole.tokens.prompt[::-1][:room][::-1]

@@ -132,8 +132,18 @@ def test_pairs_made_equal_by_truncation_stay_on_one_side(monkeypatch: pytest.Mon
     same = PairTokens(np.array([1]), np.array([2]), np.array([3]))
     table = PairTable.from_tokens([same] * 200)
     # As after keep_end: different prompts, of which max_length left the same tokens.
-    table.__dict__["prompt_ids"] = np.arange(200, dtype=np.uint64)
+    table.__dict__["question_ids"] = np.arange(200, dtype=np.uint64)
     with pytest.raises(DataError, match="leaves 200 to train on and 0"):
+        split_by_prompt(table, 0.5, 0)
+
+
+def test_prompts_that_truncation_joined_take_all_they_touch_along() -> None:
+    """A chain: question 0 is cut to prompt 1 once, which is also what question 1 is cut to, and so on to the end."""
+    size = 60
+    table = PairTable.from_tokens([PairTokens(np.array([n]), np.array([2]), np.array([3])) for n in range(2 * size)])
+    table.__dict__["question_ids"] = np.repeat(np.arange(size, dtype=np.uint64), 2)
+    table.__dict__["prompt_ids"] = (np.arange(2 * size, dtype=np.uint64) + 1) // 2
+    with pytest.raises(DataError, match="leaves 120 to train on and 0"):
         split_by_prompt(table, 0.5, 0)
 
 
@@ -158,5 +168,5 @@ def test_nothing_that_is_held_out_is_left_to_train_on() -> None:
 
 def test_a_pair_that_max_length_made_equal_is_left_out_too() -> None:
     table, held_out = table_of([1, 2, 3]), table_of([1, 2, 3]).select([1])
-    held_out.__dict__["prompt_ids"] = np.array([77], np.uint64)  # as of a longer prompt, of which the same was kept
+    held_out.__dict__["question_ids"] = np.array([77], np.uint64)  # as of a longer prompt, of which the same was kept
     assert without(table, held_out).tolist() == [0, 2]

@@ -25,6 +25,7 @@ from isopref.types import IntArray
 SPLIT_SEED = 0
 # Only the first rank shows a bar, so it should be the one that tokenises; the others start this much later.
 HEAD_START_S = 2.0
+SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Tables:
 def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> Tables:
     """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError."""
     data = config.data
-    mixed = _mixed_table(config, data.train, tokenizer, display, is_first)
+    mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed)
     if data.eval_fraction is not None:
         train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_fraction, SPLIT_SEED))
         return Tables(train, held_out, _uses("data.train", mixed, train, held_out))
     if data.eval is None:
         return Tables(mixed, None, _uses("data.train", mixed, mixed, None))
-    held_out = _mixed_table(config, data.eval, tokenizer, display, is_first)
+    held_out = _mixed_table(config, data.eval, tokenizer, display, is_first, seed=SPLIT_SEED)
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
@@ -81,7 +82,7 @@ def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first
     """The held-out pairs alone: data.train is only read where they are a share of it. Raises ConfigError for none."""
     data = config.data
     if data.eval is not None:
-        return _mixed_table(config, data.eval, tokenizer, display, is_first)
+        return _mixed_table(config, data.eval, tokenizer, display, is_first, seed=SPLIT_SEED)
     if data.eval_fraction is None:
         raise ConfigError("data.eval and data.eval_fraction are null, so there are no held-out pairs. Set one of them.")
     held_out = pair_tables(config, tokenizer, display, is_first=is_first).held_out
@@ -114,8 +115,9 @@ def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
     """A few different held-out prompts, the same ones for the same data."""
     if table is None or not run.config.run.export:
         return []
-    _, first_of_prompt = np.unique(table.prompt_ids, return_index=True)
-    return [table.tokens(int(row)).prompt for row in first_of_prompt[: run.config.run.samples]]
+    _, first_of_prompt = np.unique(table.question_ids, return_index=True)
+    asked = run.config.run.samples
+    return [table.tokens(int(row)).prompt for row in first_of_prompt[: SAMPLES if asked is None else asked]]
 
 
 def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
@@ -132,11 +134,17 @@ def _pairs_of_source(whole: PairTable, part: PairTable | None) -> list[int]:
 
 
 def _mixed_table(
-    config: Config, sources: str | list[str | SourceConfig], tokenizer: Any, display: Display, is_first: bool
+    config: Config,
+    sources: str | list[str | SourceConfig],
+    tokenizer: Any,
+    display: Display,
+    is_first: bool,
+    *,
+    seed: int,
 ) -> PairTable:
     specs = _specs(sources, config.data.columns)
     table = _whole_table(config, specs, tokenizer, display, is_first)
-    return table.select(mix(_pairs_of_source(table, table), specs, config.optim.seed))
+    return table.select(mix(_pairs_of_source(table, table), specs, seed))
 
 
 def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
@@ -182,9 +190,9 @@ def _whole_table(
                 workers=all_cores(),
                 head_start_s=0.0 if is_first else HEAD_START_S,
             )
-        except PermissionError as error:
+        except OSError as error:
             raise ConfigError(
-                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours."
+                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours, with room in it."
             ) from error
 
 

@@ -1,5 +1,6 @@
 """What the layout leaves to us (`auto`), settled once the model is on its device, and said aloud."""
 
+import logging
 import os
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from isopref.build.run import Run
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.data.table import PairTable
 from isopref.engine.fit import fit_memory
-from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, unwrap
+from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, has_layers, unwrap
 
 CPU_TOKENS = 4096
+
+log = logging.getLogger(__name__)
 
 
 def check_train_budget(run: Run, table: PairTable) -> None:
@@ -29,12 +32,14 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
     run = replace(run, grad_sync=_grad_sync(run, model))
     tokens = None if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
     on_cpu = run.env.device.type == "cpu"
-    recompute = layout.checkpointing == "full" or (layout.checkpointing == "auto" and not on_cpu)
+    may_recompute = layout.checkpointing == "auto" and not on_cpu and has_layers(policy)
+    recompute = layout.checkpointing == "full" or may_recompute
     every = len(decoder_layers(policy, "Set layout.checkpointing: none.")) if recompute else 0
     fewest = every if layout.checkpointing == "full" else 0
     if on_cpu:
         checkpoint_layers(policy, fewest)
         longest = int(tokens_alone(table.lengths, layout.rows).max())
+        log.info("layout.microbatch_tokens: %s is %d on the CPU", layout.microbatch_tokens, max(CPU_TOKENS, longest))
         return replace(run, microbatch_tokens=tokens or max(CPU_TOKENS, longest))
     if tokens is not None and layout.checkpointing != "auto":
         checkpoint_layers(policy, fewest)
@@ -42,8 +47,8 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
     fit = fit_memory(model, policy, table, layout.rows, grad_sync=run.grad_sync, layers=(fewest, every), tokens=tokens)
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
-    if layout.checkpointing == "auto" and fit.layers:
-        run.display.say(f"layout.checkpointing: auto is {fit.layers} of {every} layers: {fit.why}")
+    if layout.checkpointing == "auto":
+        run.display.say(f"layout.checkpointing: auto is {fit.layers} of {every} layers")
     return replace(run, microbatch_tokens=fit.tokens)
 
 

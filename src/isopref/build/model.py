@@ -12,7 +12,7 @@ from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import hf
-from isopref.models.parallel import Parallel, check_shard, compile_layers, parallelize
+from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
@@ -46,7 +46,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
 def spread(run: Run, policy: Policy) -> nn.Module:
     """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for."""
     own = own_logps(policy)
-    if _compiles(run):
+    if _compiles(run, policy):
         compile_layers(policy)
     model = parallelize(
         policy,
@@ -61,7 +61,7 @@ def spread(run: Run, policy: Policy) -> nn.Module:
     return model
 
 
-def _compiles(run: Run) -> bool:
+def _compiles(run: Run, policy: Policy) -> bool:
     """What layout.compile: null chooses. Only the CUDA kernel takes a row whole; others would compile each row anew."""
     asked, model, layout = run.config.layout.compile, run.config.model, run.config.layout
     fit = (
@@ -74,7 +74,12 @@ def _compiles(run: Run) -> bool:
             f"layout.compile: true with layout.rows: {layout.rows} needs a CUDA GPU and bfloat16 "
             "(model.compute_dtype), else every row would be compiled anew. Remove layout.compile."
         )
-    return fit if asked is None else asked
+    if asked is not None:
+        return asked
+    if fit and has_layers(policy):
+        run.display.say("layout.compile: null compiles the layers; the first steps take a minute longer")
+        return True
+    return False
 
 
 def _say_precision(run: Run, policy: Policy) -> None:

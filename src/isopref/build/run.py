@@ -15,6 +15,7 @@ from isopref.engine.environment import Environment
 from isopref.errors import RunError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
+from isopref.places import write_whole
 
 SCORE_TOKENS = 16384
 
@@ -47,8 +48,8 @@ class Run:
     def score_budget(self) -> Budget:
         """Scoring keeps no activations, so its rows may be larger."""
         layout = self.config.layout
-        asked = layout.microbatch_tokens
-        return Budget(layout.rows, layout.score_tokens or (SCORE_TOKENS if asked == "auto" else 2 * asked))
+        asked = self.microbatch_tokens if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
+        return Budget(layout.rows, layout.score_tokens or (SCORE_TOKENS if asked is None else 2 * asked))
 
     @property
     def score_setting(self) -> str:
@@ -88,7 +89,8 @@ def open_folder(run: Run, resume: bool) -> None:
             raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
-        logging.getLogger("olmo_core").setLevel(logging.INFO)
+        for name in ("olmo_core", "isopref"):
+            logging.getLogger(name).setLevel(logging.INFO)
     quiet_libraries()
     run.env.barrier()
     ranks = f"{run.env.world_size} x {run.env.device.type}"
@@ -104,12 +106,20 @@ def quiet_libraries() -> None:
 def check_same_reference(run: Run, key: str | None, resume: bool) -> None:
     """Raise RunError where a run is to go on with another reference than it began with: its key says so."""
     path = run.folder / REFERENCE_FILE
-    if resume and path.exists() and json.loads(path.read_text(encoding="utf-8"))["key"] != key:
+    if resume and path.exists() and _read_key(path) != key:
         name = run.config.model.reference or run.config.model.path
         raise RunError(
             f"--resume: the reference {name} is another model now than when the run in {run.folder} began. Put the "
             "first one back, or start anew in another run.folder."
         )
+
+
+def _read_key(path: Path) -> str | None:
+    try:
+        key: str | None = json.loads(path.read_text(encoding="utf-8"))["key"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the reference the config names.") from error
+    return key
 
 
 def claim_folder(run: Run, key: str | None) -> None:
@@ -119,8 +129,8 @@ def claim_folder(run: Run, key: str | None) -> None:
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
-        (run.folder / REFERENCE_FILE).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
-        (run.folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
+        write_whole(run.folder / REFERENCE_FILE, (json.dumps({"key": key}) + "\n").encode())
+        write_whole(run.folder / "config.yaml", dump_config(run.config).encode())
 
 
 def _refuse_folder(run: Run, resume: bool) -> None:

@@ -215,7 +215,7 @@ class LayoutConfig(Section):
     score_tokens: Count | None = Field(
         default=None,
         description="Tokens of one forward-only microbatch (reference and evaluation). "
-        "null: twice microbatch_tokens; 16384 with auto.",
+        "null: twice microbatch_tokens; 16384 for a reference of its own that is scored before that is known.",
     )
 
 
@@ -235,9 +235,10 @@ class RunConfig(Section):
         default=None,
         description="Steps between two evaluations on held-out pairs. null: only before training and at its end.",
     )
-    samples: Annotated[int, Field(ge=0)] = Field(
-        default=3,
-        description="Held-out prompts that are answered before and after training (needs run.export). 0: none.",
+    samples: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Held-out prompts that are answered before and after training (needs run.export). "
+        "null: 3 where that is possible; 0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
     sample_temperature: Positive | None = Field(
@@ -300,7 +301,14 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
             "usually the GPUs of one node; or use layout.parallel: fsdp.",
         )
-    if run.eval_every is not None and data.eval is None and data.eval_fraction is None:
+    held_out = data.eval is not None or data.eval_fraction is not None
+    if run.samples and not (held_out and run.export):
+        yield (
+            "run.samples",
+            f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval or data.eval_fraction "
+            "and run.export: true, or remove samples.",
+        )
+    if run.eval_every is not None and not held_out:
         yield (
             "run.eval_every",
             f"{run.eval_every} does nothing without held-out pairs. Set data.eval or data.eval_fraction, or remove "

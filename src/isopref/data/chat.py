@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from isopref.data.content import prompt_id
+from isopref.data.content import question_id
 from isopref.data.messages import Message, Turns
 from isopref.data.shapes import BadPairError, PreferencePair
 from isopref.errors import ConfigError, DataError
@@ -72,10 +72,10 @@ class TokenizeOptions:
 
 
 class EncodedPair(NamedTuple):
-    """A tokenised pair. `prompt_id` digests the whole prompt, before its border backed off or it was cut."""
+    """A tokenised pair. `question_id` digests what was asked, before any template, tokenizer or cut."""
 
     tokens: PairTokens
-    prompt_id: bytes
+    question_id: bytes
     notes: frozenset[str]  # of NOTES
 
 
@@ -207,7 +207,8 @@ class PairEncoder:
             raise BadPairError(pair.origin, "tie", f"'chosen' and 'rejected' are the same tokens{when}")
         if not (len(cut.chosen) and len(cut.rejected)):
             raise BadPairError(pair.origin, "empty", "an answer has no tokens")
-        return EncodedPair(cut, prompt_id(prompt), frozenset(notes))
+        asked = question_id(_as_messages(pair.prompt, "user"), pair.tools)
+        return EncodedPair(cut, asked, frozenset(notes))
 
     def _check_border(self, pair: PreferencePair, texts: _Texts) -> None:
         """The prompt's turns must read the same before an answer; only the generation prompt may differ."""

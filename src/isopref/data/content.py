@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +25,14 @@ def pair_id(tokens: PairTokens) -> bytes:
 
 
 def prompt_id(prompt: IntArray) -> bytes:
-    """8 bytes over the tokens of a prompt."""
+    """8 bytes over the tokens of a prompt, as a model sees it."""
     return hashlib.blake2b(_bytes(prompt), digest_size=PROMPT_ID_BYTES).digest()
+
+
+def question_id(messages: Sequence[Any], tools: Sequence[Any] | None) -> bytes:
+    """8 bytes over what is asked, before any template or tokenizer: the same for every model."""
+    text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=PROMPT_ID_BYTES).digest()
 
 
 def _bytes(tokens: IntArray) -> bytes:

@@ -37,15 +37,18 @@ def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int) -> Int
 def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
     """Indices of the pairs to train on and to evaluate on (about `fraction` of the prompts), each ascending.
 
-    A prompt's own hash decides, whatever else is in the table and in whatever order: all pairs of a prompt
-    are on one side, and stay there when data is added. Raises ConfigError, and DataError where a side is empty.
+    A hash of what is asked decides, whatever else is in the table, in whatever order and for whatever model: all pairs
+    that ask the same are on one side, and stay there when data is added. Raises ConfigError, and DataError where a side
+    is empty.
     """
     if not 0 <= fraction < 1:
         raise ConfigError(f"The share of pairs held out is {fraction}. It must be at least 0 and less than 1.")
-    held_out = _hash(table.prompt_ids, seed=seed, stream=0) < np.uint64(int(fraction * 2**64))
-    # Two prompts can become one when cut to max_length; pairs that became equal are then all trained on.
-    ids = _ids(table)
-    held_out &= ~np.isin(ids, ids[~held_out])
+    held_out = _hash(table.question_ids, seed=seed, stream=0) < np.uint64(int(fraction * 2**64))
+    # Two prompts can become one when cut to max_length; both are then trained on, and what else asks the same.
+    before = -1
+    while before != (before := int(held_out.sum())):
+        for ids in (table.prompt_ids, table.question_ids):
+            held_out &= ~np.isin(ids, ids[~held_out])
     train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if fraction and not (len(train) and len(held)):
         raise DataError(
@@ -56,14 +59,9 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
 
 
 def without(table: PairTable, held_out: PairTable) -> IntArray:
-    """Indices, ascending, of the pairs of `table` whose prompt is not held out, nor their tokens once cut."""
-    shared = np.isin(table.prompt_ids, held_out.prompt_ids) | np.isin(_ids(table), _ids(held_out))
-    return np.flatnonzero(~shared)
-
-
-def _ids(table: PairTable) -> NDArray[np.void]:
-    """Content ids, each as one value."""
-    return np.ascontiguousarray(table.ids).view(np.dtype((np.void, table.ids.shape[1]))).ravel()
+    """Indices, ascending, of the pairs of `table` whose prompt is not held out: neither as asked nor as it is seen."""
+    asked = np.isin(table.question_ids, held_out.question_ids)
+    return np.flatnonzero(~(asked | np.isin(table.prompt_ids, held_out.prompt_ids)))
 
 
 def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:

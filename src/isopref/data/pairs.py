@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 2  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 3  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
@@ -236,7 +236,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         else:
             notes.update(result.notes)
             place = pair.origin.removeprefix(chunk.name)
-            rows.append(TableRow(result.tokens, pair.weight, result.prompt_id, place))
+            rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns.difference(COLUMNS)
     return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, unused)

@@ -76,7 +76,7 @@ def figures(table: PairTable) -> TableFigures:
     longest = np.argsort(-pair, kind="stable")[:NUM_LONGEST]
     return TableFigures(
         pairs=len(table),
-        prompts=len(np.unique(table.prompt_ids)),
+        prompts=len(np.unique(table.question_ids)),
         repeated=len(table) - len(np.unique(table.ids, axis=0)),
         lengths={name: _lengths(values) for name, values in parts.items()},
         tokens=int((pair + prompt).sum()),

@@ -32,7 +32,8 @@ SCHEMA = pa.schema(
         "lengths": pa.list_(pa.int32(), 3),
         "weight": pa.float64(),
         "id": pa.binary(ID_BYTES),
-        "prompt_id": pa.uint64(),
+        "question_id": pa.uint64(),  # of what is asked, whatever the template
+        "prompt_id": pa.uint64(),  # of the prompt's tokens
         "source": pa.int16(),
         "place": pa.string(),  # inside the source (":12"); the source's name is not content
     }
@@ -91,7 +92,7 @@ class TableRow(NamedTuple):
 
     tokens: PairTokens
     weight: float
-    prompt_id: bytes  # 8 bytes: pairs of one prompt share it
+    question_id: bytes  # 8 bytes: pairs that ask the same share it
     place: str
 
 
@@ -107,7 +108,8 @@ def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
             pa.FixedSizeListArray.from_arrays(lengths, 3),
             pa.array([row.weight for row in rows], pa.float64()),
             pa.array([pair_id(row.tokens) for row in rows], pa.binary(ID_BYTES)),
-            pa.array([int.from_bytes(row.prompt_id, "little") for row in rows], pa.uint64()),
+            pa.array([int.from_bytes(row.question_id, "little") for row in rows], pa.uint64()),
+            pa.array([int.from_bytes(prompt_id(row.tokens.prompt), "little") for row in rows], pa.uint64()),
             pa.array(np.full(len(rows), source, np.int16)),
             pa.array([row.place for row in rows], pa.string()),
         ],
@@ -145,6 +147,7 @@ class _Store:
         self.starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.lengths: IntArray = self._gather(batches, "lengths", np.int32).reshape(-1, 3)
         self.weights: FloatArray = self._gather(batches, "weight", np.float64)
+        self.question_ids: NDArray[np.uint64] = self._gather(batches, "question_id", np.uint64)
         self.prompt_ids: NDArray[np.uint64] = self._gather(batches, "prompt_id", np.uint64)
         self.sources: IntArray = self._gather(batches, "source", np.int16)
         ids = b"".join(batch["id"].buffers()[1].to_pybytes()[: batch.num_rows * ID_BYTES] for batch in batches)
@@ -175,7 +178,9 @@ class PairTable:
     """Tokenised pairs: a whole table, or a view on some of its pairs in some order.
 
     lengths (N, 3) int32: tokens of prompt, chosen, rejected. weights (N,) float64. ids (N, 16) uint8: content.
-    prompt_ids (N,) uint64: pairs of one prompt share it. sources (N,) int16: index into source_names.
+    question_ids (N,) uint64: pairs that ask the same share it, whatever template and tokenizer made of it.
+    prompt_ids (N,) uint64: pairs with the same tokens as their prompt share it.
+    sources (N,) int16: index into source_names.
     `stats` tells of the building of the whole table, also on a view.
     """
 
@@ -219,6 +224,10 @@ class PairTable:
     @cached_property
     def ids(self) -> NDArray[np.uint8]:
         return self._store.ids[self._indices]
+
+    @cached_property
+    def question_ids(self) -> NDArray[np.uint64]:
+        return self._store.question_ids[self._indices]
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint64]:

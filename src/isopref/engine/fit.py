@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from isopref.data.packing import RowKind, tokens_alone
+from isopref.data.packing import RowKind, padded_tokens, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
@@ -22,7 +22,7 @@ from isopref.models.policy import Policy
 from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
-PROBE_TOKENS = 2048
+PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, for FSDP and DDP do not survive it
 LEAST_TOKENS = 8192  # a smaller microbatch leaves a GPU idle; recomputing some layers costs less
 MOST_TOKENS = 24576  # a larger one is no faster
 GIB = 2.0**30
@@ -108,41 +108,41 @@ def fit_memory(
     """
     device = next(model.parameters()).device
     lines = {count: _measure(model, policy, table, kind, grad_sync, count) for count in sorted(set(layers))}
-    few, many = (lines[count] for count in layers)
-    if many is None:
-        raise ConfigError(f"not even a microbatch of {2 * PROBE_TOKENS} tokens fits into this GPU's memory. {WAYS_OUT}")
-    if few is None:
-        few, layers = many, (layers[1], layers[1])
     room = _least(_room(model, device), device)
     longest = int(tokens_alone(table.lengths, kind).max())
-    fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
+    fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
     checkpoint_layers(policy, fit.layers)
     return fit
 
 
 def _measure(
     model: nn.Module, policy: Policy, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int
-) -> StepMemory | None:
-    """What rows take with so many layers recomputing; None where they do not fit. Ranks have equal rows: they agree."""
+) -> StepMemory:
+    """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
     device = next(model.parameters()).device
     checkpoint_layers(policy, layers)
-    few, many = (_microbatch(table, kind, tokens) for tokens in (PROBE_TOKENS, 2 * PROBE_TOKENS))
+    rows = _rows(table, kind)
     try:
-        _peak(model, few[1], grad_sync)  # compiles, which takes memory of its own
-        sizes = [(tokens, -_least(-_peak(model, row, grad_sync), device)) for tokens, row in (few, many)]
-    except torch.OutOfMemoryError:
-        _drop_gradients(model)
-        torch.cuda.empty_cache()
-        return None
-    return StepMemory.through(*sizes)
+        _peak(model, rows[0][1], grad_sync)  # compiles, which takes memory of its own
+        sizes = [(tokens, _peak(model, row, grad_sync)) for tokens, row in rows]
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"not even a microbatch of {rows[1][0]} tokens fits into this GPU's memory with {layers} layers "
+            f"recomputing. {WAYS_OUT}"
+        ) from error
+    return StepMemory.through(*((tokens, -_least(-peak, device)) for tokens, peak in sizes))
 
 
-def _microbatch(table: PairTable, kind: RowKind, tokens: int) -> tuple[int, Microbatch]:
-    """Pairs of about that many tokens, and how many they have."""
+def _rows(table: PairTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
+    """Two rows of pairs of usual length, the second with twice the pairs, each with its tokens."""
     alone = tokens_alone(table.lengths, kind)
-    order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")  # of usual length, so that their number is too
-    index = np.resize(order, max(1, int(tokens / np.median(alone))))
-    return int(alone[index].sum()), build_microbatch([table.tokens(int(i)) for i in index], kind)
+    order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
+    count = max(1, int(PROBE_TOKENS / np.median(alone)))
+    indices = [np.resize(order, pairs) for pairs in (count, 2 * count)]
+    return [
+        (padded_tokens(table.lengths[index], kind), build_microbatch([table.tokens(int(i)) for i in index], kind))
+        for index in indices
+    ]
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
@@ -155,13 +155,9 @@ def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> floa
         with gradient_sync(model, grad_sync, last=last):
             model(microbatch.to(device)).sum().backward()
     peak = torch.cuda.max_memory_allocated(device) - before
-    _drop_gradients(model)
-    return float(peak)
-
-
-def _drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
+    return float(peak)
 
 
 def _room(model: nn.Module, device: torch.device) -> float:

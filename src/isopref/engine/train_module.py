@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
-from isopref.errors import ConfigError, FirstStepError
+from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.losses import PairLoss
 from isopref.models.parallel import GradSync, full, gradient_sync, reshard
 from isopref.normalize import Weighting, share_of_loss
@@ -179,7 +179,10 @@ class DPOTrainModule(TrainModule):
         return scored
 
     def optim_step(self) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
+        parameters = [parameter for parameter in trained if parameter.grad is not None]
+        if not parameters:
+            raise RunError("no parameter of the optimizer has a gradient, so this step would train nothing.")
         norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)

@@ -35,7 +35,8 @@ class UsefulFlops:
         if head is None:
             raise ModelError(f"{type(policy.model).__name__} has no output head, so it is no language model.")
         config = policy.model.config.get_text_config()
-        experts, used = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        used = getattr(config, "num_experts_per_tok", None)
         share = used / experts if experts and used else 1.0
         tables = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
         self.per_token = sum(

@@ -72,11 +72,18 @@ def check_shard(hsdp_shard: int | None, world_size: int) -> int:
     return hsdp_shard
 
 
+def has_layers(policy: Policy) -> bool:
+    """Whether the model says which of its blocks are its layers, and can recompute them."""
+    return bool(policy.model._no_split_modules) and policy.model.supports_gradient_checkpointing
+
+
 def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -> list[nn.Module]:
-    """The blocks that transformers says must stay whole: the units of sharding and compilation."""
+    """The blocks that transformers says must stay whole, without parts of others: units of sharding and compilation."""
     names = set(policy.model._no_split_modules or ())
     # FSDP gives a sharded block a class of its own, derived from the block's.
-    layers = [module for module in policy.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    whole = [module for module in policy.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    inner = {id(part) for module in whole for part in module.modules() if part is not module}
+    layers = [module for module in whole if id(module) not in inner]
     if not layers:
         raise ConfigError(
             f"{type(policy.model).__name__} does not say which of its blocks are its layers (_no_split_modules). "

@@ -2,14 +2,19 @@
 
 import hashlib
 import inspect
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from isopref.errors import ModelError
 
 SCORE_VERSION = 1  # raise it when the same weights and tokens give other log-probabilities, beyond rounding
 HASH_THREADS = 8
@@ -31,6 +36,7 @@ def identity(model: PreTrainedModel, *, compute_dtype: str) -> dict[str, Any]:
     """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work."""
     return {
         "score_version": SCORE_VERSION,
+        "transformers": transformers.__version__,  # its model code may change, and with it the numbers
         "architecture": type(model).__name__,
         "code": _own_code(model),
         "weights": weights_digest(model),
@@ -46,21 +52,47 @@ def weights_digest(model: PreTrainedModel) -> str:
     # Tied tensors are one and the same memory, and are read once.
     distinct = {_place(tensor): tensor for tensor in state.values()}
     largest_first = sorted(distinct, key=lambda place: -distinct[place].nbytes)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = _ranks_here()
     order = {place: number for number, place in enumerate(largest_first)}
-    mine = [distinct[place] for place in largest_first[rank::num_ranks]]
+    mine = [distinct[place] for place in largest_first[ranks.index(_rank()) :: len(ranks)]]
     with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing frees the interpreter lock
         digests = list(pool.map(_content, mine))
     shares: list[list[bytes]] = [digests]
-    if num_ranks > 1:
-        shares = [[] for _ in range(num_ranks)]
+    if dist.is_initialized():
+        shares = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(shares, digests)
+        _check_machines(shares, len(ranks))
+        shares = [shares[rank] for rank in ranks]
     total = hashlib.blake2b(digest_size=16)
     for name, tensor in state.items():
         number = order[_place(tensor)]
         about = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode()
-        total.update(about + shares[number % num_ranks][number // num_ranks])
+        total.update(about + shares[number % len(ranks)][number // len(ranks)])
     return total.hexdigest()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks_here() -> list[int]:
+    """The ranks of this machine, who share the hashing: every machine may have a copy of the model of its own."""
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
+    if not dist.is_initialized() or dist.get_world_size() % count:
+        return [_rank()]
+    first = _rank() // count * count
+    return list(range(first, first + count))
+
+
+def _check_machines(shares: list[list[bytes]], count: int) -> None:
+    """Raise ModelError where machines, of `count` ranks each, have different weights."""
+    machines = [shares[first : first + count] for first in range(0, len(shares), count)]
+    for number, machine in enumerate(machines):
+        if machine != machines[0]:
+            raise ModelError(
+                f"the machine of ranks {number * count} to {(number + 1) * count - 1} has other weights than that of "
+                "rank 0 under the same path. Copy the model to it again, or use a shared folder."
+            )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -93,4 +125,8 @@ def _own_code(model: PreTrainedModel) -> str | None:
     module = sys.modules[type(model).__module__]
     if module.__name__.startswith("transformers."):
         return None
-    return hashlib.blake2b(inspect.getsource(module).encode(), digest_size=16).hexdigest()
+    files = sorted(Path(inspect.getfile(module)).parent.glob("*.py"))  # what it imports from beside itself, too
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()

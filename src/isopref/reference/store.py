@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isopref.errors import CacheError
+from isopref.places import write_whole
 
 FORMAT = 1
 MAGIC = b"isoprefR"
@@ -92,7 +93,7 @@ class Store:
         manifest = {"format": FORMAT, **hints, "identity": identity}
         with _refusing(store.folder):
             store.folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(store.manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
+            write_whole(store.manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
         return cls(store.folder, damaged)
 
     def manifest(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Store:
         content = HEADER.pack(MAGIC, bytes.fromhex(self.key), len(some)) + some.tobytes()
         with _refusing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.folder / f"{_digest(content)}.shard", content)
+            write_whole(self.folder / f"{_digest(content)}.shard", content)
 
     def read(self, *, repair: bool = False) -> tuple[Records, list[str]]:
         """All records of whole shards, and what is wrong with the others. `repair` removes those."""
@@ -217,24 +218,6 @@ def find_store(root: Path, key: str) -> Store:
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Give a file this content: after a crash it is there whole, or not there."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextmanager
