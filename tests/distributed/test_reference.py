@@ -17,6 +17,7 @@ from isopref.testing.filling import (
     evaluate_on_ranks,
     fill_on_ranks,
     fill_pair_by_pair,
+    key_with_other_weights,
     model_key,
     open_store,
     policy,
@@ -38,6 +39,11 @@ def all_alike(found: list[tuple[TableLogps, int, list[str]]]) -> tuple[TableLogp
 @pytest.mark.parametrize("architecture", ["gpt2", "llama_tied"])
 def test_ranks_share_the_hashing_and_agree(two_ranks: Ranks, architecture: str) -> None:
     assert set(two_ranks(model_key, architecture)) == {model_key(architecture)}
+
+
+def test_machines_with_other_weights_are_refused(two_ranks: Ranks) -> None:
+    for found in two_ranks(key_with_other_weights, "llama"):
+        assert found.startswith("the machine of ranks 1 to 1 has other weights than that of rank 0")
 
 
 def test_one_folder_for_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:

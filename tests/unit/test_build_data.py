@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isopref.build import data as data_building
-from isopref.build.data import Tables, pair_tables, say_tables
+from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
 from isopref.data.table import PairTable
@@ -221,3 +221,27 @@ def test_only_what_decides_tokens_builds_a_table_again(load: Load, folder: Path)
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace("why 59?", "why 59!"))
     load("data.train=[a.jsonl, b.jsonl]")
     assert built() == 3
+
+
+def test_another_models_template_holds_out_the_same(folder: Path) -> None:
+    """A model is evaluated on what another one was not trained on, whatever tokenizer it has."""
+    config = load_config(folder / "c.yaml", ["data.train=b.jsonl", "data.eval_fraction=0.3"])
+    held_out = [held_out_table(config, tiny_tokenizer(kind), Display(quiet=True)) for kind in ("chatml", "llama3")]
+    assert origins(held_out[0]) == origins(held_out[1])
+    assert prompts(held_out[0]) != prompts(held_out[1])
+
+
+def test_held_out_pairs_of_a_count_are_the_same_for_every_seed(load: Load) -> None:
+    found = [load("data.eval=[{path: b.jsonl, count: 10}]", f"optim.seed={seed}") for seed in (0, 1)]
+    assert origins(found[0].held_out) == origins(found[1].held_out)
+
+
+def test_no_held_out_pairs(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval and data\.eval_fraction are null"):
+        held_out_table(load_config(folder / "c.yaml"), tiny_tokenizer("chatml"), Display(quiet=True))
+
+
+def test_a_cache_folder_that_is_a_file(load: Load, folder: Path) -> None:
+    (folder / "cache").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written .* Set ISOPREF_CACHE"):
+        load()

@@ -116,6 +116,8 @@ def test_sources_are_evaluated_as_if_alone() -> None:
 def test_sources_of_one_file_name_keep_their_folders() -> None:
     assert source_labels(["a/train.jsonl.gz", "b/eval.jsonl"]) == ["train", "eval"]
     assert source_labels(["a/pairs.jsonl", "b/pairs.jsonl"]) == ["a/pairs.jsonl", "b/pairs.jsonl"]
+    # One file with two sets of columns.
+    assert source_labels(["a.jsonl", "a.jsonl", "b.csv"]) == ["a.jsonl (1)", "a.jsonl (2)", "b.csv"]
 
 
 FIGURES = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "loss", "length_correlation")

@@ -132,3 +132,10 @@ def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytes
     monkeypatch.setattr(fit, "_peak", out_of_memory)
     with pytest.raises(ConfigError, match=r"not even a microbatch of .* fits .*layout\.checkpointing"):
         fitted(device, PairTable.from_tokens(random_pairs(5, seed=0, longest=9)))
+
+
+def test_a_part_of_a_layer_is_no_layer() -> None:
+    """Mamba names its blocks and the mixers inside them."""
+    policy = Policy(tiny_model("mamba"))
+    names = [type(layer).__name__ for layer in decoder_layers(policy)]
+    assert names == ["MambaBlock"] * 2

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from isopref.data.packing import Budget, RowKind
 from isopref.data.table import PairTable
+from isopref.errors import ModelError
 from isopref.evaluate import Evaluation, evaluate
 from isopref.losses import pair_loss
 from isopref.models.policy import Policy
 from isopref.reference import store as store_module
 from isopref.reference.fill import fill, find, proven
-from isopref.reference.key import identity
+from isopref.reference.key import identity, weights_digest
 from isopref.reference.store import Store, key_of, records
 from isopref.score import TableLogps, score_table
 from isopref.testing.models import random_pairs, tiny_model
@@ -83,6 +84,19 @@ def write_and_die(root: Path, at_line: int) -> None:
 def model_key(architecture: str) -> str:
     """The key of a tiny model; all ranks call this together."""
     return key_of(identity(tiny_model(architecture), compute_dtype="float32"))
+
+
+def key_with_other_weights(architecture: str) -> str:
+    """What comes of it when every rank is a machine of its own, and the second one has other weights in one tensor."""
+    model = tiny_model(architecture)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            list(model.parameters())[3].flatten()[0] += 1
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+        try:
+            return weights_digest(model)
+        except ModelError as error:
+            return str(error)
 
 
 def fill_on_ranks(roots: Sequence[Path], num_pairs: int, rows: RowKind = "shared") -> tuple[TableLogps, int, list[str]]:
