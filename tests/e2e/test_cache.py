@@ -348,9 +348,10 @@ def test_fill_ahead_of_a_run(project: Project, scored: Scored) -> None:
     assert scored.num_pairs == NUM_TRAIN + NUM_EVAL
     (store,) = stores(project)
     short = store.name[:12]
-    assert outcome.out.splitlines()[-2:] == [
-        f"cache 0 of 23 training pairs have their reference (store {short})",
-        f"cache 0 of 8 held-out pairs have their reference (store {short})",
+    assert outcome.out.splitlines()[-3:] == [
+        f"cache 0 of 23 training pairs have their reference (store {short}); scoring 23",
+        f"cache 0 of 8 held-out pairs have their reference (store {short}); scoring 8",
+        f"cache complete: the reference of all 31 pairs is in store {short}",
     ]
     assert not (project.folder / "runs").exists()
     again = project.isopref("cache", "fill", "my.yaml")

@@ -92,7 +92,7 @@ def test_mistakes(shared: Project, run: Path) -> None:
         (["--model", "./nowhere"], 1, "error: --model: there is no folder "),
         (["--model", "run/model", "--reference", "./nowhere"], 1, "error: --reference: there is no folder "),
         (["--model", "run/model", "data.eval=null"], 1, "error: data.eval and data.eval_fraction are null"),
-        (["--model", "run/model", "--json", "my.yaml/x.json"], 1, "error: my.yaml/x.json: cannot be written"),
+        (["--model", "run/model", "--json", "my.yaml/x.json"], 1, "error: --json: my.yaml/x.json cannot be written"),
     ):
         outcome = shared.isopref("eval", "my.yaml", *arguments)
         assert outcome.code == code, outcome
@@ -102,27 +102,23 @@ def test_mistakes(shared: Project, run: Path) -> None:
 # --- several sources -------------------------------------------------------------------------------
 
 
-def test_figures_of_each_source_reach_the_metrics(
-    project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table of two sources, made here from one: pairs with an even place are the first one's."""
-    from isopref.build import evaluation
-
-    original = evaluation.HeldOut
-
-    def of_two_sources(run: Any, table: Any, reference: Any) -> Any:
-        vars(table)["sources"] = np.arange(len(table)) % 2
-        table.source_names = ("a/even.jsonl", "b/odd.jsonl")
-        return original(run, table, reference)
-
-    monkeypatch.setattr(evaluation, "HeldOut", of_two_sources)
-    run = project.train("run", "optim.max_steps=2")
+def test_figures_of_each_source_reach_the_metrics(project: Project, read_metrics: ReadMetrics) -> None:
+    """Two files of four held-out pairs, named in the config; then a share held out of two files."""
+    lines = (project.folder / "eval.jsonl").read_text().splitlines(keepends=True)
+    (project.folder / "even.jsonl").write_text("".join(lines[::2]))
+    (project.folder / "odd.jsonl").write_text("".join(lines[1::2]))
+    run = project.train("run", "optim.max_steps=2", "data.eval=[even.jsonl, odd.jsonl]")
     last = read_metrics(run)[-1]
     assert {"eval/even/accuracy", "eval/odd/accuracy", "eval/odd/loss"} <= last.keys()
-    both = (last["eval/even/reward_margin"] + last["eval/odd/reward_margin"]) / 2  # four pairs each
+    both = (last["eval/even/reward_margin"] + last["eval/odd/reward_margin"]) / 2
     assert both == pytest.approx(last["eval/reward_margin"], rel=1e-5)
     figures = json.loads((run / "evaluation.json").read_text())["after"]
     assert {name: part["pairs"] for name, part in figures["by_source"].items()} == {"even": 4, "odd": 4}
+
+    sources = ("data.train=[train.jsonl, eval.jsonl]", "data.eval=null", "data.eval_fraction=0.5")
+    found = evaluated(project, *sources, "--model", "run/model")
+    assert found["pairs"] == sum(part["pairs"] for part in found["by_source"].values())
+    assert set(found["by_source"]) == {"train", "eval"}
 
 
 # --- without a trace -------------------------------------------------------------------------------

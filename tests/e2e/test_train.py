@@ -340,7 +340,7 @@ def test_default_folder_has_the_run_id(project: Project) -> None:
 
 
 def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
-    run = project.train("run", "data.eval=null", "run.export=false", "run.samples=3", "optim.max_steps=1")
+    run = project.train("run", "data.eval=null", "run.export=false", "optim.max_steps=1")
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "reference.json", "metrics.jsonl", "checkpoints", "engine.log",
     }  # fmt: skip
@@ -374,7 +374,8 @@ def test_output(project: Project) -> None:
     for line, name, count in ((lines[3], "training", 23), (lines[4], "held-out", 8)):
         assert line.startswith(f"cache 0 of {count} {name} pairs have their reference (store ")
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
-    assert lines[5].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
+    assert lines[5] == "train 2 steps: 23 pairs, 5 a step, 2 epochs"
+    assert lines[6].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
     assert "preference accuracy" in outcome.out
     assert "AutoModelForCausalLM.from_pretrained('run/model')" in outcome.out
 

@@ -36,3 +36,12 @@ def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Display().bar("train", 10, lines=False) as advance:
         advance(10, "")
     assert capsys.readouterr().out == ""
+
+
+def test_cells_are_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """Models write what looks like markup, and what would steer a terminal."""
+    Display().table("[red]title", ("[b]", "x"), [("[INST] hi [/INST]", "[/b] \x1b[31mred")])
+    out = capsys.readouterr().out
+    for text in ("[red]title", "[b]", "[INST] hi [/INST]", "[/b]"):
+        assert text in out
+    assert "\x1b[31m" not in out

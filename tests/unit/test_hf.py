@@ -47,6 +47,8 @@ def test_locate_finds_folders_files_and_hub_names(
     tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home" / "model").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "home" / "model"):
+        (folder / "config.json").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "home")
     assert locate(str(tmp_path)) == Origin(str(tmp_path))
@@ -55,6 +57,13 @@ def test_locate_finds_folders_files_and_hub_names(
     assert locate("owner/name") == Origin("owner/name")
     assert locate(str(package / "model.gguf")) == Origin(str(package), "model.gguf")
     assert locate("package:weights_of_mine/model.gguf") == Origin(str(package), "model.gguf")
+
+
+def test_a_runs_folder_is_not_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"it has no config\.json\. Did you mean .*/run/model\?"):
+        locate(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ its end with a model that is trained already.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from isopref.build import evaluation, reference, result
@@ -17,7 +18,8 @@ from isopref.build.reference import NamedTable
 from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
-from isopref.data.packing import check_budget
+from isopref.data.packing import check_budget, tokens_alone
+from isopref.data.table import PairTable
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.errors import ConfigError, FirstStepError
@@ -44,7 +46,10 @@ def fill_cache(config: Config, *, name: str) -> None:
         path, setting = _reference_path(config)
         tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
         say_tables(tables, run.display)
-        reference.of_other_model(run, tokenizer, _scored(run, tables), path, setting=setting)
+        run = _with_longest(run, tables.all)
+        found = reference.of_other_model(run, tokenizer, _scored(run, tables), path, setting=setting)
+        pairs = sum(map(len, tables.all))
+        run.display.say(f"cache complete: the reference of all {pairs} pairs is in store {str(found.key)[:12]}")
 
 
 def evaluate_model(
@@ -54,12 +59,18 @@ def evaluate_model(
     with _run(config, name) as run:
         quiet_libraries()
         check_parallel(run)
+        if json_file is not None and run.env.is_first:
+            evaluation.check_writable(json_file)
         trust = config.model.trust_remote_code
         tokenizer = hf.load_tokenizer(model, trust_remote_code=trust, setting="--model")
         pairs = held_out_table(config, tokenizer, run.display, is_first=run.env.is_first)
+        run = _with_longest(run, [pairs])
         table = NamedTable("held-out", pairs)
         _check_score_budget(run, table)
         path, setting = _reference_path(config) if reference_model is None else (reference_model, "--reference")
+        run.display.say(f"model {model}")
+        run.display.say(f"with  {path if run.loss.needs_reference else 'no reference'}")
+        run.display.say(f"data  {len(pairs)} held-out pairs of {', '.join(pairs.source_names)}")
         if run.loss.needs_reference:
             ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
         else:
@@ -84,6 +95,7 @@ def _train(run: Run, resume: bool) -> None:
     say_tables(tables, run.display)
     table, eval_table = tables.train, tables.held_out
     check_train_budget(run, table)
+    run = _with_longest(run, tables.all)
     scored = _scored(run, tables)
     if not run.loss.needs_reference:
         ref = reference.none_needed(scored)
@@ -129,6 +141,11 @@ def _run(config: Config, name: str) -> Iterator[Run]:
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         yield Run(config, folder, env, Display(quiet=not env.is_first))
+
+
+def _with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
+    alone = [tokens_alone(table.lengths, run.config.layout.rows).max() for table in tables]
+    return replace(run, longest=int(max(alone)))
 
 
 def _scored(run: Run, tables: Tables) -> list[NamedTable]:

@@ -68,6 +68,15 @@ def say_figures(run: Run, found: Evaluation) -> None:
     run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
 
 
+def check_writable(path: Path) -> None:
+    """Raise ConfigError early where a file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another place.") from error
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -119,6 +119,5 @@ def none_needed(tables: Sequence[NamedTable]) -> Reference:
 
 def _say_known(run: Run, store: Store, table: NamedTable, known: Known) -> None:
     num_known = int(np.isfinite(known.logps).all(axis=1).sum())
-    run.display.say(
-        f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference (store {store.key[:12]})"
-    )
+    where = f"(store {store.key[:12]})" + (f"; scoring {len(known.missing)}" if len(known.missing) else "")
+    run.display.say(f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference {where}")

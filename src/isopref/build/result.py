@@ -36,13 +36,13 @@ def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: S
     after = sample(run, model.to(run.env.device), tokenizer, prompts)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
     every = list(zip(questions, before, after, strict=True))
-    rows = [(question, old.greedy, new.greedy) for question, old, new in every]
-    run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
     with (run.folder / "samples.jsonl").open("w", encoding="utf-8") as file:
         for question, old, new in every:
             sampled = {} if new.sampled is None else {"sampled_before": old.sampled, "sampled_after": new.sampled}
             line = {"prompt": question, "greedy_before": old.greedy, "greedy_after": new.greedy, **sampled}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    rows = [(question, old.greedy, new.greedy) for question, old, new in every]
+    run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
 
 
 def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) -> list[Answer]:

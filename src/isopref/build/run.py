@@ -30,6 +30,7 @@ class Run:
     folder: Path
     env: Environment
     display: Display
+    longest: int = 0  # tokens of the longest pair, as a microbatch of its own
     # What the layout's autos have become, once the model is there (fit_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"
@@ -49,7 +50,8 @@ class Run:
         """Scoring keeps no activations, so its rows may be larger."""
         layout = self.config.layout
         asked = self.microbatch_tokens if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
-        return Budget(layout.rows, layout.score_tokens or (SCORE_TOKENS if asked is None else 2 * asked))
+        default = max(SCORE_TOKENS, self.longest) if asked is None else 2 * asked
+        return Budget(layout.rows, layout.score_tokens or default)
 
     @property
     def score_setting(self) -> str:

@@ -37,8 +37,13 @@ def build_trainer(
     optim = run.config.optim
     if run.env.world_size > optim.batch_pairs:
         run.display.say(f"warning: {run.env.world_size} ranks share {optim.batch_pairs} pairs a step; some stay idle")
-    steps = optim.epochs * num_batches(len(table), optim.batch_pairs)
-    steps = min(steps, optim.max_steps or steps)
+    every = optim.epochs * num_batches(len(table), optim.batch_pairs)
+    steps = min(every, optim.max_steps or every)
+    short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
+    run.display.say(
+        f"train {steps} steps: {len(table)} pairs, {optim.batch_pairs} a step, {optim.epochs} "
+        f"{'epoch' if optim.epochs == 1 else 'epochs'}{short}"
+    )
     config = TrainerConfig(
         save_folder=str(run.folder / "checkpoints"),
         save_overwrite=True,

@@ -166,7 +166,8 @@ def _load_json(text: str, name: str, line: int, way_out: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"{name}:{line + error.lineno - 1}"
-        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}. {way_out}") from error
+        what = error.msg.removesuffix(" at")
+        raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}. {way_out}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
         raise DataError(f"{name}:{line}: JSON that cannot be read ({error}). {way_out}") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from olmo_core.train.callbacks import Callback, CheckpointerCallback, SpeedMonitorCallback
@@ -107,6 +107,8 @@ class PairSpeedCallback(SpeedMonitorCallback):
     :param peak_flops: operations a second that all ranks could do together.
     """
 
+    priority: ClassVar[int] = 3  # before a checkpoint, at which the engine passes on what it has
+
     flops: Callable[[IntArray], float] | None = None
     peak_flops: float = 0.0
     _since: float = 0.0
@@ -151,6 +153,8 @@ class EvaluateCallback(Callback):
 
     It may not touch weights or random state.
     """
+
+    priority: ClassVar[int] = 2  # as the speed's
 
     every: int | None = None
     evaluate: Callable[[int], dict[str, float]] = lambda _step: {}

@@ -14,6 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
+from rich.text import Text
 
 Advance = Callable[[int, str], None]
 LINE_EVERY_S = 30
@@ -66,16 +67,17 @@ class Display:
                 self._progress = None
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Cells are text from models and files: nothing in them is markup."""
         table = Table(
-            title=title,
+            title=Text(title),
             title_justify="left",
             title_style="bold",
             show_lines=len(columns) > 1 and len(rows) < 8,
         )
         for number, column in enumerate(columns):
-            table.add_column(column, overflow="fold", ratio=2 if number else 1)
+            table.add_column(Text(column), overflow="fold", ratio=2 if number else 1)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(_printable(cell)) for cell in row))
         self.console.print(table)
 
 
@@ -99,6 +101,11 @@ class _Lines:
             self.display.say(f"{self.what}  {self.done}{f'/{self.total}' if self.total else ''}  {note}{left}")
 
 
+def _printable(text: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
 def brief(metrics: Mapping[str, float]) -> str:
     """The figures of a log step that fit on one line."""
     shown = (
@@ -107,6 +114,8 @@ def brief(metrics: Mapping[str, float]) -> str:
         ("margin", "train/margin", ".2f"),
     )
     parts = [f"{label} {metrics[name]:{spec}}" for label, name, spec in shown if name in metrics]
+    if "eval/accuracy" in metrics:
+        parts.append(f"held-out accuracy {metrics['eval/accuracy']:.2f} loss {metrics['eval/loss']:.4f}")
     if "speed/pairs_per_s" in metrics:
         parts.append(f"{metrics['speed/pairs_per_s']:.2f} pairs/s")
     if "speed/mfu" in metrics:
