@@ -6,7 +6,7 @@ pairs, so its interval comes from the same function on the means of resampled pa
 N: pairs, R: resamples, K: means.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from isopref.losses import PairLoss
 from isopref.normalize import Weighting, pair_weights, resampled_means
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
@@ -52,7 +52,7 @@ class Evaluation:
 
     pairs: int
     accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: Figure  # mean of beta * margin
+    reward_margin: Figure  # mean of beta * margin (the margin of means over tokens, where the loss has those)
     reward_margin_std: Figure  # its standard deviation over pairs
     logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
@@ -89,19 +89,19 @@ def evaluate(
     lengths_N3: IntArray,
     own_N: FloatArray,
     *,
-    loss: Callable[[PairLogps, PairLogps], Tensor],
-    beta: float,
+    loss: PairLoss,
     weighting: Weighting,
     sources_N: IntArray | None = None,
     source_names: Sequence[str] = (),
 ) -> Evaluation:
     """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
-    gain_N2 = np.stack([policy.chosen - ref.chosen, policy.rejected - ref.rejected], axis=1)
+    pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
+    gain_N2 = torch.stack(loss.gains(*pair_logps), dim=1).numpy()
     per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
-    loss_N = loss(_pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)).numpy()
+    loss_N = loss(*pair_logps).numpy()
     weights_N = pair_weights(lengths_N3, weighting, own_N)
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    pairs = _Pairs(won_N, beta * gain_N2, per_token_N2, loss_N, lengths_N3, weights_N)
+    pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, lengths_N3, weights_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()
     by_source = {}
     if sources_N is not None and len(present) > 1:

@@ -2,13 +2,12 @@
 
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 
 from isopref.evaluate import Evaluation, evaluate, source_labels
-from isopref.losses import sigmoid
+from isopref.losses import pair_loss
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 
@@ -39,8 +38,7 @@ def figures(
         REF,
         LENGTHS,
         np.ones(4) if own is None else np.array(own),
-        loss=partial(sigmoid, beta=BETA),
-        beta=BETA,
+        loss=pair_loss("sigmoid", beta=BETA),
         weighting=weighting,
         sources_N=None if sources is None else np.array(sources),
         source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
@@ -93,7 +91,7 @@ def test_every_pair_is_in_one_quarter() -> None:
     rng = np.random.default_rng(3)
     lengths = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
     policy, ref = (TableLogps(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
-    found = evaluate(policy, ref, lengths, np.ones(101), loss=partial(sigmoid, beta=BETA), beta=BETA, weighting="pair")
+    found = evaluate(policy, ref, lengths, np.ones(101), loss=pair_loss("sigmoid", beta=BETA), weighting="pair")
     assert [bucket.quarter for bucket in found.by_length] == [1, 2, 3, 4]
     assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
     assert all(a.longest <= b.shortest for a, b in zip(found.by_length, found.by_length[1:], strict=False))
@@ -146,7 +144,7 @@ def many(count: int, seed: int, share: float = 0.7) -> Evaluation:
     lengths = rng.integers(1, 50, (count, 3))
     return evaluate(
         TableLogps(chosen, zero), TableLogps(zero, zero), lengths, np.ones(count),
-        loss=partial(sigmoid, beta=1.0), beta=1.0, weighting="token",
+        loss=pair_loss("sigmoid", beta=1.0), weighting="token",
     )  # fmt: skip
 
 

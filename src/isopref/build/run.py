@@ -69,8 +69,7 @@ class Run:
 
     @property
     def loss(self) -> PairLoss:
-        objective = self.config.objective
-        return pair_loss(objective.loss, beta=objective.beta, label_smoothing=objective.label_smoothing)
+        return pair_loss(self.config.objective.loss, **self.config.objective.params)
 
 
 def open_folder(run: Run, resume: bool) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.engine.step import Work
-from isopref.losses import margin, rewards
+from isopref.losses import PairLoss
 from isopref.types import PairLogps
 
 NAMES = (
@@ -26,17 +26,16 @@ NAMES = (
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def microbatch_sums(
-    policy: PairLogps, ref: PairLogps, loss_P: Tensor, loss_at_reference_P: Tensor, *, beta: float, work: Work
-) -> Tensor:
+def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64."""
-    chosen, rejected = rewards(policy, ref, beta=beta)
-    margin_P = margin(policy, ref)
+    chosen, rejected = objective.gains(policy, ref)
+    margin_P = chosen - rejected
     right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
-    weighted = torch.stack([loss_P, loss_at_reference_P]).double() @ work.loss_share
-    values = [policy.chosen, policy.rejected, chosen, rejected, margin_P, right, gap]
+    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share
+    beta = objective.beta
+    values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share
     return torch.cat([weighted[:1], means[:-1], weighted[1:], means[-1:]])
 

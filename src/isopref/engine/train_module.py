@@ -138,7 +138,7 @@ class DPOTrainModule(TrainModule):
         loss_P = self.objective(policy, ref)
         share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks).backward()
         with torch.no_grad():
-            return microbatch_sums(policy, ref, loss_P, self.objective(ref, ref), beta=self.objective.beta, work=work)
+            return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
         chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)

@@ -49,10 +49,10 @@ def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
     return (loss_P.double() * weight).sum() / weight.sum()
 
 
-def gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """dL/dparameter by name; zero where a parameter takes no part."""
+def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> dict[str, Tensor]:
+    """dL/dparameter by name; zero where a parameter takes no part. `again`: log-probabilities are used once more."""
     names, params = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=again)
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads, strict=True)}
 
 
