@@ -101,7 +101,9 @@ def evaluate(
     loss_N = loss(*pair_logps).numpy()
     weights_N = pair_weights(lengths_N3, weighting, own_N)
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, lengths_N3, weights_N)
+    nll_N = -loss.nll_weight * per_token_N2[:, 0]
+    chosen_N = own_N * lengths_N3[:, CHOSEN]
+    pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()
     by_source = {}
     if sources_N is not None and len(present) > 1:
@@ -124,8 +126,10 @@ class _Pairs:
     rewards: FloatArray  # N, 2
     per_token: FloatArray  # N, 2: log-probability
     loss: FloatArray  # N
+    nll: FloatArray  # N: of a chosen token, times its weight in the objective
     lengths: IntArray  # N, 3
-    weights: FloatArray  # N
+    weights: FloatArray  # N: of the loss
+    chosen_weights: FloatArray  # N: of the NLL
 
     def select(self, some_N: NDArray[np.bool_]) -> "_Pairs":
         return _Pairs(*(part[some_N] for part in vars(self).values()))
@@ -146,6 +150,9 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
     means = _means(np.stack(columns, axis=1), np.ones(len(won_N)))
+    loss = _means(pairs.loss[:, None], pairs.weights)[:, 0]
+    if pairs.nll.any():  # the same draws as those of the loss
+        loss = loss + _means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
     accuracy, reward_margin, logp_accuracy, first, second, *moments = means.T
     return Evaluation(
         pairs=len(won_N),
@@ -153,7 +160,7 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
         reward_margin=_figure(reward_margin),
         reward_margin_std=_figure(np.sqrt(np.maximum(second - first**2, 0.0))),
         logp_accuracy=_figure(logp_accuracy),
-        loss=_figure(_means(pairs.loss[:, None], pairs.weights)[:, 0]),
+        loss=_figure(loss),
         length_correlation=_correlation(*moments),
         by_length=tuple(_buckets(won_N, tokens_N2.mean(axis=1))),
         by_source=by_source,

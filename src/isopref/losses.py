@@ -28,6 +28,7 @@ class PairLoss:
     params: Mapping[str, Any]
     needs_reference: bool = True  # without: nothing is scored for one, and what stands for it is zero
     per_token: bool = False
+    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
 
     def __call__(self, policy: PairLogps, ref: PairLogps) -> Tensor:
         return self.formula(policy, ref, **self.params)
@@ -44,11 +45,14 @@ class PairLoss:
         return mean_gains(policy, ref) if self.per_token else gains(policy, ref)
 
 
-def pair_loss(name: str, **params: Any) -> PairLoss:
-    """The objective `name` with its parameters filled in; its defaults for those left out. Raises ConfigError."""
+def pair_loss(name: str, *, nll_weight: float = 0.0, **params: Any) -> PairLoss:
+    """The objective `name` with its parameters filled in; its defaults for those left out. Raises ConfigError.
+
+    `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
+    """
     filled = objectives.resolve(name, **params)
     about = objectives.OBJECTIVES[name]  # type: ignore[index]  # resolve knows it
-    return PairLoss(FORMULAS[name], filled, needs_reference=about.needs_reference, per_token=about.per_token)
+    return PairLoss(FORMULAS[name], filled, about.needs_reference, about.per_token, nll_weight)
 
 
 def gains(policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:

@@ -201,6 +201,17 @@ A parameter that is left out (null) has the default of the loss. One that the lo
 
 Powers of u above e^30 are continued by their tangent, so that a pair far out has a finite loss and still a gradient.
 
+## The likelihood of chosen answers
+
+`objective.nll_weight` adds a term to any of them, with a denominator of its own:
+
+    nll_weight * - sum v_p log pi(c_p|x_p) / sum v_p n_p
+
+n_p are the tokens of the chosen answer c_p, v_p is the weight of the pair in the data (1 where there is none); both
+sums go over the global batch. It is the loss of fine-tuning on the chosen answers, the same under every layout, and is
+logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
+adds a mean over each answer's own tokens; here a token counts the same in every answer.
+
 {notes}"""
 
 NOTES = """\

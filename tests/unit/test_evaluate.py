@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from isopref.evaluate import Evaluation, evaluate, source_labels
-from isopref.losses import pair_loss
+from isopref.losses import PairLoss, pair_loss
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 
@@ -32,13 +32,14 @@ def figures(
     *,
     policy: TableLogps = POLICY,
     sources: list[int] | None = None,
+    loss: PairLoss | None = None,
 ) -> Evaluation:
     return evaluate(
         policy,
         REF,
         LENGTHS,
         np.ones(4) if own is None else np.array(own),
-        loss=pair_loss("sigmoid", beta=BETA),
+        loss=loss or pair_loss("sigmoid", beta=BETA),
         weighting=weighting,
         sources_N=None if sources is None else np.array(sources),
         source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
@@ -51,6 +52,23 @@ def test_the_loss_has_the_objectives_weighting(weighting: Weighting, own: list[f
     weights = [w * o for w, o in zip(WEIGHTS[weighting], own, strict=True)]
     expected = sum(w * loss for w, loss in zip(weights, LOSSES, strict=True)) / sum(weights)
     assert figures(weighting, own).loss.value == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("own", "nll"), [([1.0, 1.0, 1.0, 1.0], (4 + 6 + 5 + 1) / 11), ([2.0, 0.5, 1.0, 0.0], (8 + 3 + 5) / 11.5)]
+)
+def test_the_likelihood_of_chosen_tokens_is_added(own: list[float], nll: float) -> None:
+    added = figures("pair", own, loss=pair_loss("sigmoid", beta=BETA, nll_weight=0.3)).loss
+    plain = figures("pair", own).loss
+    assert added.value == pytest.approx(plain.value + 0.3 * nll, rel=1e-14)
+    assert added.low < added.value < added.high
+
+
+def test_rewards_of_a_loss_of_means() -> None:
+    found = figures(loss=pair_loss("ipo", beta=BETA))
+    # Chosen gains of 1, 0, -1, 2 over 4, 3, 2, 2 tokens; rejected -1, 1, -1, -1 over 4, 1, 6, 2.
+    assert found.reward_margin.value == pytest.approx(BETA * (0.5 - 1 - 1 / 3 + 1.5) / 4)
+    assert found.accuracy.value == (1 + 0 + 0 + 1) / 4
 
 
 @pytest.mark.parametrize("weighting", sorted(WEIGHTS))

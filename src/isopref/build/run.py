@@ -69,7 +69,8 @@ class Run:
 
     @property
     def loss(self) -> PairLoss:
-        return pair_loss(self.config.objective.loss, **self.config.objective.params)
+        objective = self.config.objective
+        return pair_loss(objective.loss, nll_weight=objective.nll_weight, **objective.params)
 
 
 def open_folder(run: Run, resume: bool) -> None:

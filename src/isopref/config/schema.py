@@ -157,6 +157,11 @@ class ObjectiveConfig(Section):
             "sigmoid. null: reverse_kl, as in the DPO paper.",
         )
     )
+    nll_weight: NonNegative = Field(
+        default=0.0,
+        description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
+        "per token over the global batch (fine-tuning on them, as in RPO).",
+    )
     weighting: Weighting = Field(
         default="token",
         description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "

@@ -1,8 +1,9 @@
 """Training metrics: sums on the device, one reduction over ranks on a step that logs, then one division.
 
 Each microbatch adds, for each metric, the values of its pairs times their share of the global batch (`train/loss` by
-the objective's weighting, all others each pair alike), so that the sum over microbatches and ranks is the mean over the
-batch. Between two logs the sums of the steps add up; what is logged is the mean over those steps.
+the objective's weighting, `train/nll` each chosen token alike, all others each pair alike), so that the sum over
+microbatches and ranks is the mean over the batch. Between two logs the sums of the steps add up; what is logged is the
+mean over those steps.
 """
 
 import torch
@@ -21,6 +22,7 @@ NAMES = (
     "rewards_rejected",
     "margin",
     "accuracy",
+    "nll",
 )
 # Not logged: what the first step is checked against.
 CHECKS = ("loss_at_reference", "gap_per_token")
@@ -33,11 +35,12 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
-    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share
+    nll = -torch.stack([policy.chosen, ref.chosen]).double() @ work.nll_share
+    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share + objective.nll_weight * nll
     beta = objective.beta
     values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share
-    return torch.cat([weighted[:1], means[:-1], weighted[1:], means[-1:]])
+    return torch.cat([weighted[:1], means[:-1], nll[:1], weighted[1:], means[-1:]])
 
 
 class MetricWindow:

@@ -136,7 +136,11 @@ class DPOTrainModule(TrainModule):
         policy = score(self.model, work.microbatch)
         ref = self._reference(policy, work.index)
         loss_P = self.objective(policy, ref)
-        share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks).backward()
+        share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
+        if self.objective.nll_weight:
+            nll = share_of_loss(-policy.chosen, work.nll_share, num_ranks=self.num_ranks)
+            share = share + self.objective.nll_weight * nll
+        share.backward()
         with torch.no_grad():
             return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 

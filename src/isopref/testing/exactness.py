@@ -49,6 +49,7 @@ class Cell:
     split: Split = "plan"
     num_pairs: int = 8
     objective: str = "sigmoid"  # of equations.CASES
+    nll_weight: float = 0.0
 
     def __str__(self) -> str:
         default = Cell()
@@ -87,19 +88,34 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
-@cache
-def expected(
-    architecture: str, dtype: str, weighting: Weighting, own_weights: bool, num_pairs: int, objective: str
-) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
+def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
+    return _expected(
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
+        *(cell.objective, cell.nll_weight),
+    )
+
+
+@cache
+def _expected(
+    architecture: str,
+    dtype: str,
+    weighting: Weighting,
+    own_weights: bool,
+    num_pairs: int,
+    objective: str,
+    nll_weight: float,
+) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
     model, policy, ref = _scored(architecture, dtype, num_pairs)
-    weight = oracle.weights(pairs, weighting, own if own_weights else None)
-    loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), weight)
+    told = own if own_weights else None
+    nll = oracle.token_nll(policy, told)
+    loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), oracle.weights(pairs, weighting, told))
+    loss = loss + nll_weight * nll
     return (
-        float(loss),
+        float(loss.detach()),
         oracle.gradient(model, loss, again=True),
-        _metrics(policy, ref, objective),
+        {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())},
         TableLogps(ref.chosen.double().numpy(), ref.rejected.double().numpy()),
     )
 
@@ -114,10 +130,10 @@ def _scored(architecture: str, dtype: str, num_pairs: int) -> tuple[nn.Module, P
     return model, oracle.pair_logps(model, pairs), ref
 
 
-def pair_objective(case: str = "sigmoid") -> PairLoss:
+def pair_objective(case: str = "sigmoid", nll_weight: float = 0.0) -> PairLoss:
     """The objective of a cell."""
     name, params = CASES[case]
-    return pair_loss(name, **params)
+    return pair_loss(name, nll_weight=nll_weight, **params)
 
 
 def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
@@ -136,14 +152,12 @@ def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, flo
         "margin": chosen - rejected,
         "accuracy": (chosen > rejected).double(),
     }
-    return {f"train/{name}": float(value.double().mean()) for name, value in values.items()}
+    return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 
 
 def measure(cell: Cell) -> Found:
     """Run a cell on this rank (all ranks of the cell call this together)."""
-    loss, gradient, metrics, reference = expected(
-        cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.objective
-    )
+    loss, gradient, metrics, reference = expected(cell)
     module, trainer = build_module(cell, reference)
     rank = dist.get_rank() if cell.ranks > 1 else 0
     pairs, own = batch(cell.num_pairs)
@@ -171,7 +185,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=pair_objective(cell.objective),
+        objective=pair_objective(cell.objective, cell.nll_weight),
         rank_microbatch_size=4096,
         reference=reference,
         weighting=cell.weighting,

@@ -61,11 +61,14 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, reverse=True)
         yield replace(kind, own_weights=True)
         yield replace(kind, own_weights=True, weighting="pair")
+        yield replace(kind, nll_weight=0.7, cut="pair")
+        yield replace(kind, nll_weight=0.7, own_weights=True, weighting="pair")
         yield replace(kind, checkpointing=True)
         yield replace(kind, grad_sync="every", cut="pair")
         yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
         if base.ranks > 1:
             yield replace(kind, split="uneven")
+            yield replace(kind, split="uneven", nll_weight=0.7)
             yield replace(kind, split="idle")
 
 
@@ -143,9 +146,9 @@ One global batch of eight pairs (three for the short batch) goes through the tra
 rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
-weighted by token, completion and pair, with and without weights of their own; and every objective in several of these
-layouts. The oracle computes one sequence at a time with the model's own forward pass, takes each objective from its
-paper's equation once more, and sums by the definition.
+weighted by token, completion and pair, with and without weights of their own; every objective in some of these
+layouts, and the likelihood of chosen answers added. The oracle computes one sequence at a time with the model's own
+forward pass, takes each objective from its paper's equation once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

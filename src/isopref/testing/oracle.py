@@ -49,6 +49,12 @@ def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
     return (loss_P.double() * weight).sum() / weight.sum()
 
 
+def token_nll(policy: PairLogps, own: Sequence[float] | None = None) -> Tensor:
+    """-sum v_p log pi(c_p) / sum v_p n_p: the negative log-likelihood of a chosen token, each pair's v_p times."""
+    v = torch.ones(len(policy.chosen)).double() if own is None else torch.tensor(own, dtype=torch.float64)
+    return -(v * policy.chosen.double()).sum() / (v * policy.num_chosen).sum()
+
+
 def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> dict[str, Tensor]:
     """dL/dparameter by name; zero where a parameter takes no part. `again`: log-probabilities are used once more."""
     names, params = zip(*model.named_parameters(), strict=True)
