@@ -86,7 +86,7 @@ def sigmoid(
 ) -> Tensor:
     """DPO (Rafailov et al. 2023, eq. 7); conservative DPO with label smoothing (Mitchell 2023, eq. 3).
 
-    With another divergence f-DPO (Wang et al. 2023, section 4): f'(policy / reference) in place of its logarithm.
+    With another divergence f-DPO (Wang et al. 2023): f'(policy / reference) in place of its logarithm.
     Returns P.
     """
     chosen, rejected = (_slope(gain, divergence) for gain in gains(policy, ref))
@@ -94,12 +94,12 @@ def sigmoid(
 
 
 def dpo_norm(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
-    """Length-normalised DPO (Lambert et al. 2024, section 5.1). Returns P."""
+    """Length-normalised DPO (Tulu 3, Lambert et al. 2024). Returns P."""
     return _smoothed(beta * mean_margin(policy, ref), label_smoothing)
 
 
 def robust(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
-    """rDPO (Chowdhury et al. 2024, section 3): unbiased if that share of the labels is swapped. Returns P."""
+    """rDPO (Chowdhury et al. 2024): unbiased if that share of the labels is swapped. Returns P."""
     logit = beta * margin(policy, ref)
     clean, swapped = -logsigmoid(logit), -logsigmoid(-logit)
     return ((1 - label_smoothing) * clean - label_smoothing * swapped) / (1 - 2 * label_smoothing)
@@ -129,7 +129,7 @@ def exo_pair(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing:
 
 
 def nca_pair(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
-    """NCA (Chen et al. 2024, section 3) for two answers, the chosen one with all the preference. Returns P."""
+    """NCA (Chen et al. 2024) for two answers, the chosen one with all the preference. Returns P."""
     chosen, rejected = (beta * gain for gain in gains(policy, ref))
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
@@ -177,7 +177,7 @@ def orpo(policy: PairLogps, _ref: PairLogps, *, beta: float) -> Tensor:
 
 
 def cpo(policy: PairLogps, _ref: PairLogps, *, beta: float) -> Tensor:
-    """CPO (Xu et al. 2024, eqs. 3 to 5), the likelihood of chosen as a mean over its tokens. Returns P."""
+    """CPO (Xu et al. 2024, eq. 3), and the likelihood of chosen as a mean over its tokens. Returns P."""
     chosen, _ = _mean_logps(policy)
     return -logsigmoid(beta * (policy.chosen - policy.rejected)) - chosen
 

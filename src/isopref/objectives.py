@@ -31,24 +31,24 @@ class Objective:
 OBJECTIVES: dict[Name, Objective] = {
     "sigmoid": Objective(
         {"beta": 0.1, "label_smoothing": 0.0, "divergence": "reverse_kl"},
-        "-(1-e) ls(b m) - e ls(-b m), where m = G_c - G_r, or f'(e^G_c) - f'(e^G_r) with another divergence",
+        "-(1-e) ls(b m) - e ls(-b m), where m = G_c - G_r, or f'(exp G_c) - f'(exp G_r) with another divergence",
         "The loss of DPO, and a good start. `label_smoothing`: labels that are wrong now and then (conservative DPO). "
         "`divergence`: what holds the policy to the reference; forward_kl and jensen_shannon keep more variety",
         "DPO, Rafailov et al. 2023 (2305.18290), eq. 7; cDPO, Mitchell 2023, eq. 3; f-DPO, Wang et al. 2023 "
-        "(2309.16240), section 4",
+        "(2309.16240)",
     ),
     "dpo_norm": Objective(
         {"beta": 5.0, "label_smoothing": 0.0},
         "-(1-e) ls(b (g_c - g_r)) - e ls(-b (g_c - g_r))",
         "DPO that does not reward length: answers count by their mean over tokens. Wants a larger beta",
-        "Tulu 3, Lambert et al. 2024 (2411.15124), section 5.1",
+        "Tulu 3, Lambert et al. 2024 (2411.15124)",
         per_token=True,
     ),
     "robust": Objective(
         {"beta": 0.1, "label_smoothing": 0.1},
         "[-(1-e) ls(b m) + e ls(-b m)] / (1 - 2e)",
         "A known share of swapped labels: the expected loss is that of clean ones. Has no lower bound",
-        "rDPO, Chowdhury et al. 2024 (2403.00409), section 3",
+        "rDPO, Chowdhury et al. 2024 (2403.00409)",
     ),
     "hinge": Objective(
         {"beta": 0.1},
@@ -79,7 +79,7 @@ OBJECTIVES: dict[Name, Objective] = {
         {"beta": 0.01},
         "-ls(b G_c) - ls(-b G_c)/2 - ls(-b G_r)/2",
         "Keeps the likelihood of chosen answers from falling",
-        "NCA, Chen et al. 2024 (2402.05369), section 3",
+        "NCA, Chen et al. 2024 (2402.05369)",
     ),
     "sppo_hard": Objective(
         {"beta": 0.001},
@@ -101,7 +101,7 @@ OBJECTIVES: dict[Name, Objective] = {
     ),
     "discopop": Objective(
         {"beta": 0.05},
-        "-(1 - s(b m/t)) ls(b m) + s(b m/t) e^(-b m), where t = 0.05",
+        "-(1 - s(b m/t)) ls(b m) + s(b m/t) exp(-b m), where t = 0.05",
         "A blend of the logistic and the exponential loss that a search found",
         "DiscoPOP, Lu et al. 2024 (2406.08414), eq. 5",
     ),
@@ -115,7 +115,7 @@ OBJECTIVES: dict[Name, Objective] = {
     ),
     "orpo": Objective(
         {"beta": 0.1},
-        "-p_c - b ls(o_c - o_r), where o = log(e^p / (1 - e^p))",
+        "-p_c - b ls(o_c - o_r), where o = log(exp p / (1 - exp p))",
         "Fine-tuning and preferences in one, from a base model. beta is the paper's lambda",
         "ORPO, Hong et al. 2024 (2403.07691), eqs. 4, 6 and 7",
         needs_reference=False,
@@ -125,7 +125,7 @@ OBJECTIVES: dict[Name, Objective] = {
         {"beta": 0.1},
         "-ls(b (P_c - P_r)) - p_c",
         "DPO with a uniform reference, held by the likelihood of chosen answers",
-        "CPO, Xu et al. 2024 (2401.08417), eqs. 3 to 5",
+        "CPO, Xu et al. 2024 (2401.08417), eq. 3 and its likelihood term",
         needs_reference=False,
     ),
 }
@@ -199,7 +199,7 @@ A parameter that is left out (null) has the default of the loss. One that the lo
 | `jensen_shannon` | log(2u / (1 + u)) |
 | a number a, above 0 and below 1 | (1 - u^-a) / a: the alpha-divergence; near 0 reverse KL, near 1 forward KL |
 
-Powers of u above e^30 are continued by their tangent, so that a pair far out has a finite loss and still a gradient.
+Powers of u above exp 30 are continued by their tangent, so that a pair far out has a finite loss and still a gradient.
 
 ## The likelihood of chosen answers
 
@@ -221,12 +221,12 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
 
 - **Batches.** TRL takes a mean over each microbatch, so all its losses change with the cut.
 - **sigmoid.** TRL accepts `label_smoothing` and does not use it for this loss. Here it is conservative DPO.
-- **alpha-divergence.** TRL's coefficient is 1 - a. It cuts powers of u off at e^80, where the gradient ends.
+- **alpha-divergence.** TRL's coefficient is 1 - a. It cuts powers of u off at exp 80, where the gradient ends.
 - **exo_pair.** The same, but here the smoothing it needs has a default.
 - **ipo.** The same as `ipo` here. `ipo_sum` is not in TRL.
 - **dpo_norm** is TRL's `sigmoid_norm`, here with label smoothing.
-- **discopop.** The same where TRL's is finite: its e^(-b m) overflows far below zero, times a zero. Here the product is
-  one exponential.
+- **discopop.** The same where TRL's is finite: its exp(-b m) overflows far below zero, times a zero. Here the product
+  is one exponential.
 - **simpo** is the same. TRL also has smoothing for it.
 - **robust, hinge, nca_pair, sppo_hard, apo_zero, apo_down** are the same.
 - **orpo.** TRL adds the likelihood as a mean over the tokens of a microbatch, prompts included. Here it is the mean
