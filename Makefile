@@ -12,7 +12,7 @@ help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
-	@echo "make docs     write docs/config.md from the config's schema"
+	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
 	@echo "make lint     lint, types and import contract only"
 	@echo "make format   rewrite the code in the project's style"
 	@echo "make clean    remove .venv and caches (runs/ stays)"
@@ -50,9 +50,10 @@ test: lint
 exactness: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.matrix docs/exactness.md
 
-# The reference of docs/config.md, from the schema.
+# The pages that are made from code: docs/config.md from the schema, docs/objectives.md from the registry.
 docs: $(READY)
 	$(BIN)/python -m isopref.config.starter > docs/config.md
+	$(BIN)/python -m isopref.objectives > docs/objectives.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -6,7 +6,7 @@ pairs, so its interval comes from the same function on the means of resampled pa
 N: pairs, R: resamples, K: means.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from isopref.losses import PairLoss
 from isopref.normalize import Weighting, pair_weights, resampled_means
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
@@ -52,7 +52,7 @@ class Evaluation:
 
     pairs: int
     accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: Figure  # mean of beta * margin
+    reward_margin: Figure  # mean of beta * margin (the margin of means over tokens, where the loss has those)
     reward_margin_std: Figure  # its standard deviation over pairs
     logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
@@ -89,19 +89,21 @@ def evaluate(
     lengths_N3: IntArray,
     own_N: FloatArray,
     *,
-    loss: Callable[[PairLogps, PairLogps], Tensor],
-    beta: float,
+    loss: PairLoss,
     weighting: Weighting,
     sources_N: IntArray | None = None,
     source_names: Sequence[str] = (),
 ) -> Evaluation:
     """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
-    gain_N2 = np.stack([policy.chosen - ref.chosen, policy.rejected - ref.rejected], axis=1)
+    pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
+    gain_N2 = torch.stack(loss.gains(*pair_logps), dim=1).numpy()
     per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
-    loss_N = loss(_pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)).numpy()
+    loss_N = loss(*pair_logps).numpy()
     weights_N = pair_weights(lengths_N3, weighting, own_N)
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    pairs = _Pairs(won_N, beta * gain_N2, per_token_N2, loss_N, lengths_N3, weights_N)
+    nll_N = -loss.nll_weight * per_token_N2[:, 0]
+    chosen_N = own_N * lengths_N3[:, CHOSEN]
+    pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()
     by_source = {}
     if sources_N is not None and len(present) > 1:
@@ -126,8 +128,10 @@ class _Pairs:
     rewards: FloatArray  # N, 2
     per_token: FloatArray  # N, 2: log-probability
     loss: FloatArray  # N
+    nll: FloatArray  # N: of a chosen token, times its weight in the objective
     lengths: IntArray  # N, 3
-    weights: FloatArray  # N
+    weights: FloatArray  # N: of the loss
+    chosen_weights: FloatArray  # N: of the NLL
 
     def select(self, some_N: NDArray[np.bool_]) -> "_Pairs":
         return _Pairs(*(part[some_N] for part in vars(self).values()))
@@ -148,6 +152,9 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
     means = _means(np.stack(columns, axis=1), np.ones(len(won_N)))
+    loss = _means(pairs.loss[:, None], pairs.weights)[:, 0]
+    if pairs.nll.any():  # the same draws as those of the loss
+        loss = loss + _means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
     accuracy, reward_margin, logp_accuracy, first, second, *moments = means.T
     return Evaluation(
         pairs=len(won_N),
@@ -155,7 +162,7 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
         reward_margin=_figure(reward_margin),
         reward_margin_std=_figure(np.sqrt(np.maximum(second - first**2, 0.0))),
         logp_accuracy=_figure(logp_accuracy),
-        loss=_figure(_means(pairs.loss[:, None], pairs.weights)[:, 0]),
+        loss=_figure(loss),
         length_correlation=_correlation(*moments),
         by_length=tuple(_buckets(won_N, tokens_N2.mean(axis=1))),
         by_source=by_source,

@@ -1,17 +1,23 @@
 """Objectives: (policy, reference, parameters) -> one value per pair. Pure: no mean, no config, no other pairs.
 
-`OBJECTIVES` is the registry. P: pairs.
+Each function has the name under which objectives.py lists it, with its parameters and their defaults. All stay finite,
+with finite gradients, for log-ratios of +-1e4. P: pairs.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from isopref.errors import ConfigError
+from isopref import objectives
 from isopref.types import PairLogps
+
+EXP_LIMIT = 30.0  # beyond, e^x goes on as its tangent
+DISCOPOP_TAU = 0.05
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class PairLoss:
     formula: Callable[..., Tensor]
     params: Mapping[str, Any]
     needs_reference: bool = True  # without: nothing is scored for one, and what stands for it is zero
+    per_token: bool = False
+    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
 
     def __call__(self, policy: PairLogps, ref: PairLogps) -> Tensor:
         return self.formula(policy, ref, **self.params)
@@ -30,29 +38,190 @@ class PairLoss:
         """Scale of the implicit rewards."""
         return float(self.params["beta"])
 
+    def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
+        """The implicit rewards over beta, in nats or nats per token: P, P."""
+        if not self.needs_reference:
+            ref = replace(ref, chosen=torch.zeros_like(ref.chosen), rejected=torch.zeros_like(ref.rejected))
+        return mean_gains(policy, ref) if self.per_token else gains(policy, ref)
+
+
+def pair_loss(name: str, *, nll_weight: float = 0.0, **params: Any) -> PairLoss:
+    """The objective `name` with its parameters filled in; its defaults for those left out. Raises ConfigError.
+
+    `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
+    """
+    filled = objectives.resolve(name, **params)
+    about = objectives.OBJECTIVES[name]  # type: ignore[index]  # resolve knows it
+    return PairLoss(FORMULAS[name], filled, about.needs_reference, about.per_token, nll_weight)
+
+
+def gains(policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
+    """log(policy / reference) of chosen and rejected, in nats: P, P."""
+    return policy.chosen - ref.chosen, policy.rejected - ref.rejected
+
+
+def mean_gains(policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
+    """The same for each token of the answer, on the mean: P, P."""
+    chosen, rejected = gains(policy, ref)
+    return chosen / policy.num_chosen, rejected / policy.num_rejected
+
 
 def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
     """How much more the policy prefers chosen over rejected than the reference does, in nats. Returns P."""
-    return (policy.chosen - ref.chosen) - (policy.rejected - ref.rejected)
+    chosen, rejected = gains(policy, ref)
+    return chosen - rejected
 
 
-def rewards(policy: PairLogps, ref: PairLogps, *, beta: float) -> tuple[Tensor, Tensor]:
-    """Implicit rewards beta * log(policy / reference) of chosen and rejected (DPO, section 4). Returns P, P."""
-    return beta * (policy.chosen - ref.chosen), beta * (policy.rejected - ref.rejected)
+def mean_margin(policy: PairLogps, ref: PairLogps) -> Tensor:
+    """The same between means over tokens. Returns P."""
+    chosen, rejected = mean_gains(policy, ref)
+    return chosen - rejected
 
 
-def sigmoid(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO (Rafailov et al. 2023, eq. 7); conservative DPO with label smoothing (Mitchell 2023, eq. 3). Returns P."""
+# --- with a reference ------------------------------------------------------------------------------
+
+
+def sigmoid(
+    policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float, divergence: str | float
+) -> Tensor:
+    """DPO (Rafailov et al. 2023, eq. 7); conservative DPO with label smoothing (Mitchell 2023, eq. 3).
+
+    With another divergence f-DPO (Wang et al. 2023): f'(policy / reference) in place of its logarithm.
+    Returns P.
+    """
+    chosen, rejected = (_slope(gain, divergence) for gain in gains(policy, ref))
+    return _smoothed(beta * (chosen - rejected), label_smoothing)
+
+
+def dpo_norm(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
+    """Length-normalised DPO (Tulu 3, Lambert et al. 2024). Returns P."""
+    return _smoothed(beta * mean_margin(policy, ref), label_smoothing)
+
+
+def robust(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
+    """rDPO (Chowdhury et al. 2024): unbiased if that share of the labels is swapped. Returns P."""
     logit = beta * margin(policy, ref)
-    return -(1 - label_smoothing) * logsigmoid(logit) - label_smoothing * logsigmoid(-logit)
+    clean, swapped = -logsigmoid(logit), -logsigmoid(-logit)
+    return ((1 - label_smoothing) * clean - label_smoothing * swapped) / (1 - 2 * label_smoothing)
 
 
-OBJECTIVES: dict[str, Callable[..., Tensor]] = {"sigmoid": sigmoid}
-REFERENCE_FREE: frozenset[str] = frozenset()  # those of OBJECTIVES that never look at the reference
+def hinge(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """Hinge on the reward margin (SLiC-HF, Zhao et al. 2023; RSO, Liu et al. 2023). Returns P."""
+    return torch.relu(1 - beta * margin(policy, ref))
 
 
-def pair_loss(name: str, **params: Any) -> PairLoss:
-    """The objective `name` with its parameters filled in."""
-    if name not in OBJECTIVES:
-        raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(sorted(OBJECTIVES))}.")
-    return PairLoss(OBJECTIVES[name], params, needs_reference=name not in REFERENCE_FREE)
+def ipo(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """IPO (Azar et al. 2023, eq. 17; its tau is beta), on means over tokens. Returns P."""
+    return (mean_margin(policy, ref) - 1 / (2 * beta)).square()
+
+
+def ipo_sum(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """IPO (Azar et al. 2023, eq. 17; its tau is beta), on sums over tokens. Returns P."""
+    return (margin(policy, ref) - 1 / (2 * beta)).square()
+
+
+def exo_pair(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
+    """EXO (Ji et al. 2024, eq. 16) for two answers: KL from the policy's to the smoothed labels. Returns P."""
+    logit = beta * margin(policy, ref)
+    chosen = torch.sigmoid(logit) * (logsigmoid(logit) - math.log1p(-label_smoothing))
+    rejected = torch.sigmoid(-logit) * (logsigmoid(-logit) - math.log(label_smoothing))
+    return chosen + rejected
+
+
+def nca_pair(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """NCA (Chen et al. 2024) for two answers, the chosen one with all the preference. Returns P."""
+    chosen, rejected = (beta * gain for gain in gains(policy, ref))
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def sppo_hard(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """SPPO (Wu et al. 2024, eq. 4.7; its eta is 1 / beta) with preferences of 1 and 0. Returns P."""
+    chosen, rejected = gains(policy, ref)
+    return (chosen - 1 / (2 * beta)).square() + (rejected + 1 / (2 * beta)).square()
+
+
+def apo_zero(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """APO-zero (D'Oosterlinck et al. 2024, eq. 7). Returns P."""
+    chosen, rejected = gains(policy, ref)
+    return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def apo_down(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """APO-down (D'Oosterlinck et al. 2024, eq. 8). Returns P."""
+    chosen, rejected = gains(policy, ref)
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
+
+
+def discopop(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
+    """DiscoPOP's log-ratio modulated loss (Lu et al. 2024, eq. 5; tau = 0.05). Returns P."""
+    logit = beta * margin(policy, ref)
+    logistic = -logsigmoid(logit) * torch.sigmoid(-logit / DISCOPOP_TAU)
+    # e^-x * sigmoid(x / tau) as one exponential: with tau < 1 it is at most 1, where e^-x alone overflows.
+    exponential = torch.exp(logsigmoid(logit / DISCOPOP_TAU) - logit)
+    return logistic + exponential
+
+
+# --- without a reference ---------------------------------------------------------------------------
+
+
+def simpo(policy: PairLogps, _ref: PairLogps, *, beta: float, gamma: float) -> Tensor:
+    """SimPO (Meng et al. 2024, eq. 6). Returns P."""
+    chosen, rejected = _mean_logps(policy)
+    return -logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def orpo(policy: PairLogps, _ref: PairLogps, *, beta: float) -> Tensor:
+    """ORPO (Hong et al. 2024, eqs. 4, 6 and 7; its lambda is beta): likelihood and odds ratio. Returns P."""
+    chosen, rejected = _mean_logps(policy)
+    return -chosen - beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def cpo(policy: PairLogps, _ref: PairLogps, *, beta: float) -> Tensor:
+    """CPO (Xu et al. 2024, eq. 3), and the likelihood of chosen as a mean over its tokens. Returns P."""
+    chosen, _ = _mean_logps(policy)
+    return -logsigmoid(beta * (policy.chosen - policy.rejected)) - chosen
+
+
+# --- parts of them ---------------------------------------------------------------------------------
+
+
+def _mean_logps(policy: PairLogps) -> tuple[Tensor, Tensor]:
+    """Log-probability for each token of the answer, on the mean: P, P."""
+    return policy.chosen / policy.num_chosen, policy.rejected / policy.num_rejected
+
+
+def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
+
+
+def _slope(gain_P: Tensor, divergence: str | float) -> Tensor:
+    """f'(u) at u = e^gain, up to a constant (Wang et al. 2023, table 1). A number is the alpha of its divergence."""
+    match divergence:
+        case "reverse_kl":
+            return gain_P
+        case "forward_kl":
+            return -_exp(-gain_P)
+        case "jensen_shannon":
+            return logsigmoid(gain_P)
+    assert isinstance(divergence, float), divergence
+    return -_exp(-divergence * gain_P) / divergence
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x, above EXP_LIMIT continued by its tangent."""
+    return torch.exp(x.clamp(max=EXP_LIMIT)) * (1 + torch.relu(x - EXP_LIMIT))
+
+
+def _log_odds(logp_P: Tensor) -> Tensor:
+    """log(p / (1 - p)). A certain answer (p = 1) is taken to be as certain as its number type can tell."""
+    logp = logp_P.clamp(max=-torch.finfo(logp_P.dtype).eps)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    formula.__name__: formula
+    for formula in (
+        *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
+        *(simpo, orpo, cpo),
+    )
+}

@@ -1,7 +1,8 @@
 """The one place that divides. Weights of pairs become coefficients that sum to one over the global batch.
 
-L = sum_p w_p * l_p / sum_p w_p over all pairs p of the global batch, whatever microbatch or rank they fall on. The
-denominator is known before any forward pass: every rank has all lengths of the batch.
+L = sum_p w_p * l_p / sum_p w_p over all pairs p of the global batch, whatever microbatch or rank they fall on. A mean
+over tokens, sum_p v_p * (sum over the tokens of p) / sum_p v_p * n_p, has a denominator of its own. Both are known
+before any forward pass: every rank has all lengths of the batch.
 """
 
 from typing import Literal
@@ -34,6 +35,20 @@ def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatA
     if not total > 0:
         raise ValueError(f"the weights of a global batch must have a positive sum, got {total}")
     return weights_P / total
+
+
+def token_coefficients(own_P: FloatArray, num_tokens_P: IntArray, *, total: float | None = None) -> FloatArray:
+    """v_p / sum of v * n over the global batch: what a sum over the n_p tokens of a pair counts for in their mean.
+
+    v is the weight the data gives a pair. `total` is as in `coefficients`.
+    """
+    total = token_weight(own_P, num_tokens_P) if total is None else total
+    return coefficients(own_P, total=total)
+
+
+def token_weight(own_P: FloatArray, num_tokens_P: IntArray) -> float:
+    """sum of v * n: the denominator of a mean over tokens."""
+    return float((own_P * num_tokens_P).sum(dtype=np.float64))
 
 
 def resampled_means(values_NK: FloatArray, weights_N: FloatArray, counts_RN: FloatArray) -> FloatArray:

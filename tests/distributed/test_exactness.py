@@ -3,6 +3,7 @@
 import pytest
 
 from isopref.testing import matrix
+from isopref.testing.equations import CASES
 from isopref.testing.exactness import Cell, Found
 from isopref.testing.ranks import Ranks
 
@@ -36,6 +37,18 @@ def test_four_ranks(four_ranks: Ranks, parallel: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_matrix_covers_what_is_promised(ranks: int) -> None:
     cells = matrix.cells(ranks)
-    for name in ("rows", "cut", "weighting", "grad_sync", "checkpointing", "own_weights", "reverse", "num_pairs"):
+    for name in (
+        "rows",
+        "cut",
+        "weighting",
+        "grad_sync",
+        "checkpointing",
+        "own_weights",
+        "reverse",
+        "num_pairs",
+        "nll_weight",
+    ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
+    for parallel in matrix.SPREADS[ranks]:
+        assert {cell.objective for cell in cells if cell.parallel == parallel} == set(CASES)
     assert {cell.parallel for cell in cells} == set(matrix.SPREADS[ranks])

@@ -13,7 +13,7 @@ VISIBLE = 1e-3  # relative; the bounds are 1e-5 and less
 
 @pytest.mark.parametrize("name", [name for name in mutations.GRADIENT if name != "rank_local_denominator"])
 def test_one_rank(name: str) -> None:
-    cell = Cell()
+    cell = Cell(nll_weight=0.5)
     assert measure(cell).gradient_error <= matrix.bound(cell)
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 
@@ -21,7 +21,7 @@ def test_one_rank(name: str) -> None:
 @pytest.mark.parametrize("name", mutations.GRADIENT)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
-    cell = Cell(ranks=2, parallel=parallel, split="uneven")  # type: ignore[arg-type]
+    cell = Cell(ranks=2, parallel=parallel, split="uneven", nll_weight=0.5)  # type: ignore[arg-type]
     assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
     assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
 

@@ -318,23 +318,19 @@ def test_a_reference_that_is_not_there(project: Project) -> None:
 # --- objectives without a reference ----------------------------------------------------------------
 
 
-@pytest.fixture
-def reference_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sigmoid loss as if it never looked at the reference, which is then zero."""
-    monkeypatch.setattr("isopref.losses.REFERENCE_FREE", frozenset({"sigmoid"}))
+REFERENCE_FREE = ("objective.loss=cpo", "objective.beta=0.2")
 
 
-@pytest.mark.usefixtures("reference_free")
 def test_an_objective_without_a_reference_scores_none(
     project: Project, scored: Scored, read_metrics: ReadMetrics
 ) -> None:
-    assert scored.by(lambda: project.train("run", *NO_EVAL)) == 0
+    assert scored.by(lambda: project.train("run", *NO_EVAL, *REFERENCE_FREE)) == 0
     assert not (project.folder / "cache" / "reference").exists()
     first = read_metrics(project.folder / "run")[0]
-    assert first["train/rewards_chosen"] == pytest.approx(0.1 * first["train/logps_chosen"], rel=1e-6)
-    message = project.refused("other", *NO_EVAL, f"model.reference={project.model}")
+    assert first["train/rewards_chosen"] == pytest.approx(0.2 * first["train/logps_chosen"], rel=1e-6)
+    message = project.refused("other", *NO_EVAL, *REFERENCE_FREE, f"model.reference={project.model}")
     assert message.startswith("model.reference: ")
-    outcome = project.isopref("cache", "my.yaml")
+    outcome = project.isopref("cache", "my.yaml", *REFERENCE_FREE)
     assert outcome.code == 1
     assert "nothing to fill" in outcome.err
 

@@ -275,7 +275,7 @@ def test_a_second_run_in_the_folder(stopped: Project) -> None:
         ("optim.batch_pairs=4", "optim.batch_pairs was 5, is 4"),
         ("optim.lr=2e-3", "optim.lr was 0.001, is 0.002"),
         ("optim.epochs=3", "optim.epochs was 2, is 3"),
-        ("objective.beta=0.2", "objective.beta was 0.1, is 0.2"),
+        ("objective.beta=0.2", "objective.beta was null, is 0.2"),
         ("model.dtype=float32", "model.dtype was float64, is float32"),
     ],
 )

@@ -15,6 +15,7 @@ from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import NOT_MATH, Config, DataConfig, ModelConfig, run_id
 from isopref.config.starter import demo, reference, starter
 from isopref.errors import ConfigError
+from isopref.objectives import OBJECTIVES
 
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 CONFIG = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"))
@@ -148,14 +149,14 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ),
         (
             "objective: {zzz: 1}",
-            "objective.zzz: there is no such field. Known: loss, beta, label_smoothing, weighting.",
+            f"objective.zzz: there is no such field. Known: {', '.join(fields('objective'))}.",
         ),
         ("optimizer: {lr: 1}", "optimizer: there is no such section. Did you mean optim?"),
         ("beta: 0.1", "beta: there is no such section. Did you mean objective.beta?"),
         ("7: {}", "7: there is no such section. Known: model, data, objective, optim, layout, run."),
         (
             "objective: 3",
-            "objective: must be a section with fields (loss, beta, label_smoothing, weighting); found 3.",
+            f"objective: must be a section with fields ({', '.join(fields('objective'))}); found 3.",
         ),
         ("optim: {lr: fast}", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim: {lr: .inf}", "optim.lr: must be a number, at least 0; found .inf."),
@@ -171,11 +172,16 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
         ),
         ("optim: {schedule: step}", 'optim.schedule: must be one of linear, cosine, constant; found "step".'),
-        ("objective: {loss: dpo}", 'objective.loss: must be sigmoid; found "dpo".'),
-        ("objective: {beta: 0}", "objective.beta: must be a number, above 0; found 0."),
+        ("objective: {loss: dpo}", f'objective.loss: must be one of {", ".join(OBJECTIVES)}; found "dpo".'),
+        ("objective: {beta: 0}", "objective.beta: must be a number, above 0, or null; found 0."),
         (
             "objective: {label_smoothing: 0.5}",
-            "objective.label_smoothing: must be a number, at least 0, below 0.5; found 0.5.",
+            "objective.label_smoothing: must be a number, at least 0, below 0.5, or null; found 0.5.",
+        ),
+        (
+            "objective: {divergence: 1.0}",
+            "objective.divergence: must be one of reverse_kl, forward_kl, jensen_shannon, or a number, above 0, below "
+            "1, or null; found 1.0.",
         ),
         ("run: {export: 1}", "run.export: must be true or false; found 1."),
         (
@@ -266,6 +272,9 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         ),
         (["data.truncation=keep_end"], "data.truncation", "Set data.max_length, or remove truncation."),
         (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
+        (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
+        (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "robust, exo_pair."),
+        (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
     ],
 )
 def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
@@ -292,6 +301,9 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["model.compute_dtype=float32", "layout.parallel=ddp"],
         ["data.truncation=keep_end", "data.max_length=128"],
         ["run.eval_every=10", "data.eval=e"],
+        ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
+        ["objective.loss=exo_pair"],
+        ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
     ],
 )
 def test_possible_combinations(file: Path, overrides: list[str]) -> None:

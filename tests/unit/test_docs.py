@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from isopref import objectives
 from isopref.config import starter
 from isopref.testing import matrix
 
@@ -10,6 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_config_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == starter.PAGE + starter.reference(), "run: make docs"
+
+
+def test_objectives_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "objectives.md").read_text() == objectives.page(), "run: make docs"
 
 
 def test_demo_config_is_the_shipped_one() -> None:

@@ -2,13 +2,12 @@
 
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 
 from isopref.evaluate import Evaluation, evaluate, source_labels
-from isopref.losses import sigmoid
+from isopref.losses import PairLoss, pair_loss
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 
@@ -33,14 +32,14 @@ def figures(
     *,
     policy: TableLogps = POLICY,
     sources: list[int] | None = None,
+    loss: PairLoss | None = None,
 ) -> Evaluation:
     return evaluate(
         policy,
         REF,
         LENGTHS,
         np.ones(4) if own is None else np.array(own),
-        loss=partial(sigmoid, beta=BETA),
-        beta=BETA,
+        loss=loss or pair_loss("sigmoid", beta=BETA),
         weighting=weighting,
         sources_N=None if sources is None else np.array(sources),
         source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
@@ -53,6 +52,23 @@ def test_the_loss_has_the_objectives_weighting(weighting: Weighting, own: list[f
     weights = [w * o for w, o in zip(WEIGHTS[weighting], own, strict=True)]
     expected = sum(w * loss for w, loss in zip(weights, LOSSES, strict=True)) / sum(weights)
     assert figures(weighting, own).loss.value == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("own", "nll"), [([1.0, 1.0, 1.0, 1.0], (4 + 6 + 5 + 1) / 11), ([2.0, 0.5, 1.0, 0.0], (8 + 3 + 5) / 11.5)]
+)
+def test_the_likelihood_of_chosen_tokens_is_added(own: list[float], nll: float) -> None:
+    added = figures("pair", own, loss=pair_loss("sigmoid", beta=BETA, nll_weight=0.3)).loss
+    plain = figures("pair", own).loss
+    assert added.value == pytest.approx(plain.value + 0.3 * nll, rel=1e-14)
+    assert added.low < added.value < added.high
+
+
+def test_rewards_of_a_loss_of_means() -> None:
+    found = figures(loss=pair_loss("ipo", beta=BETA))
+    # Chosen gains of 1, 0, -1, 2 over 4, 3, 2, 2 tokens; rejected -1, 1, -1, -1 over 4, 1, 6, 2.
+    assert found.reward_margin.value == pytest.approx(BETA * (0.5 - 1 - 1 / 3 + 1.5) / 4)
+    assert found.accuracy.value == (1 + 0 + 0 + 1) / 4
 
 
 @pytest.mark.parametrize("weighting", sorted(WEIGHTS))
@@ -93,7 +109,7 @@ def test_every_pair_is_in_one_quarter() -> None:
     rng = np.random.default_rng(3)
     lengths = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
     policy, ref = (TableLogps(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
-    found = evaluate(policy, ref, lengths, np.ones(101), loss=partial(sigmoid, beta=BETA), beta=BETA, weighting="pair")
+    found = evaluate(policy, ref, lengths, np.ones(101), loss=pair_loss("sigmoid", beta=BETA), weighting="pair")
     assert [bucket.quarter for bucket in found.by_length] == [1, 2, 3, 4]
     assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
     assert all(a.longest <= b.shortest for a, b in zip(found.by_length, found.by_length[1:], strict=False))
@@ -148,7 +164,7 @@ def many(count: int, seed: int, share: float = 0.7) -> Evaluation:
     lengths = rng.integers(1, 50, (count, 3))
     return evaluate(
         TableLogps(chosen, zero), TableLogps(zero, zero), lengths, np.ones(count),
-        loss=partial(sigmoid, beta=1.0), beta=1.0, weighting="token",
+        loss=pair_loss("sigmoid", beta=1.0), weighting="token",
     )  # fmt: skip
 
 

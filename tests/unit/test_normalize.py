@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isopref.normalize import Weighting, coefficients, pair_weights, share_of_loss
+from isopref.normalize import (
+    Weighting,
+    coefficients,
+    pair_weights,
+    share_of_loss,
+    token_coefficients,
+    token_weight,
+)
 from isopref.testing import oracle
 from isopref.types import IntArray, PairTokens
 
@@ -106,3 +113,12 @@ def test_an_empty_microbatch_adds_zero_and_keeps_a_gradient_path() -> None:
     assert share.item() == 0.0
     assert loss.grad is not None
     assert loss.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_mean_over_tokens_by_hand() -> None:
+    """Chosen answers of 40, 300, 30, 350 tokens; sums of -1, -2, -3, -4 nats; the second pair counts double."""
+    own, tokens = np.array([1.0, 2.0, 1.0, 1.0]), LENGTHS[:, 1]
+    share = token_coefficients(own, tokens)
+    assert float(share @ np.array([1.0, 2.0, 3.0, 4.0])) == pytest.approx((1 + 2 * 2 + 3 + 4) / (40 + 600 + 30 + 350))
+    parts = [token_coefficients(own[some], tokens[some], total=token_weight(own, tokens)) for some in ([0, 2], [1, 3])]
+    np.testing.assert_allclose(np.concatenate(parts), share[[0, 2, 1, 3]], rtol=1e-15)

@@ -40,15 +40,13 @@ class HeldOut:
 
     def of(self, policy: TableLogps) -> Evaluation:
         """The figures of a policy that was scored already."""
-        objective = self.run.config.objective
         return evaluate(
             policy,
             self.reference,
             self.table.lengths,
             self.table.weights,
             loss=self.run.loss,
-            beta=objective.beta,
-            weighting=objective.weighting,
+            weighting=self.run.config.objective.weighting,
             sources_N=self.table.sources,
             source_names=self.table.source_names,
         )

@@ -73,7 +73,7 @@ class Run:
     @property
     def loss(self) -> PairLoss:
         objective = self.config.objective
-        return pair_loss(objective.loss, beta=objective.beta, label_smoothing=objective.label_smoothing)
+        return pair_loss(objective.loss, nll_weight=objective.nll_weight, **objective.params)
 
 
 def open_folder(run: Run, resume: bool) -> None:

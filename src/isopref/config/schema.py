@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from isopref import objectives
+
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
 Text = Annotated[str, Field(min_length=1)]
@@ -21,7 +23,6 @@ Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 DType = Literal["float32", "bfloat16", "float64"]
-Loss = Literal["sigmoid"]  # the losses there are: a new one is added here and in losses.py
 Weighting = Literal["token", "completion", "pair"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
 Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
@@ -132,18 +133,45 @@ class DataConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    loss: Loss = Field(default="sigmoid", description="Loss of one pair. sigmoid: the loss of the DPO paper.")
-    beta: Positive = Field(
-        default=0.1, description="How strongly the model is held to the reference. Higher: it stays closer."
+    loss: objectives.Name = Field(
+        default="sigmoid",
+        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart.",
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="Share of the labels taken to be swapped (conservative DPO)."
+    beta: Positive | None = Field(
+        default=None,
+        description="How strongly the model is held to the reference; higher: it stays closer. For some losses a scale "
+        "of their own. null: the loss's default, which is 0.1 for sigmoid.",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
+        default=None,
+        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust and exo_pair. null: the "
+        "loss's default, which is 0 for sigmoid.",
+    )
+    gamma: NonNegative | None = Field(
+        default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] | Annotated[float, Field(gt=0, lt=1)] | None = (
+        Field(
+            default=None,
+            description="What holds the model to the reference; a number is the alpha of the alpha-divergence. For "
+            "sigmoid. null: reverse_kl, as in the DPO paper.",
+        )
+    )
+    nll_weight: NonNegative = Field(
+        default=0.0,
+        description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
+        "per token over the global batch (fine-tuning on them, as in RPO).",
     )
     weighting: Weighting = Field(
         default="token",
         description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
         "prompt included; completion: the tokens of its two answers; pair: 1, as in the DPO paper.",
     )
+
+    @property
+    def params(self) -> dict[str, float | str | None]:
+        """The parameters of the loss; None where its default is asked for."""
+        return {name: getattr(self, name) for name in ("beta", "label_smoothing", "gamma", "divergence")}
 
 
 class OptimConfig(Section):
@@ -289,6 +317,9 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"{data.truncation} does nothing without a limit. Set data.max_length, or remove truncation.",
         )
     yield from _source_conflicts(data)
+    told = {name: value for name, value in config.objective.params.items() if value is not None}
+    for name, what in objectives.problems(config.objective.loss, told):
+        yield f"objective.{name}", what
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",

@@ -1,8 +1,9 @@
 """Training metrics: sums on the device, one reduction over ranks on a step that logs, then one division.
 
 Each microbatch adds, for each metric, the values of its pairs times their share of the global batch (`train/loss` by
-the objective's weighting, all others each pair alike), so that the sum over microbatches and ranks is the mean over the
-batch. Between two logs the sums of the steps add up; what is logged is the mean over those steps.
+the objective's weighting, `train/nll` each chosen token alike, all others each pair alike), so that the sum over
+microbatches and ranks is the mean over the batch. Between two logs the sums of the steps add up; what is logged is the
+mean over those steps.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.engine.step import Work
-from isopref.losses import margin, rewards
+from isopref.losses import PairLoss
 from isopref.types import PairLogps
 
 NAMES = (
@@ -21,24 +22,25 @@ NAMES = (
     "rewards_rejected",
     "margin",
     "accuracy",
+    "nll",
 )
 # Not logged: what the first step is checked against.
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def microbatch_sums(
-    policy: PairLogps, ref: PairLogps, loss_P: Tensor, loss_at_reference_P: Tensor, *, beta: float, work: Work
-) -> Tensor:
+def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64."""
-    chosen, rejected = rewards(policy, ref, beta=beta)
-    margin_P = margin(policy, ref)
+    chosen, rejected = objective.gains(policy, ref)
+    margin_P = chosen - rejected
     right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
-    weighted = torch.stack([loss_P, loss_at_reference_P]).double() @ work.loss_share
-    values = [policy.chosen, policy.rejected, chosen, rejected, margin_P, right, gap]
+    nll = -torch.stack([policy.chosen, ref.chosen]).double() @ work.nll_share
+    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share + objective.nll_weight * nll
+    beta = objective.beta
+    values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share
-    return torch.cat([weighted[:1], means[:-1], weighted[1:], means[-1:]])
+    return torch.cat([weighted[:1], means[:-1], nll[:1], weighted[1:], means[-1:]])
 
 
 class MetricWindow:

@@ -18,8 +18,8 @@ from isopref.data.packing import padded_tokens
 from isopref.data.rows import build_microbatch
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, DataError
-from isopref.normalize import Weighting, coefficients, pair_weights
-from isopref.types import FloatArray, IntArray, PairTokens
+from isopref.normalize import Weighting, coefficients, pair_weights, token_coefficients, token_weight
+from isopref.types import CHOSEN, FloatArray, IntArray, PairTokens
 
 IGNORE_INDEX = -100
 SIDES = ("chosen", "rejected")
@@ -107,10 +107,13 @@ def padded_to_step(
     pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
     lengths = [np.array([[len(part) for part in pair] for pair in some]) for some in pairs]
-    weights = [pair_weights(one, weighting, _own(piece)) for one, piece in zip(lengths, pieces, strict=True)]
+    owns = [_own(piece) for piece in pieces]
+    weights = [pair_weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
+    chosen = sum(token_weight(own, one[:, CHOSEN]) for one, own in zip(lengths, owns, strict=True))
     slots = sum(padded_tokens(one, "padded") for one in lengths)
-    mine = [float(sum(one.sum() for one in weights)), sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
-    (total, num_pairs, num_tokens, num_slots), (num_microbatches, widest) = _over_ranks(
+    weight = float(sum(one.sum() for one in weights))
+    mine = [weight, chosen, sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
+    (total, total_chosen, num_pairs, num_tokens, num_slots), (num_microbatches, widest) = _over_ranks(
         mine, [len(pieces), width], device
     )
     if not num_pairs:
@@ -126,8 +129,9 @@ def padded_to_step(
             piece["index"],
             torch.from_numpy(coefficients(weight, total=total)),
             torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
+            torch.from_numpy(token_coefficients(own, one[:, CHOSEN], total=total_chosen)),
         )
-        for some, piece, weight in zip(pairs, pieces, weights, strict=True)
+        for some, piece, weight, own, one in zip(pairs, pieces, weights, owns, lengths, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
     return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
@@ -143,7 +147,7 @@ def _own(piece: Mapping[str, Tensor]) -> FloatArray:
 
 def _filler() -> Work:
     nothing = torch.zeros(0, dtype=torch.float64)
-    return Work(build_microbatch([], "padded"), nothing.long(), nothing, nothing)
+    return Work(build_microbatch([], "padded"), nothing.long(), nothing, nothing, nothing)
 
 
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from isopref.data import packing
 from isopref.data.rows import FILLER_TOKENS, build_microbatch
 from isopref.data.table import PairTable
-from isopref.normalize import Weighting, coefficients, pair_weights
+from isopref.normalize import Weighting, coefficients, pair_weights, token_coefficients
 from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch, moved
 
 
@@ -25,6 +25,7 @@ class Work:
     index: Tensor  # P: which pair of the table, to look up the reference
     loss_share: Tensor  # P: coefficient in the loss; they sum to one over the global batch
     mean_share: Tensor  # P: one over the pairs of the global batch
+    nll_share: Tensor  # P: what the chosen answer counts for in a mean over the chosen tokens of the global batch
 
     def to(self, device: torch.device) -> "Work":
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -58,12 +59,14 @@ def build_step(
     lengths = table.lengths[index]
     loss_share = coefficients(pair_weights(lengths, weighting, table.weights[index]))
     mean_share = coefficients(np.ones(len(index)))
+    nll_share = token_coefficients(table.weights[index], lengths[:, CHOSEN])
     work = [
         Work(
             build_microbatch([table.tokens(int(i)) for i in index[group]], kind),
             torch.from_numpy(index[group]),
             torch.from_numpy(loss_share[group]),
             torch.from_numpy(mean_share[group]),
+            torch.from_numpy(nll_share[group]),
         )
         for group in (np.asarray(group, np.int64) for group in plan[rank])
     ]

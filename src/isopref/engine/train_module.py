@@ -40,9 +40,10 @@ class DPOTrainModule(TrainModule):
     :param objective: one loss per pair, from `isopref.losses.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
     :param weighting: what a pair counts for in the loss.
-    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up.
+    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. None for an
+        objective without a reference.
     :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
-    :param check_first_step: stop if policy and reference differ before the first update.
+    :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
     :param compute_dtype: what the model computes in, where that is not its weights' dtype.
     """
 
@@ -53,7 +54,7 @@ class DPOTrainModule(TrainModule):
         *,
         objective: PairLoss,
         rank_microbatch_size: int,
-        reference: TableLogps,
+        reference: TableLogps | None = None,
         weighting: Weighting = "token",
         scheduler: Scheduler | None = None,
         max_grad_norm: float | None = None,
@@ -74,14 +75,12 @@ class DPOTrainModule(TrainModule):
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
         self.grad_sync: GradSync = grad_sync
-        self.check_first_step = check_first_step
+        self.check_first_step = check_first_step and objective.needs_reference
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.device = next(model.parameters()).device
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
-        self.reference_2N = torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(
-            self.device
-        )
+        self.reference_2N = self._table(reference)
         self._window = MetricWindow(self.device)
 
     def _check_model(self) -> None:
@@ -98,6 +97,16 @@ class DPOTrainModule(TrainModule):
                 "the optimizer holds parameters that are not the model's, and would train nothing. Make it after "
                 "parallelize, from what that returned."
             )
+
+    def _table(self, reference: TableLogps | None) -> Tensor | None:
+        if not self.objective.needs_reference:
+            return None
+        if reference is None:
+            raise ConfigError(
+                "the objective compares with a reference, but `reference` is None. Pass what score_table returns for "
+                "it, or take an objective without one, such as pair_loss('simpo')."
+            )
+        return torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(self.device)
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
@@ -136,12 +145,20 @@ class DPOTrainModule(TrainModule):
         policy = score(self.model, work.microbatch)
         ref = self._reference(policy, work.index)
         loss_P = self.objective(policy, ref)
-        share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks).backward()
+        share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
+        if self.objective.nll_weight:
+            nll = share_of_loss(-policy.chosen, work.nll_share, num_ranks=self.num_ranks)
+            share = share + self.objective.nll_weight * nll
+        share.backward()
         with torch.no_grad():
-            return microbatch_sums(policy, ref, loss_P, self.objective(ref, ref), beta=self.objective.beta, work=work)
+            return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
-        chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
+        """What the policy is compared with; zeros stand for a reference that there is not."""
+        if self.reference_2N is None:
+            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
+        else:
+            chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
         return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
 
     def _logs_now(self) -> bool:

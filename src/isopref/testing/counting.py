@@ -99,9 +99,7 @@ def counted(model: torch.nn.Module) -> Iterator[Counter[str]]:
 
 def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
     """One training step of a cell: its collectives, host reads and microbatches, on a step that logs or not."""
-    module, trainer = build_module(
-        cell, expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)[3]
-    )
+    module, trainer = build_module(cell, expected(cell)[3])
     trainer.record_metric = lambda *_args, **_kwargs: None  # type: ignore[method-assign]  # ours reads values; the engine waits
     trainer.metrics_collect_interval = 1 if logs else 10
     table = PairTable.from_tokens(batch(cell.num_pairs)[0])
@@ -117,9 +115,7 @@ def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
 
 def dry_run_traces(cell: Cell) -> list[str]:
     """What a dry run leaves behind; nothing, if all is well."""
-    module, trainer = build_module(
-        cell, expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)[3]
-    )
+    module, trainer = build_module(cell, expected(cell)[3])
     before = [p.detach().clone() for p in module.model.parameters()]
     random = torch.get_rng_state()
     table = PairTable.from_tokens(batch(cell.num_pairs)[0])
@@ -136,7 +132,7 @@ def dry_run_traces(cell: Cell) -> list[str]:
 
 def padded_gradient_error(cell: Cell, shares: list[list[int]], rank_microbatch_size: int) -> float:
     """A padded batch of OLMo-core's form, `shares[rank]` on each rank, against the oracle."""
-    loss, gradient, _, reference = expected(cell.architecture, cell.dtype, cell.weighting, False, cell.num_pairs)
+    loss, gradient, _, reference = expected(cell)
     module, trainer = build_module(cell, reference)
     module.rank_microbatch_size = rank_microbatch_size
     module.train_batch(padded_batch(shares[dist.get_rank() if cell.ranks > 1 else 0], cell.num_pairs))

@@ -23,10 +23,10 @@ from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 from isopref.testing import oracle
+from isopref.testing.equations import CASES, by_equation
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.types import PairLogps, PairTokens
 
-BETA, SMOOTHING = 0.3, 0.1
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
 
@@ -48,6 +48,8 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
+    objective: str = "sigmoid"  # of equations.CASES
+    nll_weight: float = 0.0
 
     def __str__(self) -> str:
         default = Cell()
@@ -86,50 +88,76 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
-@cache
-def expected(
-    architecture: str, dtype: str, weighting: Weighting, own_weights: bool, num_pairs: int
-) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
+def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
+    return _expected(
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
+        *(cell.objective, cell.nll_weight),
+    )
+
+
+@cache
+def _expected(
+    architecture: str,
+    dtype: str,
+    weighting: Weighting,
+    own_weights: bool,
+    num_pairs: int,
+    objective: str,
+    nll_weight: float,
+) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
-    model = tiny_model(architecture, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        ref = oracle.pair_logps(tiny_model(architecture, dtype=getattr(torch, dtype), seed=1), pairs)
-        policy = oracle.pair_logps(model, pairs)
-    weight = oracle.weights(pairs, weighting, own if own_weights else None)
-    loss, gradient = oracle.whole_batch(model, pairs, pair_objective(), ref, weight)
+    model, policy, ref = _scored(architecture, dtype, num_pairs)
+    told = own if own_weights else None
+    nll = oracle.token_nll(policy, told)
+    loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), oracle.weights(pairs, weighting, told))
+    loss = loss + nll_weight * nll
     return (
-        float(loss),
-        gradient,
-        _metrics(policy, ref),
+        float(loss.detach()),
+        oracle.gradient(model, loss, again=True),
+        {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())},
         TableLogps(ref.chosen.double().numpy(), ref.rejected.double().numpy()),
     )
 
 
-def pair_objective() -> PairLoss:
-    """The objective all cells have."""
-    return pair_loss("sigmoid", beta=BETA, label_smoothing=SMOOTHING)
+@cache
+def _scored(architecture: str, dtype: str, num_pairs: int) -> tuple[nn.Module, PairLogps, PairLogps]:
+    """A model, its log-probabilities of the batch with their graph, and those of the reference."""
+    pairs, _ = batch(num_pairs)
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
+    with torch.no_grad():
+        ref = oracle.pair_logps(other, pairs)
+    return model, oracle.pair_logps(model, pairs), ref
 
 
-def _metrics(policy: PairLogps, ref: PairLogps) -> dict[str, float]:
+def pair_objective(case: str = "sigmoid", nll_weight: float = 0.0) -> PairLoss:
+    """The objective of a cell."""
+    name, params = CASES[case]
+    return pair_loss(name, nll_weight=nll_weight, **params)
+
+
+def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
     """Means over pairs, by their definitions."""
-    chosen, rejected = policy.chosen - ref.chosen, policy.rejected - ref.rejected
+    name, params = CASES[objective]
+    chosen, rejected = policy.chosen, policy.rejected
+    if name not in ("simpo", "orpo", "cpo"):
+        chosen, rejected = chosen - ref.chosen, rejected - ref.rejected
+    if name in ("dpo_norm", "ipo", "simpo", "orpo"):
+        chosen, rejected = chosen / policy.num_chosen, rejected / policy.num_rejected
     values = {
         "logps_chosen": policy.chosen,
         "logps_rejected": policy.rejected,
-        "rewards_chosen": BETA * chosen,
-        "rewards_rejected": BETA * rejected,
+        "rewards_chosen": params["beta"] * chosen,
+        "rewards_rejected": params["beta"] * rejected,
         "margin": chosen - rejected,
         "accuracy": (chosen > rejected).double(),
     }
-    return {f"train/{name}": float(value.double().mean()) for name, value in values.items()}
+    return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 
 
 def measure(cell: Cell) -> Found:
     """Run a cell on this rank (all ranks of the cell call this together)."""
-    loss, gradient, metrics, reference = expected(
-        cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs
-    )
+    loss, gradient, metrics, reference = expected(cell)
     module, trainer = build_module(cell, reference)
     rank = dist.get_rank() if cell.ranks > 1 else 0
     pairs, own = batch(cell.num_pairs)
@@ -141,7 +169,7 @@ def measure(cell: Cell) -> Found:
     worst = max(abs(trainer.metrics[name] - value) / max(1.0, abs(value)) for name, value in metrics.items())
     return Found(
         gradient_error=oracle.relative_error(found, gradient),
-        loss_error=abs(trainer.metrics["train/loss"] - loss) / loss,
+        loss_error=abs(trainer.metrics["train/loss"] - loss) / abs(loss),
         metric_error=worst,
         metrics=trainer.metrics,
     )
@@ -157,7 +185,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=pair_objective(),
+        objective=pair_objective(cell.objective, cell.nll_weight),
         rank_microbatch_size=4096,
         reference=reference,
         weighting=cell.weighting,

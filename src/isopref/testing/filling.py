@@ -116,14 +116,12 @@ def evaluate_on_ranks(rows: RowKind) -> Evaluation:
     other = Policy(tiny_model("gpt2", dtype=torch.float64, seed=1))
     new, old = (score_table(one, table(), Budget(rows, 300), device=CPU) for one in (other, policy()))
     sources = np.arange(NUM_PAIRS) % 2
-    objective = pair_loss("sigmoid", beta=0.3)
     return evaluate(
         new,
         old,
         table().lengths,
         table().weights,
-        loss=objective,
-        beta=0.3,
+        loss=pair_loss("sigmoid", beta=0.3),
         weighting="token",
         sources_N=sources,
         source_names=("even", "odd"),

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from isopref.testing.exactness import KINDS, Cell, Found, measure
+from isopref.normalize import Weighting
+from isopref.testing.equations import CASES
+from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
 # Largest relative error of the gradient, by how a model computes.
@@ -39,6 +42,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_full(base)))
         found.update(dict.fromkeys(_one_by_one(base)))
         found.update(dict.fromkeys(_architectures(base)))
+        found.update(dict.fromkeys(_objectives(base)))
     return list(found)
 
 
@@ -57,11 +61,14 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, reverse=True)
         yield replace(kind, own_weights=True)
         yield replace(kind, own_weights=True, weighting="pair")
+        yield replace(kind, nll_weight=0.7, cut="pair")
+        yield replace(kind, nll_weight=0.7, own_weights=True, weighting="pair")
         yield replace(kind, checkpointing=True)
         yield replace(kind, grad_sync="every", cut="pair")
         yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
         if base.ranks > 1:
             yield replace(kind, split="uneven")
+            yield replace(kind, split="uneven", nll_weight=0.7)
             yield replace(kind, split="idle")
 
 
@@ -76,6 +83,22 @@ def _architectures(base: Cell) -> Iterator[Cell]:
             yield replace(model, rows=rows)
             yield replace(model, rows=rows, cut="pair", weighting="pair", own_weights=True, grad_sync="every")
             yield replace(model, rows=rows, cut="whole", weighting="completion", checkpointing=True, num_pairs=3)
+
+
+def _objectives(base: Cell) -> Iterator[Cell]:
+    """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    for n, objective in enumerate(CASES):
+        for turn in range(3) if base.ranks == 1 else [n % 3]:
+            yield replace(
+                base,
+                objective=objective,
+                rows=KINDS[(n + turn) % len(KINDS)],
+                cut=cuts[turn],
+                weighting=weightings[(n + turn) % len(weightings)],
+                split="uneven" if base.ranks > 1 and turn == 2 else "plan",
+            )
 
 
 def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
@@ -123,8 +146,9 @@ One global batch of eight pairs (three for the short batch) goes through the tra
 rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
-weighted by token, completion and pair, with and without weights of their own. The oracle computes one sequence at a
-time with the model's own forward pass, and sums by the definition.
+weighted by token, completion and pair, with and without weights of their own; every objective in some of these
+layouts, and the likelihood of chosen answers added. The oracle computes one sequence at a time with the model's own
+forward pass, takes each objective from its paper's equation once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

@@ -52,6 +52,23 @@ def rank_local_denominator() -> Iterator[None]:
 
 
 @contextmanager
+def token_mean_of_each_microbatch() -> Iterator[None]:
+    """The likelihood of chosen answers is a mean over the tokens of a microbatch, and these means count the same."""
+
+    build = step.build_step
+
+    def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
+        whole = build(table, index, plan, kind, weighting, rank=rank)
+        for work in whole.work:
+            num_tokens = int(work.microbatch.num_completion_tokens[0].sum())
+            work.nll_share.fill_(1 / max(1, num_tokens) / (len(whole.work) * len(plan)))
+        return whole
+
+    with patch("isopref.testing.exactness.build_step", local):
+        yield
+
+
+@contextmanager
 def dropped_last_batch() -> Iterator[None]:
     """A short last batch is thrown away."""
     with patch.object(schedule, "num_batches", lambda num_pairs, batch_pairs: num_pairs // batch_pairs):
@@ -81,7 +98,16 @@ def leaking_attention() -> Iterator[None]:
         yield
 
 
-GRADIENT = {m.__name__: m for m in (mean_of_means, token_share_of_pair_mean, rank_local_denominator, leaking_attention)}
+GRADIENT = {
+    m.__name__: m
+    for m in (
+        mean_of_means,
+        token_share_of_pair_mean,
+        rank_local_denominator,
+        token_mean_of_each_microbatch,
+        leaking_attention,
+    )
+}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 

@@ -49,10 +49,16 @@ def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
     return (loss_P.double() * weight).sum() / weight.sum()
 
 
-def gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """dL/dparameter by name; zero where a parameter takes no part."""
+def token_nll(policy: PairLogps, own: Sequence[float] | None = None) -> Tensor:
+    """-sum v_p log pi(c_p) / sum v_p n_p: the negative log-likelihood of a chosen token, each pair's v_p times."""
+    v = torch.ones(len(policy.chosen)).double() if own is None else torch.tensor(own, dtype=torch.float64)
+    return -(v * policy.chosen.double()).sum() / (v * policy.num_chosen).sum()
+
+
+def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> dict[str, Tensor]:
+    """dL/dparameter by name; zero where a parameter takes no part. `again`: log-probabilities are used once more."""
     names, params = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=again)
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads, strict=True)}
 
 

@@ -1,0 +1,175 @@
+"""Every objective once more, straight from its paper: one pair at a time, in plain exponentials and logarithms.
+
+Shares nothing with losses.py and is not safe far out. Numbers are scalar tensors in float64, so that the oracle can
+differentiate what it computes here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopref.types import PairLogps
+
+
+@dataclass(frozen=True)
+class Answer:
+    """log pi(y|x) and log ref(y|x), and the number of tokens of y."""
+
+    policy: Tensor
+    ref: Tensor
+    tokens: int
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi(y|x) / ref(y|x)."""
+        return torch.exp(self.policy) / torch.exp(self.ref)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.policy - self.ref
+
+    @property
+    def likelihood(self) -> Tensor:
+        """The geometric mean of the probabilities of the tokens of y."""
+        return torch.exp(self.policy / self.tokens)
+
+
+def sigma(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def bradley_terry(difference: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of the preference for chosen, sigma(difference), with labels (1 - smoothing, smoothing)."""
+    return -(1 - smoothing) * torch.log(sigma(difference)) - smoothing * torch.log(1 - sigma(difference))
+
+
+def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, divergence: str | float) -> Tensor:
+    def slope(u: Tensor) -> Tensor:  # f'(u) in table 1 of f-DPO
+        if divergence == "reverse_kl":
+            return torch.log(u) + 1
+        if divergence == "forward_kl":
+            return -1 / u
+        if divergence == "jensen_shannon":
+            return torch.log(2 * u / (1 + u))
+        return (1 - u ** -float(divergence)) / float(divergence)
+
+    return bradley_terry(beta * slope(c.ratio) - beta * slope(r.ratio), label_smoothing)
+
+
+def dpo_norm(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
+    return bradley_terry(beta / c.tokens * c.log_ratio - beta / r.tokens * r.log_ratio, label_smoothing)
+
+
+def robust(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
+    kept = -torch.log(sigma(beta * (c.log_ratio - r.log_ratio)))
+    swapped = -torch.log(sigma(beta * (r.log_ratio - c.log_ratio)))
+    return ((1 - label_smoothing) * kept - label_smoothing * swapped) / (1 - 2 * label_smoothing)
+
+
+def hinge(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    short = 1 - (beta * c.log_ratio - beta * r.log_ratio)
+    return short if short > 0 else 0 * short
+
+
+def ipo(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    return (c.log_ratio / c.tokens - r.log_ratio / r.tokens - 0.5 / beta) ** 2
+
+
+def ipo_sum(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    return (torch.log(c.ratio / r.ratio) - 0.5 / beta) ** 2
+
+
+def exo_pair(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
+    powers = [answer.ratio**beta for answer in (c, r)]
+    labels = [1 - label_smoothing, label_smoothing]
+    shares = [power / (powers[0] + powers[1]) for power in powers]
+    return sum((q * torch.log(q / p) for q, p in zip(shares, labels, strict=True)), torch.zeros(()))
+
+
+def nca_pair(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    loss = torch.zeros((), dtype=torch.float64)
+    for answer, preference in ((c, 1.0), (r, 0.0)):
+        reward = beta * answer.log_ratio
+        loss = loss - preference * torch.log(sigma(reward)) - torch.log(sigma(-reward)) / 2
+    return loss
+
+
+def sppo_hard(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    eta = 1 / beta
+    return (torch.log(c.ratio) - eta * (1 - 0.5)) ** 2 + (torch.log(r.ratio) - eta * (0 - 0.5)) ** 2
+
+
+def apo_zero(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    return -sigma(beta * c.log_ratio) + sigma(beta * r.log_ratio) + 1  # the constant keeps it above zero
+
+
+def apo_down(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    return sigma(beta * c.log_ratio) - sigma(beta * (c.log_ratio - r.log_ratio)) + 1
+
+
+def discopop(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    rho = beta * (c.log_ratio - r.log_ratio)
+    share = sigma(rho / 0.05)
+    return (1 - share) * torch.log(1 + torch.exp(-rho)) + share * torch.exp(-rho)
+
+
+def simpo(c: Answer, r: Answer, *, beta: float, gamma: float) -> Tensor:
+    return -torch.log(sigma(beta / c.tokens * c.policy - beta / r.tokens * r.policy - gamma))
+
+
+def orpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    odds = [answer.likelihood / (1 - answer.likelihood) for answer in (c, r)]
+    return -torch.log(c.likelihood) - beta * torch.log(sigma(torch.log(odds[0] / odds[1])))
+
+
+def cpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
+    return -torch.log(sigma(beta * c.policy - beta * r.policy)) - torch.log(c.likelihood)
+
+
+EQUATIONS: dict[str, Callable[..., Tensor]] = {
+    equation.__name__: equation
+    for equation in (
+        *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
+        *(simpo, orpo, cpo),
+    )
+}
+
+
+def by_equation(name: str, params: dict[str, Any]) -> Callable[[PairLogps, PairLogps], Tensor]:
+    """The objective as the oracle takes it: the losses of all pairs, each computed alone."""
+
+    def losses(policy: PairLogps, ref: PairLogps) -> Tensor:
+        each = []
+        for p in range(len(policy.chosen)):
+            chosen = Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p]))
+            rejected = Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p]))
+            each.append(EQUATIONS[name](chosen, rejected, **params))
+        return torch.stack(each)
+
+    return losses
+
+
+# By label; at least one for every objective: parameters under which a batch of the matrix is neither flat nor far out.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sigmoid": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": "reverse_kl"}),
+    "forward_kl": ("sigmoid", {"beta": 2e-4, "label_smoothing": 0.0, "divergence": "forward_kl"}),
+    "jensen_shannon": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.0, "divergence": "jensen_shannon"}),
+    "alpha": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": 0.4}),
+    "dpo_norm": ("dpo_norm", {"beta": 3.0, "label_smoothing": 0.1}),
+    "robust": ("robust", {"beta": 0.3, "label_smoothing": 0.2}),
+    "hinge": ("hinge", {"beta": 0.3}),
+    "ipo": ("ipo", {"beta": 0.7}),
+    "ipo_sum": ("ipo_sum", {"beta": 0.1}),
+    "exo_pair": ("exo_pair", {"beta": 0.3, "label_smoothing": 0.02}),
+    "nca_pair": ("nca_pair", {"beta": 0.3}),
+    "sppo_hard": ("sppo_hard", {"beta": 0.2}),
+    "apo_zero": ("apo_zero", {"beta": 0.3}),
+    "apo_down": ("apo_down", {"beta": 0.3}),
+    "discopop": ("discopop", {"beta": 0.1}),
+    "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}),
+    "orpo": ("orpo", {"beta": 0.5}),
+    "cpo": ("cpo", {"beta": 0.2}),
+}

@@ -1,0 +1,60 @@
+"""Objectives from the command line: by hand, under other layouts, refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import MakeProject, Project
+
+SHORT = ("optim.max_steps=4", "run.export=false")
+
+
+@pytest.fixture(scope="module")
+def shared(make_project: MakeProject) -> Project:
+    return make_project()
+
+
+def test_simpo_and_the_likelihood_term_by_hand(
+    shared: Project, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, float]]]
+) -> None:
+    run = shared.train(
+        str(tmp_path / "run"), "objective.loss=simpo", "objective.gamma=0.4", "objective.nll_weight=0.3",
+        "optim.batch_pairs=1", "data.eval=null", *SHORT,
+    )  # fmt: skip
+    for line in read_metrics(run):  # one pair a batch; beta is simpo's default
+        preference = math.log1p(math.exp(0.4 - 2.0 * line["train/margin"]))
+        assert line["train/loss"] == pytest.approx(preference + 0.3 * line["train/nll"], rel=1e-5)
+        assert line["train/rewards_chosen"] == pytest.approx(-2.0 * line["train/nll"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ["objective.loss=orpo"],
+        ["objective.loss=ipo", "objective.nll_weight=0.5"],
+        ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
+    ],
+)
+def test_a_layout_changes_no_step(
+    shared: Project, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, float]]], objective: list[str]
+) -> None:
+    layouts = [["layout.rows=shared"], ["layout.rows=padded_separate", "layout.microbatch_pairs=1"]]
+    runs = [shared.train(str(tmp_path / str(n)), *objective, *SHORT, *layout) for n, layout in enumerate(layouts)]
+    one, other = ([line["train/loss"] for line in read_metrics(run) if "train/loss" in line] for run in runs)
+    assert len(set(one)) == 4  # it trains
+    assert other == pytest.approx(one, rel=1e-6)
+    held_out = [json.loads((run / "evaluation.json").read_text())["after"]["loss"]["value"] for run in runs]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
+
+
+def test_a_parameter_of_another_loss_is_refused(shared: Project) -> None:
+    message = shared.refused("run", "objective.loss=hinge", "objective.gamma=1")
+    assert "objective.gamma: 1.0 does nothing with objective.loss: hinge, which takes beta. Remove gamma, or" in message
+    assert not (shared.folder / "run").exists()

@@ -1,0 +1,146 @@
+"""A second opinion: TRL's losses on the same log-probabilities, one pair at a time. Skips where TRL is not installed.
+
+docs/objectives.md names where the two differ; what differs is not compared here, or is compared as it should be.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isopref.losses import pair_loss
+from isopref.types import PairLogps
+
+pytest.importorskip("trl")
+
+NUM_PAIRS = 6
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    """The tokens' log-probabilities of chosen and rejected answers under the policy."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(2, 9, (NUM_PAIRS, 2), generator=generator).tolist()
+    return [(_tokens(chosen, generator), _tokens(rejected, generator)) for chosen, rejected in sizes]
+
+
+def _tokens(count: int, generator: torch.Generator) -> Tensor:
+    return -2 * torch.rand(count, generator=generator, dtype=torch.float32)
+
+
+def reference(pair: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
+    return pair[0].sum() - 1.5 + 0.6 * number, pair[1].sum() + 1.0 - 0.5 * number
+
+
+def same(value: Tensor) -> Tensor:
+    return value
+
+
+def by_trl(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], loss_type: str, **settings: Any) -> float:
+    """What DPOTrainer computes for a batch of one pair, behind a prompt of two tokens, with a model that is a table."""
+    from trl import DPOTrainer
+
+    longest = max(map(len, pair))
+    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in pair])
+    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in pair])
+    nothing = torch.zeros_like(logps)
+    outputs = SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
+        args=SimpleNamespace(discopop_tau=0.05),
+        _metrics={"train": defaultdict(list)},
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        **{"f_divergence_type": "reverse_kl", "label_smoothing": 0.0, "f_alpha_divergence_coef": 0.5, **settings},
+    )
+    inputs = {
+        "input_ids": torch.ones_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "ref_chosen_logps": ref[0][None],
+        "ref_rejected_logps": ref[1][None],
+    }
+    return float(DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False))
+
+
+def ours(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], name: str, **params: Any) -> float:
+    tokens = [torch.tensor([len(one)]) for one in pair]
+    policy = PairLogps(pair[0].sum()[None], pair[1].sum()[None], *tokens)
+    return float(pair_loss(name, **params)(policy, PairLogps(ref[0][None], ref[1][None], *tokens)))
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_type", "params", "settings"),
+    [
+        ("sigmoid", "sigmoid", {"beta": 0.3}, {}),
+        ("sigmoid", "sigmoid", {"beta": 0.3, "divergence": "forward_kl"}, {"f_divergence_type": "forward_kl"}),
+        ("sigmoid", "sigmoid", {"beta": 0.3, "divergence": "jensen_shannon"}, {"f_divergence_type": "js_divergence"}),
+        (  # TRL's coefficient is 1 - alpha
+            *("sigmoid", "sigmoid", {"beta": 0.3, "divergence": 0.3}),
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},
+        ),
+        ("dpo_norm", "sigmoid_norm", {"beta": 2.0}, {}),
+        ("robust", "robust", {"beta": 0.3, "label_smoothing": 0.2}, {"label_smoothing": 0.2}),
+        ("hinge", "hinge", {"beta": 0.3}, {}),
+        ("ipo", "ipo", {"beta": 0.3}, {}),
+        ("exo_pair", "exo_pair", {"beta": 0.3, "label_smoothing": 0.01}, {"label_smoothing": 0.01}),
+        ("nca_pair", "nca_pair", {"beta": 0.3}, {}),
+        ("sppo_hard", "sppo_hard", {"beta": 0.3}, {}),
+        ("apo_zero", "apo_zero", {"beta": 0.3}, {}),
+        ("apo_down", "apo_down", {"beta": 0.3}, {}),
+        ("discopop", "discopop", {"beta": 0.3}, {}),
+    ],
+)
+def test_with_a_reference(name: str, loss_type: str, params: dict[str, Any], settings: dict[str, Any]) -> None:
+    for number, pair in enumerate(pairs()):
+        ref = reference(pair, number)
+        expected = by_trl(pair, ref, loss_type, beta=params["beta"], **settings)
+        assert ours(pair, ref, name, **params) == pytest.approx(expected, rel=1e-5, abs=1e-6), number
+
+
+def test_label_smoothing_that_trl_leaves_out() -> None:
+    pair = pairs()[0]
+    ref = reference(pair, 0)
+    plain, smoothed = (by_trl(pair, ref, "sigmoid", beta=0.3, label_smoothing=e) for e in (0.0, 0.2))
+    assert plain == smoothed
+    assert ours(pair, ref, "sigmoid", beta=0.3) == pytest.approx(plain, rel=1e-6)
+    assert ours(pair, ref, "sigmoid", beta=0.3, label_smoothing=0.2) != pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["simpo", "cpo"])
+def test_cpo_and_simpo(name: str) -> None:
+    from trl.experimental.cpo import CPOTrainer
+
+    for number, pair in enumerate(pairs()):
+        if name == "simpo":
+            settings: dict[str, Any] = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7}
+            means = [one.mean() for one in pair]
+            found = ours(pair, reference(pair, number), "simpo", beta=2.0, gamma=0.7)
+        else:  # TRL adds the likelihood elsewhere, as a mean over tokens
+            settings = {"loss_type": "sigmoid", "beta": 0.3}
+            means = [one.sum() for one in pair]
+            found = ours(pair, reference(pair, number), "cpo", beta=0.3) + float(pair[0].mean())
+        trainer = SimpleNamespace(alpha=0.0, label_smoothing=0.0, accelerator=SimpleNamespace(device="cpu"), **settings)
+        expected, *_ = CPOTrainer.cpo_loss(trainer, *means)
+        assert found == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+
+
+def test_orpo() -> None:
+    from trl.experimental.orpo import ORPOTrainer
+
+    trainer = SimpleNamespace(beta=0.4, accelerator=SimpleNamespace(device="cpu"))
+    for number, pair in enumerate(pairs()):
+        ratio, *_ = ORPOTrainer.odds_ratio_loss(
+            trainer, pair[0].mean(), pair[1].mean()
+        )  # TRL subtracts it from the NLL
+        expected = -float(pair[0].mean()) - float(ratio)
+        assert ours(pair, reference(pair, number), "orpo", beta=0.4) == pytest.approx(expected, rel=1e-5)
