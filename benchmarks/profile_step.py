@@ -18,7 +18,7 @@ import torch
 from olmo_core.train.callbacks import Callback
 from ready import Ready, ready_trainer
 from torch.profiler import ProfilerActivity, profile
-from vs_trl import CELLS, Clock, _EngineClock
+from vs_trl import CELLS, Clock, EngineClock
 
 KINDS = {  # by what a kernel's name contains, first match
     "attention": ("flash", "fmha", "varlen"),
@@ -90,7 +90,7 @@ def main() -> None:
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
         clock, spy = Clock(), _Profile(cell.warmup + cell.steps)
-        ready.trainer.add_callback("clock", _EngineClock(clock))
+        ready.trainer.add_callback("clock", EngineClock(clock))
         ready.trainer.add_callback("profile", spy)
         ready.trainer.fit()
         clock.ends.pop()  # the profiled step

@@ -62,7 +62,7 @@ class Clock:
         return {"pairs_per_s": cell.batch_pairs / seconds, "step_s": seconds, "peak_memory_gib": memory}
 
 
-class _EngineClock(Callback):
+class EngineClock(Callback):
     def __init__(self, clock: Clock):
         self.clock = clock
 
@@ -73,7 +73,7 @@ class _EngineClock(Callback):
         self.clock.tick()
 
 
-class _PeerClock(TrainerCallback):
+class PeerClock(TrainerCallback):
     def __init__(self, clock: Clock):
         self.clock = clock
 
@@ -87,7 +87,7 @@ class _PeerClock(TrainerCallback):
 def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
     with ready_trainer(cell, mixed=mixed, layout=overrides) as ready:
         clock = Clock()
-        ready.trainer.add_callback("clock", _EngineClock(clock))
+        ready.trainer.add_callback("clock", EngineClock(clock))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
@@ -145,7 +145,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
             args=args,
             train_dataset=Dataset.from_dict(columns),
             processing_class=byte_tokenizer(),
-            callbacks=[_PeerClock(clock)],
+            callbacks=[PeerClock(clock)],
         )
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -54,13 +54,13 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=8, **WIDE)).to(CUDA)
     table = PairTable.from_tokens(random_pairs(300, seed=1, longest=120))
     fits = {
-        name: fit_memory(policy, policy, table, "shared", grad_sync="last", layers=layers, tokens=None)
+        name: fit_memory(policy, table, "shared", grad_sync="last", layers=layers, tokens=None)
         for name, layers in {"none": (0, 0), "full": (8, 8), "auto": (0, 8)}.items()
     }
     assert fits["auto"].layers == 0  # there is room
     assert fits["full"].layers == 8
     for layers in (0, 8):
-        line = _measure(policy, policy, table, "shared", "last", layers)
+        line = _measure(policy, table, "shared", "last", layers)
         assert line is not None
         row = build_microbatch([table.tokens(i) for i in range(len(table))], "shared")
         tokens = row.passes[0].input_ids.shape[1]

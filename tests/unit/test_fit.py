@@ -115,7 +115,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Policy:
 
 
 def fitted(policy: Policy, table: PairTable) -> Fit:
-    return fit.fit_memory(policy, policy, table, "shared", grad_sync="last", layers=(0, 0), tokens=None)
+    return fit.fit_memory(policy, table, "shared", grad_sync="last", layers=(0, 0), tokens=None)
 
 
 @pytest.mark.parametrize("longest", [9, 1500])

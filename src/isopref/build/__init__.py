@@ -41,7 +41,10 @@ def fill_cache(config: Config, *, name: str) -> None:
         quiet_libraries()
         check_parallel(run)
         if not run.loss.needs_reference:
-            raise ConfigError(f"objective.loss: {config.objective.loss} has no reference, so there is nothing to fill.")
+            raise ConfigError(
+                f"objective.loss: {config.objective.loss} has no reference, so there is nothing to fill. Go on with "
+                "isopref train."
+            )
         tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         path, setting = _reference_path(config)
         tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)

@@ -39,12 +39,14 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
     if on_cpu:
         checkpoint_layers(policy, fewest)
         longest = int(tokens_alone(table.lengths, layout.rows).max())
-        log.info("layout.microbatch_tokens: %s is %d on the CPU", layout.microbatch_tokens, max(CPU_TOKENS, longest))
-        return replace(run, microbatch_tokens=tokens or max(CPU_TOKENS, longest))
+        if tokens is None:
+            tokens = max(CPU_TOKENS, longest)
+            log.info("layout.microbatch_tokens: auto is %d on the CPU", tokens)
+        return replace(run, microbatch_tokens=tokens)
     if tokens is not None and layout.checkpointing != "auto":
         checkpoint_layers(policy, fewest)
         return replace(run, microbatch_tokens=tokens)
-    fit = fit_memory(model, policy, table, layout.rows, grad_sync=run.grad_sync, layers=(fewest, every), tokens=tokens)
+    fit = fit_memory(model, table, layout.rows, grad_sync=run.grad_sync, layers=(fewest, every), tokens=tokens)
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
     if layout.checkpointing == "auto":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isopref.build.data import left_out_note
+from isopref.engine.display import visible
 
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
@@ -27,7 +27,6 @@ PARTS = {
     "sequence": "longer sequence",
     "pair": "pair, prompt once",
 }
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: they would move the cursor
 
 
 def to_json(report: Report) -> str:
@@ -106,8 +105,3 @@ def _show_samples(samples: list[PairText], console: Console) -> None:
             marker = "" if coloured else f"[[{part}]]"
             text = Text.assemble(marker, (visible(getattr(sample, part)), style))
             console.print(text, end="" if part == "prompt" else "\n")
-
-
-def visible(text: str) -> str:
-    """Text in which control characters, which a terminal would obey, are written out as escapes."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -72,7 +72,10 @@ class Source:
         if place is None:
             raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
         if unseen:
-            raise DataError(f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or its own.")
+            raise DataError(
+                f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or the columns of the "
+                "source itself."
+            )
 
     def _renamed(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.columns:

@@ -1,5 +1,6 @@
 """What a run shows on the terminal. Ranks other than 0 show nothing."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from rich.text import Text
 
 Advance = Callable[[int, str], None]
 LINE_EVERY_S = 30
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: they would move the cursor
 
 
 class Display:
@@ -77,7 +79,7 @@ class Display:
         for number, column in enumerate(columns):
             table.add_column(Text(column), overflow="fold", ratio=2 if number else 1)
         for row in rows:
-            table.add_row(*(Text(_printable(cell)) for cell in row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         self.console.print(table)
 
 
@@ -101,9 +103,9 @@ class _Lines:
             self.display.say(f"{self.what}  {self.done}{f'/{self.total}' if self.total else ''}  {note}{left}")
 
 
-def _printable(text: str) -> str:
-    """Without what would steer a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+def visible(text: str) -> str:
+    """Text in which control characters, which a terminal would obey, are written out as escapes."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def brief(metrics: Mapping[str, float]) -> str:

@@ -17,8 +17,7 @@ from isopref.data.packing import RowKind, padded_tokens, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
-from isopref.models.parallel import GradSync, checkpoint_layers, gradient_sync
-from isopref.models.policy import Policy
+from isopref.models.parallel import GradSync, checkpoint_layers, gradient_sync, unwrap
 from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
@@ -94,7 +93,6 @@ def choose(
 
 def fit_memory(
     model: nn.Module,
-    policy: Policy,
     table: PairTable,
     kind: RowKind,
     *,
@@ -107,20 +105,18 @@ def fit_memory(
     `layers`: the fewest and the most layers that may recompute.
     """
     device = next(model.parameters()).device
-    lines = {count: _measure(model, policy, table, kind, grad_sync, count) for count in sorted(set(layers))}
+    lines = {count: _measure(model, table, kind, grad_sync, count) for count in sorted(set(layers))}
     room = _least(_room(model, device), device)
     longest = int(tokens_alone(table.lengths, kind).max())
     fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
-    checkpoint_layers(policy, fit.layers)
+    checkpoint_layers(unwrap(model), fit.layers)
     return fit
 
 
-def _measure(
-    model: nn.Module, policy: Policy, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int
-) -> StepMemory:
+def _measure(model: nn.Module, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int) -> StepMemory:
     """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
     device = next(model.parameters()).device
-    checkpoint_layers(policy, layers)
+    checkpoint_layers(unwrap(model), layers)
     rows = _rows(table, kind)
     try:
         _peak(model, rows[0][1], grad_sync)  # compiles, which takes memory of its own

@@ -199,7 +199,11 @@ class DPOTrainModule(TrainModule):
         trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
         parameters = [parameter for parameter in trained if parameter.grad is not None]
         if not parameters:
-            raise RunError("no parameter of the optimizer has a gradient, so this step would train nothing.")
+            raise RunError(
+                f"step {self.trainer.global_step}: no parameter of the optimizer has a gradient, so it would train "
+                "nothing. In a script: make the optimizer after parallelize, from what that returned, and let every "
+                "batch have pairs on some rank."
+            )
         norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)

@@ -37,7 +37,10 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists():
         inner = f" Did you mean {local / 'model'}?" if (local / "model" / "config.json").exists() else ""
-        raise ModelError(f"{setting}: {local} is not a Hugging Face model folder: it has no config.json.{inner}")
+        raise ModelError(
+            f"{setting}: {local} is not a Hugging Face model folder: it has no config.json.{inner} "
+            "Give a folder that has one, a hub name or a .gguf file."
+        )
     if local.is_dir():
         return Origin(str(local))
     if local.is_file() and local.suffix == ".gguf":
