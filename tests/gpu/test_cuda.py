@@ -9,6 +9,7 @@ import torch
 from isopref.data.rows import build_microbatch
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
+from isopref.ops import flash
 from isopref.ops.attention import segment_attention
 from isopref.ops.logprob import token_logprobs, token_logprobs_eager
 from isopref.testing import oracle
@@ -30,25 +31,32 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("kernel", ["built in", "flash-attn-4"])
 @pytest.mark.parametrize("window", [None, 5, 200])
 @pytest.mark.parametrize("kind", ["shared", "packed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_varlen_attention_is_the_portable_one(kind: str, window: int | None, dtype: torch.dtype) -> None:
-    row = build_microbatch(random_pairs(7, seed=5, longest=90), kind, row_tokens=2000).passes[0]  # type: ignore[arg-type]
-    assert row.segments is not None
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((8, 2000, 64), (2, 2000, 64), (2, 2000, 64))
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    grad = torch.randn((2000, 8, 64), generator=generator, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(64, torch.float16), *((width, torch.bfloat16) for width in (64, 80, 128, 256))],
+)
+def test_varlen_attention_is_the_portable_one(
+    width: int, dtype: torch.dtype, kind: Any, window: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "built in":
+        monkeypatch.setattr(flash, "has_flash", lambda _device: False)
+    elif not flash.has_flash(CUDA):
+        pytest.skip("flash-attn-4 is not installed, or not for this card")
+    row = build_microbatch(random_pairs(7, seed=5, longest=90), kind, row_tokens=2000).passes[0].to(CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shapes = ((8, 2000, width), (2, 2000, width), (2, 2000, width), (2000, 8, width))
+    *inputs, grad = (torch.randn(shape, generator=generator, device=CUDA, dtype=torch.float64) for shape in shapes)
 
-    def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
         assert row.segments is not None
-        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        query, key, value = leaves
-        out = segment_attention(query, key, value, row.segments.to(device), scale=0.125, window=window)
-        return [out, *torch.autograd.grad(out, leaves, grad.to(device, dtype))]
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = segment_attention(leaves[0], leaves[1], leaves[2], row.segments, scale=0.125, window=window)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
-    for found, expected in zip(run(CUDA, dtype), run(torch.device("cpu"), torch.float64), strict=True):
+    for found, expected in zip(run(dtype), run(torch.float64), strict=True):
         assert relative(found, expected) < 1e-2
 
 

@@ -15,6 +15,7 @@ from isopref.models import hf
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
+from isopref.ops import flash
 from isopref.score import TableLogps, score_table
 
 
@@ -57,7 +58,7 @@ def spread(run: Run, policy: Policy) -> nn.Module:
         hsdp_shard=run.config.layout.hsdp_shard,
     )
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
-    _say_precision(run, policy)
+    _say_precision(run)
     return model
 
 
@@ -82,7 +83,7 @@ def _compiles(run: Run, policy: Policy) -> bool:
     return False
 
 
-def _say_precision(run: Run, policy: Policy) -> None:
+def _say_precision(run: Run) -> None:
     """What a user may not expect of the number types chosen."""
     model, rows = run.config.model, run.config.layout.rows
     half = "bfloat16" in (model.dtype, model.compute_dtype)
@@ -91,6 +92,8 @@ def _say_precision(run: Run, policy: Policy) -> None:
             "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
             "model.compute_dtype: bfloat16"
         )
+    if half and rows in ("shared", "packed") and flash.knows(run.env.device) and not flash.installed():
+        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
     if model.dtype == "bfloat16":
         run.display.say(
             "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "

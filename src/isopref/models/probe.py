@@ -49,7 +49,7 @@ def check_layout(
     device, dtype = next(policy.parameters()).device, compute_dtype or next(policy.parameters()).dtype
     own = own_logps(policy) if own is None else own
     pairs = _pairs(policy, seed=1)
-    # Other chosen answers, and one pair more: a compiled layer learns what may change from row to row.
+    # Other, longer chosen answers, and one pair more: a compiled layer learns what may change from row to row.
     more = _pairs(policy, seed=2)
     others = [*(a._replace(chosen=b.chosen) for a, b in zip(pairs, more, strict=True)), more[0]]
     was_training = model.training
@@ -100,14 +100,14 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
 
 
 def _pairs(policy: Policy, *, seed: int) -> list[PairTokens]:
-    """Two pairs of random tokens, longer than a short sliding window."""
+    """Two pairs of random tokens, longer than a short sliding window; another seed gives longer chosen answers."""
     vocabulary = int(policy.model.config.get_text_config().vocab_size)
     window = _window(policy)
     prompt = window if window is not None and window <= LONGEST_WINDOW else 5
     generator = torch.Generator().manual_seed(seed)
     return [
         PairTokens(*(torch.randint(vocabulary, (n,), generator=generator).numpy() for n in lengths))
-        for lengths in ((prompt, 4, 3), (2, 3, 6))
+        for lengths in ((prompt, 3 + seed, 3), (2, 2 + seed, 6))
     ]
 
 

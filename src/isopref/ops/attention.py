@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from isopref.ops import flash
 from isopref.ops.take import take
 from isopref.types import Segments
 
@@ -45,6 +46,8 @@ def segment_attention(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
+    if flash.fits(q, v) and flash.has_flash(q.device):
+        return flash.attend(q, k, v, segments, scale, window)
     out = varlen_attn(
         q,
         k,
