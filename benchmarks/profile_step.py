@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,13 +90,11 @@ def main() -> None:
     logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
-        clock, spy = Clock(), _Profile(cell.warmup + cell.steps)
+        clock, spy = Clock(replace(cell, steps=cell.steps - 1)), _Profile(cell.warmup + cell.steps)
         ready.trainer.add_callback("clock", EngineClock(clock))
         ready.trainer.add_callback("profile", spy)
         ready.trainer.fit()
-        clock.ends.pop()  # the profiled step
-        timed = clock.ends[cell.warmup :]
-        whole = (timed[-1] - timed[0]) / (len(timed) - 1)
+        whole = clock.result()["step_s"]  # of the steps before the profiled one
         bare = bare_seconds(ready, cell.warmup, cell.warmup + cell.steps - 1)
         events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
     kernels = [one for one in events if "#" not in one.key and str(one.device_type).endswith("CUDA")]

@@ -45,19 +45,25 @@ SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "trl", "trl-liger")
 
 
 class Clock:
-    """The time of each step, taken when the device is done with it."""
+    """The time of all steps after the warm-up. It waits for the device where they begin and where they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.steps = 0
         self.ends: list[float] = []
 
     def tick(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        """A step is done; the first call is before the first step."""
+        if self.steps in (self.cell.warmup, self.cell.warmup + self.cell.steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+        self.steps += 1
 
-    def result(self, cell: Cell) -> dict[str, float]:
-        timed = self.ends[cell.warmup :]  # the first of them is where the timed steps begin
-        seconds = (timed[-1] - timed[0]) / (len(timed) - 1)
+    def result(self) -> dict[str, float]:
+        cell = self.cell
+        begin, end = self.ends
+        seconds = (end - begin) / cell.steps
         memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         return {"pairs_per_s": cell.batch_pairs / seconds, "step_s": seconds, "peak_memory_gib": memory}
 
@@ -86,12 +92,12 @@ class PeerClock(TrainerCallback):
 
 def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
     with ready_trainer(cell, mixed=mixed, layout=overrides) as ready:
-        clock = Clock()
+        clock = Clock(cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
-        figures: dict[str, Any] = clock.result(cell)
+        figures: dict[str, Any] = clock.result()
         timed = workload.in_order(list(ready.table.lengths))[cell.warmup * cell.batch_pairs :]
         rate = UsefulFlops(ready.policy)(np.stack(timed)) / cell.steps / figures["step_s"]
         metrics = ready.metrics()
@@ -139,7 +145,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
             disable_tqdm=True,
             dataset_num_proc=None,
         )
-        clock = Clock()
+        clock = Clock(cell)
         trainer = Tokenised(
             model=made,
             args=args,
@@ -150,7 +156,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    return clock.result(cell)
+    return clock.result()
 
 
 def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:
