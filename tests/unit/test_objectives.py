@@ -11,7 +11,7 @@ from torch import Tensor
 from isopref.errors import ConfigError
 from isopref.losses import FORMULAS, PairLoss, pair_loss
 from isopref.objectives import OBJECTIVES, Name, problems, resolve
-from isopref.testing.equations import CASES, by_equation
+from isopref.testing.equations import BATCH_CASES, CASES, COUPLED_EQUATIONS, by_equation
 from isopref.types import PairLogps
 
 EVERY = pytest.mark.parametrize(("name", "params"), CASES.values(), ids=list(CASES))
@@ -115,16 +115,17 @@ def test_rewards_by_hand() -> None:
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
     assert list(OBJECTIVES) == list(get_args(Name)) == list(FORMULAS)
-    assert {name for name, _ in CASES.values()} == set(OBJECTIVES)
+    assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) == set(OBJECTIVES)
+    assert {name for name, about in OBJECTIVES.items() if about.coupled} == set(COUPLED_EQUATIONS) < set(BATCH_CASES)
     for name, objective in OBJECTIVES.items():
         parameters = inspect.signature(FORMULAS[name]).parameters.values()
-        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {"whole"}
         assert keywords == set(objective.params), name
-        assert pair_loss(name).params == objective.params
+        assert [term.params for term in pair_loss(name).terms] == [objective.params]
 
 
 def test_what_is_given_goes_before_the_default() -> None:
-    assert resolve("simpo", beta=None, gamma=0.0) == {"beta": 2.0, "gamma": 0.0}
+    assert resolve("simpo", beta=None, gamma=0.0) == {"simpo": {"beta": 2.0, "gamma": 0.0}}
 
 
 @pytest.mark.parametrize(

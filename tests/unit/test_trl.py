@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.losses import pair_loss
+from isopref.losses import Whole, pair_loss
 from isopref.types import PairLogps
 
 pytest.importorskip("trl")
@@ -38,13 +38,24 @@ def same(value: Tensor) -> Tensor:
     return value
 
 
+def counts(some: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.tensor([[len(one) for one in pair] for pair in some]).T
+
+
 def by_trl(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], loss_type: str, **settings: Any) -> float:
-    """What DPOTrainer computes for a batch of one pair, behind a prompt of two tokens, with a model that is a table."""
+    return by_trl_batch([pair], [ref], loss_type, **settings)
+
+
+def by_trl_batch(
+    some: list[tuple[Tensor, Tensor]], refs: list[tuple[Tensor, Tensor]], loss_type: str, **settings: Any
+) -> float:
+    """What DPOTrainer computes for a batch, behind prompts of two tokens, with a model that is a table."""
     from trl import DPOTrainer
 
-    longest = max(map(len, pair))
-    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in pair])
-    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in pair])
+    answers = [pair[side] for side in (0, 1) for pair in some]
+    longest = max(map(len, answers))
+    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in answers])
+    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in answers])
     nothing = torch.zeros_like(logps)
     outputs = SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
     trainer = SimpleNamespace(
@@ -66,8 +77,8 @@ def by_trl(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], loss_type: s
         "input_ids": torch.ones_like(mask),
         "attention_mask": torch.ones_like(mask),
         "completion_mask": mask,
-        "ref_chosen_logps": ref[0][None],
-        "ref_rejected_logps": ref[1][None],
+        "ref_chosen_logps": torch.stack([chosen for chosen, _ in refs]),
+        "ref_rejected_logps": torch.stack([rejected for _, rejected in refs]),
     }
     return float(DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False))
 
@@ -105,6 +116,23 @@ def test_with_a_reference(name: str, loss_type: str, params: dict[str, Any], set
         ref = reference(pair, number)
         expected = by_trl(pair, ref, loss_type, beta=params["beta"], **settings)
         assert ours(pair, ref, name, **params) == pytest.approx(expected, rel=1e-5, abs=1e-6), number
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired", "bco_pair"])
+def test_coupled_over_one_batch(name: str) -> None:
+    """TRL in one microbatch. It leaves the shift out of bco_pair: here the past is such that the shift is zero."""
+    every = pairs()
+    refs = [reference(pair, number) for number, pair in enumerate(every)]
+    policy, ref = (
+        PairLogps(*torch.tensor([[float(one.sum()) for one in pair] for pair in some]).double().T, *counts(every))
+        for some in (every, refs)
+    )
+    share = torch.full((len(every),), 1 / len(every), dtype=torch.float64)
+    gains = policy.chosen - ref.chosen + policy.rejected - ref.rejected
+    whole = Whole(share, torch.tensor([-float(gains.sum()) / 2, 1.0]).double())
+    found = pair_loss(name, beta=0.3)(policy, ref, whole=whole)
+    expected = by_trl_batch(every, refs, name, beta=0.3)
+    assert float(found.mean()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_label_smoothing_that_trl_leaves_out() -> None:

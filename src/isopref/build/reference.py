@@ -14,6 +14,7 @@ from torch import nn
 import isopref
 from isopref.build.model import load_policy, pair_progress, spread
 from isopref.build.run import Run
+from isopref.config.load import to_yaml
 from isopref.data.table import PairTable
 from isopref.errors import CacheError, ConfigError
 from isopref.models import hf
@@ -44,7 +45,7 @@ def check_reference(run: Run) -> None:
     if run.config.model.reference is not None and not run.loss.needs_reference:
         raise ConfigError(
             f"model.reference: {run.config.model.reference} does nothing with objective.loss: "
-            f"{run.config.objective.loss}, which has no reference. Remove it."
+            f"{to_yaml(run.config.objective.loss)}, which has no reference. Remove it."
         )
 
 

@@ -133,9 +133,10 @@ class DataConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    loss: objectives.Name = Field(
+    loss: objectives.Name | Annotated[dict[objectives.Name, Positive], Field(min_length=1)] = Field(
         default="sigmoid",
-        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart.",
+        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
+        "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
     )
     beta: Positive | None = Field(
         default=None,
@@ -144,8 +145,8 @@ class ObjectiveConfig(Section):
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
         default=None,
-        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust and exo_pair. null: the "
-        "loss's default, which is 0 for sigmoid.",
+        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust, exo_pair, aot and "
+        "aot_unpaired. null: the loss's default, which is 0 for sigmoid.",
     )
     gamma: NonNegative | None = Field(
         default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."

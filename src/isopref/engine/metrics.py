@@ -36,7 +36,8 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     nll = -torch.stack([policy.chosen, ref.chosen]).double() @ work.nll_share
-    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share + objective.nll_weight * nll
+    at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
+    weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + objective.nll_weight * nll
     beta = objective.beta
     values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share

@@ -23,7 +23,7 @@ from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import CASES, by_equation
+from isopref.testing.equations import ALL_CASES, batch_loss
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.types import PairLogps, PairTokens
 
@@ -48,7 +48,7 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    objective: str = "sigmoid"  # of equations.CASES
+    objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
 
     def __str__(self) -> str:
@@ -110,8 +110,7 @@ def _expected(
     model, policy, ref = _scored(architecture, dtype, num_pairs)
     told = own if own_weights else None
     nll = oracle.token_nll(policy, told)
-    loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), oracle.weights(pairs, weighting, told))
-    loss = loss + nll_weight * nll
+    loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, told)) + nll_weight * nll
     return (
         float(loss.detach()),
         oracle.gradient(model, loss, again=True),
@@ -132,13 +131,14 @@ def _scored(architecture: str, dtype: str, num_pairs: int) -> tuple[nn.Module, P
 
 def pair_objective(case: str = "sigmoid", nll_weight: float = 0.0) -> PairLoss:
     """The objective of a cell."""
-    name, params = CASES[case]
+    name, params = ALL_CASES[case]
     return pair_loss(name, nll_weight=nll_weight, **params)
 
 
 def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
     """Means over pairs, by their definitions."""
-    name, params = CASES[objective]
+    loss, params = ALL_CASES[objective]
+    name = loss if isinstance(loss, str) else next(iter(loss))  # rewards are those of the first
     chosen, rejected = policy.chosen, policy.rejected
     if name not in ("simpo", "orpo", "cpo"):
         chosen, rejected = chosen - ref.chosen, rejected - ref.rejected

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from isopref.normalize import Weighting
-from isopref.testing.equations import CASES
+from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
@@ -89,7 +89,7 @@ def _objectives(base: Cell) -> Iterator[Cell]:
     """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
     weightings: tuple[Weighting, ...] = get_args(Weighting)
-    for n, objective in enumerate(CASES):
+    for n, objective in enumerate(ALL_CASES):
         for turn in range(3) if base.ranks == 1 else [n % 3]:
             yield replace(
                 base,
