@@ -102,7 +102,8 @@ def evaluate(
     # Where a loss couples the pairs of a batch, all held-out pairs are one.
     loss_N = loss(*pair_logps, whole=Whole.first(torch.from_numpy(coefficients(weights_N)))).numpy()
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    nll_N = -loss.nll_weight * per_token_N2[:, 0]
+    likelihood_N = policy.chosen if policy.whole_chosen is None else policy.whole_chosen
+    nll_N = -loss.nll_weight * likelihood_N / lengths_N3[:, CHOSEN]
     chosen_N = own_N * lengths_N3[:, CHOSEN]
     pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()

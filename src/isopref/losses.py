@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from isopref import objectives
+from isopref.errors import ConfigError
 from isopref.types import PairLogps
 
 EXP_LIMIT = 30.0  # beyond, e^x goes on as its tangent
@@ -60,10 +61,13 @@ class PairLoss:
 
     terms: tuple[Term, ...]
     nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
+    ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
+    wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
 
     def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
         first, *others = (term(policy, ref, whole) for term in self.terms)
-        return sum(others, first)
+        loss_P = sum(others, first)
+        return loss_P if policy.weight is None else policy.weight * loss_P
 
     @property
     def needs_reference(self) -> bool:
@@ -88,17 +92,28 @@ class PairLoss:
         return mean_gains(policy, ref) if about.per_token else gains(policy, ref)
 
 
-def pair_loss(loss: objectives.Loss, *, nll_weight: float = 0.0, **params: Any) -> PairLoss:
+def pair_loss(
+    loss: objectives.Loss, *, nll_weight: float = 0.0, ld_alpha: float = 1.0, wpo: bool = False, **params: Any
+) -> PairLoss:
     """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
 
     Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError.
     `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
+    `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
     """
+    if wpo:
+        for what in objectives.wpo_problems(loss):
+            raise ConfigError(f"objective.wpo: {what}")
     filled, weights = objectives.resolve(loss, **params), objectives.weights(loss)
     terms = (
         Term(FORMULAS[name], filled[name], objectives.OBJECTIVES[name], weight) for name, weight in weights.items()
     )
-    return PairLoss(tuple(terms), nll_weight)
+    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo)
+
+
+def log_likelihood(policy: PairLogps) -> Tensor:
+    """log pi(chosen), all its tokens alike: P."""
+    return policy.chosen if policy.whole_chosen is None else policy.whole_chosen
 
 
 def gains(policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:

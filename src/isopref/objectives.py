@@ -178,6 +178,16 @@ def resolve(loss: Loss, **given: Any) -> dict[Name, dict[str, Any]]:
     }
 
 
+def wpo_problems(loss: Loss) -> Iterator[str]:
+    """Yield what is wrong with WPO's weights for a loss."""
+    coupled = [name for name in weights(loss) if OBJECTIVES[name].coupled]
+    if coupled:
+        yield (
+            f"weighs the loss of each pair, but {', '.join(coupled)} looks at a whole batch, where a pair has no loss "
+            "of its own. Remove wpo, or use another objective.loss."
+        )
+
+
 def problems(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (parameter, what is wrong and the way out) for parameters that were told and cannot be used."""
     names = ", ".join(weights(loss))

@@ -47,6 +47,8 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "reverse",
         "num_pairs",
         "nll_weight",
+        "ld_alpha",
+        "wpo",
     ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
     for parallel in matrix.SPREADS[ranks]:

@@ -280,6 +280,7 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
         (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
         (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
+        (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another objective.loss."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
     ],
 )
@@ -309,6 +310,7 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["run.eval_every=10", "data.eval=e"],
         ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
         ["objective.loss=exo_pair"],
+        ["objective.wpo=true", "objective.ld_alpha=0.5"],
         ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],
         ["objective.loss.aot=1.5", "objective.loss.hinge=1"],
         ["objective.divergence=0.5", "objective.label_smoothing=0.1"],

@@ -22,7 +22,7 @@ from isopref.losses import PairLoss, Whole, pair_loss
 from isopref.testing import matrix
 from isopref.testing.equations import BATCH_CASES, batch_loss
 from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, measure
-from isopref.types import PairLogps
+from isopref.types import PairLogps, moved
 
 EVERY = pytest.mark.parametrize("case", BATCH_CASES)
 COUPLED = ["bco_pair", "aot", "aot_unpaired"]
@@ -106,7 +106,7 @@ def test_order_does_not_matter_and_a_pair_of_weight_two_is_there_twice(case: str
     twice = torch.tensor([3, 1, 4, 3, 0, 2])
     weights = weights.clone()
     weights[3] /= 2
-    policy, ref = (PairLogps(*(x[twice] for x in vars(side).values())) for side in (policy, ref))
+    policy, ref = (moved(side, lambda x: x[twice]) for side in (policy, ref))
     again = total(pair_loss(loss, **params), policy, ref, weights[twice])
     assert float(again) == pytest.approx(float(value), rel=1e-13)
 

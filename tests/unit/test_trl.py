@@ -47,7 +47,11 @@ def by_trl(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], loss_type: s
 
 
 def by_trl_batch(
-    some: list[tuple[Tensor, Tensor]], refs: list[tuple[Tensor, Tensor]], loss_type: str, **settings: Any
+    some: list[tuple[Tensor, Tensor]],
+    refs: list[tuple[Tensor, Tensor]],
+    loss_type: str,
+    collisions: list[Tensor] | None = None,
+    **settings: Any,
 ) -> float:
     """What DPOTrainer computes for a batch, behind prompts of two tokens, with a model that is a table."""
     from trl import DPOTrainer
@@ -55,23 +59,33 @@ def by_trl_batch(
     answers = [pair[side] for side in (0, 1) for pair in some]
     longest = max(map(len, answers))
     mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in answers])
-    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in answers])
+
+    def padded(parts: list[Tensor]) -> Tensor:
+        return torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in parts])
+
+    logps = padded(answers)
     nothing = torch.zeros_like(logps)
     outputs = SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    outputs.log_sum_sq_probs = padded(collisions or answers)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
         args=SimpleNamespace(discopop_tau=0.05),
         _metrics={"train": defaultdict(list)},
         aux_loss_enabled=False,
-        ld_alpha=None,
         precompute_ref_logps=True,
-        use_weighting=False,
         _total_train_tokens=0,
         _tp_size=1,
         loss_types=[loss_type],
         loss_weights=[1.0],
-        **{"f_divergence_type": "reverse_kl", "label_smoothing": 0.0, "f_alpha_divergence_coef": 0.5, **settings},
+        **{
+            "f_divergence_type": "reverse_kl",
+            "label_smoothing": 0.0,
+            "f_alpha_divergence_coef": 0.5,
+            "ld_alpha": None,
+            "use_weighting": False,
+            **settings,
+        },
     )
     inputs = {
         "input_ids": torch.ones_like(mask),
@@ -133,6 +147,19 @@ def test_coupled_over_one_batch(name: str) -> None:
     found = pair_loss(name, beta=0.3)(policy, ref, whole=whole)
     expected = by_trl_batch(every, refs, name, beta=0.3)
     assert float(found.mean()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_ld_alpha_and_wpo() -> None:
+    """LD-DPO's sums and WPO's weights of the tokens, which isopref makes elsewhere, made here by hand."""
+    for number, pair in enumerate(pairs()):
+        ref, tokens, common = reference(pair, number), counts([pair]), min(map(len, pair))
+        collisions = [0.3 * one - 0.2 for one in pair]
+        logps = [(one[:common].sum() + 0.4 * one[common:].sum())[None] for one in pair]
+        weight = torch.stack([(one - other).mean() for one, other in zip(pair, collisions, strict=True)]).sum().exp()
+        policy = PairLogps(logps[0], logps[1], tokens[0], tokens[1], weight=weight[None])
+        found = pair_loss("sigmoid", beta=0.3)(policy, PairLogps(ref[0][None], ref[1][None], tokens[0], tokens[1]))
+        expected = by_trl_batch([pair], [ref], "sigmoid", collisions, beta=0.3, ld_alpha=0.4, use_weighting=True)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_label_smoothing_that_trl_leaves_out() -> None:

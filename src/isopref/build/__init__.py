@@ -122,8 +122,8 @@ def _train(run: Run, resume: bool) -> None:
     held_out = None
     if eval_table is not None:
         held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
-        start = ref.logps[1] if store is not None else score_all(run, model, eval_table, "held-out")
-        at_start = held_out.of(start)
+        known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
+        at_start = held_out.of(ref.logps[1] if known else score_all(run, model, eval_table, "held-out"))
     trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
     claim_folder(run, ref.key)
     try:

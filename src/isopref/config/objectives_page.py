@@ -75,6 +75,26 @@ sums go over the global batch. It is the loss of fine-tuning on the chosen answe
 logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
 adds a mean over each answer's own tokens; here a token counts the same in every answer.
 
+## Length
+
+`objective.ld_alpha` is the alpha of LD-DPO (Liu et al. 2024, 2409.06411). With n tokens in the shorter answer of a pair,
+
+    log pi(y|x) = sum of the first n tokens' log-probabilities + alpha * sum of those after
+
+for both answers, under the model and the reference alike, in any of the losses; token counts stay what they are. 1 is
+plain, 0 cuts the longer answer off. Log-probabilities in the metrics and in the evaluation are these too, but for the
+likelihood term, which has all tokens. The reference's log-probabilities of each alpha are a store of their own.
+
+## Pairs the model would write
+
+`objective.wpo` multiplies the loss of a pair by w(c) w(r) (WPO, Zhou et al. 2024, 2406.11827):
+
+    w(y) = exp of the mean over the tokens of y of [log pi(token) - log sum_v pi(v)^2]
+
+of the model as it is at this step; no gradient goes through it. A token that the model would draw now has about 1. The
+denominator of the loss stays the sum of w_p, and neither the likelihood term nor the held-out loss has these weights.
+It costs one pass more over the logits. Losses that couple a batch have no loss of one pair, and are refused with it.
+
 {notes}"""
 
 NOTES = """\
@@ -92,6 +112,7 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
   is one exponential.
 - **aot, aot_unpaired** are the same on one batch with `weighting: pair`. TRL sorts inside each microbatch.
 - **bco_pair.** TRL 1.16 leaves the shift d out.
+- **ld_alpha, wpo** are the same for one pair. TRL divides by the pairs of a microbatch.
 - **simpo** is the same. TRL also has smoothing for it.
 - **robust, hinge, nca_pair, sppo_hard, apo_zero, apo_down** are the same.
 - **orpo.** TRL adds the likelihood as a mean over the tokens of a microbatch, prompts included. Here it is the mean

@@ -163,6 +163,15 @@ class ObjectiveConfig(Section):
         description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
         "per token over the global batch (fine-tuning on them, as in RPO).",
     )
+    ld_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="What a token beyond the length of the pair's shorter answer counts for, in model and reference "
+        "alike (LD-DPO): below 1, length weighs less. 1: all tokens alike.",
+    )
+    wpo: bool = Field(
+        default=False,
+        description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
+    )
     weighting: Weighting = Field(
         default="token",
         description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
@@ -321,6 +330,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     told = {name: value for name, value in config.objective.params.items() if value is not None}
     for name, what in objectives.problems(config.objective.loss, told):
         yield f"objective.{name}", what
+    for what in objectives.wpo_problems(config.objective.loss) if config.objective.wpo else ():
+        yield "objective.wpo", what
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",

@@ -6,6 +6,7 @@ global batch. It accumulates gradients and leaves the optimizer step to the Trai
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
-from isopref.losses import PairLoss
+from isopref.losses import PairLoss, log_likelihood
 from isopref.models.parallel import GradSync, full, gradient_sync, reshard
 from isopref.normalize import Weighting, share_of_loss
 from isopref.score import TableLogps, score
@@ -158,7 +159,7 @@ class DPOTrainModule(TrainModule):
             logps_2P = torch.stack([policy.chosen, policy.rejected])
             share = share_of_loss(logps_2P, work.linear.slope, num_ranks=self.num_ranks)
         if self.objective.nll_weight:
-            nll = share_of_loss(-policy.chosen, work.nll_share, num_ranks=self.num_ranks)
+            nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
         share.backward()
         with torch.no_grad():
@@ -166,7 +167,8 @@ class DPOTrainModule(TrainModule):
 
     def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:
         """The log-probabilities of the policy, and those it is compared with."""
-        policy = score(self.model, work.microbatch)
+        objective = self.objective
+        policy = score(self.model, work.microbatch, ld_alpha=objective.ld_alpha, wpo=objective.wpo)
         return policy, self._reference(policy, work.index)
 
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
@@ -175,7 +177,7 @@ class DPOTrainModule(TrainModule):
             chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
         else:
             chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
-        return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
+        return replace(policy, chosen=chosen, rejected=rejected)
 
     def _logs_now(self) -> bool:
         step = self.trainer.global_step

@@ -213,8 +213,11 @@ def by_equation(name: str, params: dict[str, Any]) -> Callable[[PairLogps, PairL
     return losses
 
 
-def batch_loss(case: str, policy: PairLogps, ref: PairLogps, weights: Sequence[float]) -> Tensor:
-    """The loss of a global batch whose pairs have these weights, by the equations of a case."""
+def batch_loss(
+    case: str, policy: PairLogps, ref: PairLogps, weights: Sequence[float], factors: Sequence[float] | None = None
+) -> Tensor:
+    """The loss of a global batch whose pairs have these weights, by the equations of a case; each pair's loss times
+    its factor (WPO's weight), where there are some."""
     loss, params = ALL_CASES[case]
     total = torch.zeros((), dtype=torch.float64)
     for name, factor in {loss: 1.0}.items() if isinstance(loss, str) else loss.items():
@@ -224,8 +227,8 @@ def batch_loss(case: str, policy: PairLogps, ref: PairLogps, weights: Sequence[f
             total = total + factor * equation(answers(policy, ref), weights, **taken)
         else:
             losses = [equation(c, r, **taken) for c, r in answers(policy, ref)]
-            mean = sum(w * one for w, one in zip(weights, losses, strict=True)) / sum(weights)
-            total = total + factor * mean
+            parts = zip(weights, factors or [1.0] * len(weights), losses, strict=True)
+            total = total + factor * sum(w * one_factor * one for w, one_factor, one in parts) / sum(weights)
     return total
 
 

@@ -63,6 +63,8 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, own_weights=True, weighting="pair")
         yield replace(kind, nll_weight=0.7, cut="pair")
         yield replace(kind, nll_weight=0.7, own_weights=True, weighting="pair")
+        yield replace(kind, ld_alpha=0.4, nll_weight=0.7)
+        yield replace(kind, wpo=True, cut="pair", own_weights=True)
         yield replace(kind, checkpointing=True)
         yield replace(kind, grad_sync="every", cut="pair")
         yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
