@@ -53,7 +53,7 @@ exactness: $(READY)
 # The pages that are made from code: docs/config.md from the schema, docs/objectives.md from the registry.
 docs: $(READY)
 	$(BIN)/python -m isopref.config.starter > docs/config.md
-	$(BIN)/python -m isopref.objectives > docs/objectives.md
+	$(BIN)/python -m isopref.config.objectives_page > docs/objectives.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isopref.losses import PairLoss
-from isopref.normalize import Weighting, pair_weights, resampled_means
+from isopref.losses import PairLoss, Whole
+from isopref.normalize import Weighting, coefficients, pair_weights, resampled_means
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
 
@@ -98,10 +98,12 @@ def evaluate(
     pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
     gain_N2 = torch.stack(loss.gains(*pair_logps), dim=1).numpy()
     per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
-    loss_N = loss(*pair_logps).numpy()
     weights_N = pair_weights(lengths_N3, weighting, own_N)
+    # Where a loss couples the pairs of a batch, all held-out pairs are one.
+    loss_N = loss(*pair_logps, whole=Whole.first(torch.from_numpy(coefficients(weights_N)))).numpy()
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    nll_N = -loss.nll_weight * per_token_N2[:, 0]
+    likelihood_N = policy.chosen if policy.whole_chosen is None else policy.whole_chosen
+    nll_N = -loss.nll_weight * likelihood_N / lengths_N3[:, CHOSEN]
     chosen_N = own_N * lengths_N3[:, CHOSEN]
     pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()

@@ -1,7 +1,8 @@
-"""Objectives: (policy, reference, parameters) -> one value per pair. Pure: no mean, no config, no other pairs.
+"""Objectives: (policy, reference, parameters) -> one value per pair. Pure: no mean, no config.
 
 Each function has the name under which objectives.py lists it, with its parameters and their defaults. All stay finite,
-with finite gradients, for log-ratios of +-1e4. P: pairs.
+with finite gradients, for log-ratios of +-1e4. No pair knows another, but for the coupled ones, which are given the
+whole global batch and see it as a `Whole`. P: pairs.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from isopref import objectives
+from isopref.errors import ConfigError
 from isopref.types import PairLogps
 
 EXP_LIMIT = 30.0  # beyond, e^x goes on as its tangent
@@ -21,38 +23,97 @@ DISCOPOP_TAU = 0.05
 
 
 @dataclass(frozen=True)
-class PairLoss:
-    """A loss of one pair with its parameters filled in: (policy, reference) -> P."""
+class Whole:
+    """What a coupled loss has to know of a global batch, beside the log-probabilities of its P pairs."""
+
+    share: Tensor  # P: what each pair counts for; they sum to one
+    past: Tensor  # 2: over earlier batches, sums of (pairs * mean gain of an answer in nats) and of pairs
+
+    @classmethod
+    def first(cls, share: Tensor) -> "Whole":
+        """A batch with none before it."""
+        return cls(share, share.new_zeros(2))
+
+    def with_this(self, policy: PairLogps, ref: PairLogps) -> Tensor:
+        """The past of the next batch."""
+        chosen, rejected = gains(policy, ref)
+        gain = (0.5 * (chosen + rejected) * self.share).sum()
+        return self.past + len(self.share) * torch.stack([gain, torch.ones_like(gain)])
+
+
+@dataclass(frozen=True)
+class Term:
+    """An objective with its parameters filled in, and its weight in the sum."""
 
     formula: Callable[..., Tensor]
     params: Mapping[str, Any]
-    needs_reference: bool = True  # without: nothing is scored for one, and what stands for it is zero
-    per_token: bool = False
-    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
+    about: objectives.Objective
+    weight: float = 1.0
 
-    def __call__(self, policy: PairLogps, ref: PairLogps) -> Tensor:
-        return self.formula(policy, ref, **self.params)
+    def __call__(self, policy: PairLogps, ref: PairLogps, whole: Whole | None) -> Tensor:
+        batch = {"whole": whole} if self.about.coupled else {}
+        return self.weight * self.formula(policy, ref, **batch, **self.params)
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A sum of objectives: (policy, reference) -> P. A coupled one is given the whole global batch at once."""
+
+    terms: tuple[Term, ...]
+    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
+    ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
+    wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
+
+    def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
+        first, *others = (term(policy, ref, whole) for term in self.terms)
+        loss_P = sum(others, first)
+        return loss_P if policy.weight is None else policy.weight * loss_P
+
+    @property
+    def needs_reference(self) -> bool:
+        """Without: nothing is scored for one, and what stands for it is zero."""
+        return any(term.about.needs_reference for term in self.terms)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the loss of a pair depends on the other pairs of its global batch."""
+        return any(term.about.coupled for term in self.terms)
 
     @property
     def beta(self) -> float:
-        """Scale of the implicit rewards."""
-        return float(self.params["beta"])
+        """Scale of the implicit rewards. Where there are several objectives, rewards are those of the first."""
+        return float(self.terms[0].params["beta"])
 
     def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
         """The implicit rewards over beta, in nats or nats per token: P, P."""
-        if not self.needs_reference:
+        about = self.terms[0].about
+        if not about.needs_reference:
             ref = replace(ref, chosen=torch.zeros_like(ref.chosen), rejected=torch.zeros_like(ref.rejected))
-        return mean_gains(policy, ref) if self.per_token else gains(policy, ref)
+        return mean_gains(policy, ref) if about.per_token else gains(policy, ref)
 
 
-def pair_loss(name: str, *, nll_weight: float = 0.0, **params: Any) -> PairLoss:
-    """The objective `name` with its parameters filled in; its defaults for those left out. Raises ConfigError.
+def pair_loss(
+    loss: objectives.Loss, *, nll_weight: float = 0.0, ld_alpha: float = 1.0, wpo: bool = False, **params: Any
+) -> PairLoss:
+    """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
 
+    Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError.
     `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
+    `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
     """
-    filled = objectives.resolve(name, **params)
-    about = objectives.OBJECTIVES[name]  # type: ignore[index]  # resolve knows it
-    return PairLoss(FORMULAS[name], filled, about.needs_reference, about.per_token, nll_weight)
+    if wpo:
+        for what in objectives.wpo_problems(loss):
+            raise ConfigError(f"objective.wpo: {what}")
+    filled, weights = objectives.resolve(loss, **params), objectives.weights(loss)
+    terms = (
+        Term(FORMULAS[name], filled[name], objectives.OBJECTIVES[name], weight) for name, weight in weights.items()
+    )
+    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo)
+
+
+def log_likelihood(policy: PairLogps) -> Tensor:
+    """log pi(chosen), all its tokens alike: P."""
+    return policy.chosen if policy.whole_chosen is None else policy.whole_chosen
 
 
 def gains(policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
@@ -161,6 +222,29 @@ def discopop(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
     return logistic + exponential
 
 
+# --- with a reference, over a whole batch ----------------------------------------------------------
+
+
+def bco_pair(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float) -> Tensor:
+    """BCO (Jung et al. 2024): a classifier shifted by the mean reward of all batches up to this one. Returns P."""
+    chosen, rejected = gains(policy, ref)
+    total, num_pairs = whole.with_this(policy, ref).detach()
+    shift = total / num_pairs
+    return -logsigmoid(beta * (chosen - shift)) - logsigmoid(-beta * (rejected - shift))
+
+
+def aot(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float, label_smoothing: float) -> Tensor:
+    """AOT, paired (Melnyk et al. 2024): quantiles of the policy's margins against the reference's. Returns P."""
+    ours, theirs = policy.chosen - policy.rejected, ref.chosen - ref.rejected
+    return _transported(ours, theirs, whole.share, lambda gap: _smoothed(beta * gap, label_smoothing))
+
+
+def aot_unpaired(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float, label_smoothing: float) -> Tensor:
+    """AOT, unpaired (Melnyk et al. 2024): quantiles of chosen gains against those of rejected ones. Returns P."""
+    chosen, rejected = gains(policy, ref)
+    return _transported(chosen, rejected, whole.share, lambda gap: _smoothed(beta * gap, label_smoothing))
+
+
 # --- without a reference ---------------------------------------------------------------------------
 
 
@@ -194,6 +278,24 @@ def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
 
 
+def _transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:
+    """Mean of cost(x - y) for each x, where the mass of the x goes to that of the y in order: quantile to quantile.
+
+    Both have the masses `share`. With equal ones this sorts the two and pairs them off; else a value may meet parts of
+    several. Returns P; its mean by `share` is the cost of the whole transport.
+    """
+    x_order, y_order = x_P.argsort(stable=True), y_P.argsort(stable=True)
+    x_ends, y_ends = share_P[x_order].cumsum(0), share_P[y_order].cumsum(0)
+    ends = torch.cat([x_ends, y_ends]).sort().values  # between two of these, one x meets one y
+    mass = ends.diff(prepend=ends.new_zeros(1))
+    middle = ends - 0.5 * mass
+    x_at, y_at = (
+        order[torch.searchsorted(of, middle).clamp(max=len(order) - 1)]
+        for order, of in ((x_order, x_ends), (y_order, y_ends))
+    )
+    return torch.zeros_like(x_P).index_add(0, x_at, mass * cost(x_P[x_at] - y_P[y_at])) / share_P
+
+
 def _slope(gain_P: Tensor, divergence: str | float) -> Tensor:
     """f'(u) at u = e^gain, up to a constant (Wang et al. 2023, table 1). A number is the alpha of its divergence."""
     match divergence:
@@ -222,6 +324,6 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     formula.__name__: formula
     for formula in (
         *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
-        *(simpo, orpo, cpo),
+        *(bco_pair, aot, aot_unpaired, simpo, orpo, cpo),
     )
 }

@@ -62,7 +62,7 @@ def resampled_means(values_NK: FloatArray, weights_N: FloatArray, counts_RN: Flo
 
 
 def share_of_loss(loss_P: Tensor, coefficient_P: Tensor, *, num_ranks: int) -> Tensor:
-    """What one microbatch adds to the loss that is back-propagated.
+    """What one microbatch adds to the loss that is back-propagated: sum of value * coefficient.
 
     DDP and FSDP average gradients over ranks; multiply back so that each pair counts once.
     """

@@ -1,7 +1,7 @@
 """What is known of each objective, but for its formula (losses.py): parameters, defaults, equation, paper.
 
-The registry of the family. The config checks itself against it, and docs/objectives.md is made from it:
-`python -m isopref.objectives`. Imports no torch.
+The registry of the family. The config checks itself against it, and config/objectives_page.py makes
+docs/objectives.md of it. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,15 @@ from isopref.errors import ConfigError
 
 Name = Literal[
     "sigmoid", "dpo_norm", "robust", "hinge", "ipo", "ipo_sum", "exo_pair", "nca_pair", "sppo_hard", "apo_zero",
-    "apo_down", "discopop", "simpo", "orpo", "cpo",
+    "apo_down", "discopop", "bco_pair", "aot", "aot_unpaired", "simpo", "orpo", "cpo",
 ]  # fmt: skip
+
+Loss = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective of the family: the facts about a loss of one pair."""
+    """One objective of the family."""
 
     params: Mapping[str, Any]  # the parameters it takes, and what each one is where it is not given
     equation: str  # in the letters of LEGEND
@@ -26,6 +28,7 @@ class Objective:
     paper: str
     needs_reference: bool = True  # without: nothing is scored for one
     per_token: bool = False  # its rewards are means over the tokens of an answer, not sums
+    coupled: bool = False  # the loss of a pair depends on the other pairs of the global batch
 
 
 OBJECTIVES: dict[Name, Objective] = {
@@ -105,6 +108,27 @@ OBJECTIVES: dict[Name, Objective] = {
         "A blend of the logistic and the exponential loss that a search found",
         "DiscoPOP, Lu et al. 2024 (2406.08414), eq. 5",
     ),
+    "bco_pair": Objective(
+        {"beta": 0.1},
+        "-ls(b G_c - d) - ls(d - b G_r), where d is the mean of all rewards b G so far, this batch included",
+        "A classifier of good and bad answers, whose threshold moves along with the rewards",
+        "BCO, Jung et al. 2024 (2404.04656)",
+        coupled=True,
+    ),
+    "aot": Objective(
+        {"beta": 0.1, "label_smoothing": 0.0},
+        "-(1-e) ls(b q) - e ls(-b q), where q = sorted(P_c - P_r) - sorted(R_c - R_r)",
+        "Margins of the policy are to exceed those of the reference as distributions over the batch, not pair by pair",
+        "AOT, Melnyk et al. 2024 (2406.05882), paired",
+        coupled=True,
+    ),
+    "aot_unpaired": Objective(
+        {"beta": 0.1, "label_smoothing": 0.0},
+        "-(1-e) ls(b q) - e ls(-b q), where q = sorted(G_c) - sorted(G_r)",
+        "Chosen answers are to gain more than rejected ones as distributions over the batch, whatever their prompts",
+        "AOT, Melnyk et al. 2024 (2406.05882), unpaired",
+        coupled=True,
+    ),
     "simpo": Objective(
         {"beta": 2.0, "gamma": 1.0},
         "-ls(b (p_c - p_r) - gamma)",
@@ -131,124 +155,53 @@ OBJECTIVES: dict[Name, Objective] = {
 }
 
 
-def resolve(name: str, **given: Any) -> dict[str, Any]:
-    """The parameters of the objective `name`: those given, and its defaults for those that are None or left out.
+def weights(loss: Loss) -> dict[Name, float]:
+    """The objectives that are added, with their weights. Raises ConfigError for an unknown name."""
+    named = {loss: 1.0} if isinstance(loss, str) else dict(loss)
+    for name in named:
+        if name not in OBJECTIVES:
+            raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(OBJECTIVES)}.")
+    return named  # type: ignore[return-value]  # checked
 
-    Raises ConfigError for an unknown name, and for what the objective cannot use.
+
+def resolve(loss: Loss, **given: Any) -> dict[Name, dict[str, Any]]:
+    """The parameters of each objective of a loss: those given that it takes, and its defaults for the others.
+
+    None is as good as not given. Raises ConfigError for an unknown name, and for what no objective can use.
     """
-    if name not in OBJECTIVES:
-        raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(OBJECTIVES)}.")
+    named = weights(loss)
     told = {param: value for param, value in given.items() if value is not None}
-    for param, what in problems(name, told):
+    for param, what in problems(loss, told):
         raise ConfigError(f"objective.{param}: {what}")
-    return {**OBJECTIVES[name].params, **told}
+    return {
+        name: {param: told.get(param, default) for param, default in OBJECTIVES[name].params.items()} for name in named
+    }
 
 
-def problems(name: Name, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def wpo_problems(loss: Loss) -> Iterator[str]:
+    """Yield what is wrong with WPO's weights for a loss."""
+    coupled = [name for name in weights(loss) if OBJECTIVES[name].coupled]
+    if coupled:
+        yield (
+            f"weighs the loss of each pair, but {', '.join(coupled)} looks at a whole batch, where a pair has no loss "
+            "of its own. Remove wpo, or use another objective.loss."
+        )
+
+
+def problems(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (parameter, what is wrong and the way out) for parameters that were told and cannot be used."""
-    takes = OBJECTIVES[name].params
+    names = ", ".join(weights(loss))
+    takes = list(dict.fromkeys(param for name in weights(loss) for param in OBJECTIVES[name].params))
     for param, value in told.items():
         if param not in takes:
             others = [other for other, one in OBJECTIVES.items() if param in one.params]
             yield (
                 param,
-                f"{value} does nothing with objective.loss: {name}, which takes {', '.join(takes)}. Remove {param}"
+                f"{value} does nothing with objective.loss: {names}, which takes {', '.join(takes)}. Remove {param}"
                 + (f", or use a loss that has it: {', '.join(others)}." if others else "."),
             )
-    if name == "exo_pair" and told.get("label_smoothing") == 0:
+    if "exo_pair" in weights(loss) and told.get("label_smoothing") == 0:
         yield (
             "label_smoothing",
             "0 with objective.loss: exo_pair asks for the logarithm of 0. Use a small number such as 0.001.",
         )
-
-
-LEGEND = """\
-| letters | meaning |
-|---|---|
-| `P_c`, `P_r` | log pi(c\\|x), log pi(r\\|x): log-probability of chosen and rejected, summed over the tokens |
-| `p_c`, `p_r` | the same, divided by the tokens of the answer |
-| `G_c`, `G_r` | log pi - log ref of the answer, summed over its tokens |
-| `g_c`, `g_r` | the same, divided by the tokens of the answer |
-| `m` | G_c - G_r, the margin |
-| `b`, `e` | `objective.beta`, `objective.label_smoothing` |
-| `s`, `ls` | the logistic function, and its logarithm |
-"""
-
-PAGE = """\
-# Objectives
-
-`objective.loss` names the loss of one pair. The loss of a global batch is the weighted mean over its pairs
-([concepts](concepts.md#the-objective)), for each of them, under every layout. `make docs` writes this page from the
-registry in `isopref/objectives.py`; do not edit it.
-
-{legend}
-A parameter that is left out (null) has the default of the loss. One that the loss does not take is refused.
-
-| `objective.loss` | loss of a pair | reference | parameters, with defaults | when to use it | paper |
-|---|---|---|---|---|---|
-{rows}
-
-## Divergences
-
-`objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1; constants fall out of the difference):
-
-| `objective.divergence` | f'(u) |
-|---|---|
-| `reverse_kl` | log u: DPO |
-| `forward_kl` | -1/u |
-| `jensen_shannon` | log(2u / (1 + u)) |
-| a number a, above 0 and below 1 | (1 - u^-a) / a: the alpha-divergence; near 0 reverse KL, near 1 forward KL |
-
-Powers of u above exp 30 are continued by their tangent, so that a pair far out has a finite loss and still a gradient.
-
-## The likelihood of chosen answers
-
-`objective.nll_weight` adds a term to any of them, with a denominator of its own:
-
-    nll_weight * - sum v_p log pi(c_p|x_p) / sum v_p n_p
-
-n_p are the tokens of the chosen answer c_p, v_p is the weight of the pair in the data (1 where there is none); both
-sums go over the global batch. It is the loss of fine-tuning on the chosen answers, the same under every layout, and is
-logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
-adds a mean over each answer's own tokens; here a token counts the same in every answer.
-
-{notes}"""
-
-NOTES = """\
-## Where others differ
-
-Compared with TRL 1.16 on the same log-probabilities, pair by pair:
-
-- **Batches.** TRL takes a mean over each microbatch, so all its losses change with the cut.
-- **sigmoid.** TRL accepts `label_smoothing` and does not use it for this loss. Here it is conservative DPO.
-- **alpha-divergence.** TRL's coefficient is 1 - a. It cuts powers of u off at exp 80, where the gradient ends.
-- **exo_pair.** The same, but here the smoothing it needs has a default.
-- **ipo.** The same as `ipo` here. `ipo_sum` is not in TRL.
-- **dpo_norm** is TRL's `sigmoid_norm`, here with label smoothing.
-- **discopop.** The same where TRL's is finite: its exp(-b m) overflows far below zero, times a zero. Here the product
-  is one exponential.
-- **simpo** is the same. TRL also has smoothing for it.
-- **robust, hinge, nca_pair, sppo_hard, apo_zero, apo_down** are the same.
-- **orpo.** TRL adds the likelihood as a mean over the tokens of a microbatch, prompts included. Here it is the mean
-  over the chosen answer's tokens, pair by pair.
-- **cpo.** The paper writes the log-likelihood of an answer as a sum; TRL takes the mean over the tokens of a
-  microbatch. Here it is the mean over the answer's tokens, pair by pair.
-"""
-
-
-def page() -> str:
-    """docs/objectives.md."""
-    rows = "\n".join(_row(name, one) for name, one in OBJECTIVES.items())
-    return PAGE.format(legend=LEGEND, rows=rows, notes=NOTES)
-
-
-def _row(name: str, one: Objective) -> str:
-    params = ", ".join(f"`{param}` {value}" for param, value in one.params.items())
-    reference = "yes" if one.needs_reference else "no"
-    return f"| `{name}` | `{one.equation}` | {reference} | {params} | {one.use}. | {one.paper} |"
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(page())

@@ -20,11 +20,13 @@ from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
 WINDOW = 256  # pairs planned together when a whole table is scored
 
 
-def score(policy: nn.Module, microbatch: Microbatch) -> PairLogps:
-    """Log-probabilities of a microbatch, with gradient where gradients are on."""
-    logps_2P = policy(microbatch)
+def score(policy: nn.Module, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False) -> PairLogps:
+    """Log-probabilities of a microbatch, with gradient where gradients are on. The options are Policy.forward's."""
+    chosen, rejected, *more = policy(microbatch, ld_alpha=ld_alpha, wpo=wpo)
+    whole_chosen = more[0] if ld_alpha != 1 else None
+    weight = more[-1].detach() if wpo else None
     num_chosen, num_rejected = microbatch.num_completion_tokens
-    return PairLogps(logps_2P[0], logps_2P[1], num_chosen, num_rejected)
+    return PairLogps(chosen, rejected, num_chosen, num_rejected, whole_chosen, weight)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class TableLogps:
 
     chosen: FloatArray  # N
     rejected: FloatArray  # N
+    whole_chosen: FloatArray | None = None  # N: see PairLogps
 
 
 @torch.no_grad()
@@ -42,6 +45,7 @@ def score_table(
     budget: Budget,
     *,
     device: torch.device,
+    ld_alpha: float = 1.0,
     progress: Callable[[int], None] | None = None,
     scored: Callable[[IntArray, Tensor], None] | None = None,
 ) -> TableLogps:
@@ -52,19 +56,19 @@ def score_table(
     float64, on the device).
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    logps_2N = torch.zeros(2, len(table), dtype=torch.float64, device=device)
+    # With an ld_alpha, what chosen is without it comes third (see Policy.forward).
+    logps_KN = torch.zeros(2 if ld_alpha == 1 else 3, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, rank, num_ranks):
-        logps_2P = policy(microbatch.to(device)).double()
-        logps_2N[:, torch.from_numpy(index).to(device)] = logps_2P
+        logps_KP = policy(microbatch.to(device), ld_alpha=ld_alpha).double()
+        logps_KN[:, torch.from_numpy(index).to(device)] = logps_KP
         if scored is not None:
-            scored(index, logps_2P)
+            scored(index, logps_KP[:2])
         if progress is not None:
             progress(len(index) * num_ranks)
     if num_ranks > 1:
-        dist.all_reduce(logps_2N)  # every pair was scored on one rank and is zero on the others
+        dist.all_reduce(logps_KN)  # every pair was scored on one rank and is zero on the others
     reshard(policy)
-    chosen, rejected = logps_2N.cpu().numpy()
-    return TableLogps(chosen, rejected)
+    return TableLogps(*logps_KN.cpu().numpy())
 
 
 def _microbatches(table: PairTable, budget: Budget, rank: int, num_ranks: int) -> Iterator[tuple[IntArray, Microbatch]]:

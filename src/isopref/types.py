@@ -38,6 +38,8 @@ class PairLogps:
     rejected: Tensor  # P
     num_chosen: Tensor  # P
     num_rejected: Tensor  # P
+    whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
+    weight: Tensor | None = None  # P: WPO's weight of the pair, where it was asked for
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Pass:
     predict_copies: Tensor  # 2, B*T: where among the C each position is, twice at most; -1 for a copy there is not
     target: Tensor  # C: the token
     completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
+    is_tail: Tensor  # C: whether the token is beyond the length of the pair's shorter completion
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

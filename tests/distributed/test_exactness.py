@@ -3,7 +3,7 @@
 import pytest
 
 from isopref.testing import matrix
-from isopref.testing.equations import CASES
+from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import Cell, Found
 from isopref.testing.ranks import Ranks
 
@@ -47,8 +47,10 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "reverse",
         "num_pairs",
         "nll_weight",
+        "ld_alpha",
+        "wpo",
     ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
     for parallel in matrix.SPREADS[ranks]:
-        assert {cell.objective for cell in cells if cell.parallel == parallel} == set(CASES)
+        assert {cell.objective for cell in cells if cell.parallel == parallel} == set(ALL_CASES)
     assert {cell.parallel for cell in cells} == set(matrix.SPREADS[ranks])

@@ -22,3 +22,10 @@ def test_three_pairs_against_five(two_ranks: Ranks, parallel: str, microbatch_to
     cell = Cell(ranks=2, parallel=parallel)  # type: ignore[arg-type]
     for error in two_ranks(padded_gradient_error, cell, [EVERYONE[:3], EVERYONE[3:]], microbatch_tokens):
         assert error <= 1e-10
+
+
+@pytest.mark.parametrize("objective", ["aot", "bco_pair"])
+def test_coupled_pairs_of_two_ranks(two_ranks: Ranks, objective: str) -> None:
+    cell = Cell(ranks=2, parallel="ddp", objective=objective)
+    for error in two_ranks(padded_gradient_error, cell, [EVERYONE[:3], EVERYONE[3:]], 120):
+        assert error <= 1e-10

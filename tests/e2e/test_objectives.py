@@ -39,6 +39,8 @@ def test_simpo_and_the_likelihood_term_by_hand(
     [
         ["objective.loss=orpo"],
         ["objective.loss=ipo", "objective.nll_weight=0.5"],
+        ["objective.loss={aot: 1, bco_pair: 0.5}"],
+        ["objective.ld_alpha=0.5", "objective.wpo=true", "objective.nll_weight=0.2"],
         ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
     ],
 )

@@ -115,6 +115,22 @@ def test_after_a_crash_the_weights_are_bit_identical(
     assert checkpoints(run) == checkpoints(whole) == ["step10", "step9"]
 
 
+def test_what_a_loss_remembers_is_in_the_checkpoint(
+    project: Project, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
+    """bco_pair shifts rewards by their mean since the first step."""
+    bco = (*SAVE, "objective.loss=bco_pair", "objective.beta=1.0")
+    stop(4, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *bco)
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *bco, "--resume")
+    assert outcome.code == 0, outcome.err
+    run, whole = project.folder / "run", project.train("whole", *bco)
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(run)) == same(read_metrics(whole))
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -11,7 +11,12 @@ from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.ops import flash
 from isopref.ops.attention import segment_attention
-from isopref.ops.logprob import token_logprobs, token_logprobs_eager
+from isopref.ops.logprob import (
+    token_collisions_eager,
+    token_logprobs,
+    token_logprobs_and_collisions,
+    token_logprobs_eager,
+)
 from isopref.testing import oracle
 from isopref.testing.exactness import KINDS
 from isopref.testing.models import random_pairs, tiny_folder, tiny_model
@@ -75,6 +80,7 @@ def test_head(scale: float, softcap: float | None, biased: bool, max_logits: int
     expected_leaves = [part.clone().requires_grad_() for part in parts]
     head, matrix, *bias = expected_leaves
     expected = token_logprobs_eager(head, matrix, target, *bias, scale=scale, softcap=softcap)
+    collision = token_collisions_eager(head, matrix, *bias, scale=scale, softcap=softcap)
     expected_grads = torch.autograd.grad(expected, expected_leaves, grad)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         leaves = [x.to(CUDA, dtype).requires_grad_() for x in parts]
@@ -82,6 +88,10 @@ def test_head(scale: float, softcap: float | None, biased: bool, max_logits: int
         found = token_logprobs(
             head, matrix, target.to(CUDA), *bias, scale=scale, softcap=softcap, max_logits=max_logits
         )
+        _, squares = token_logprobs_and_collisions(
+            head, matrix, target.to(CUDA), *bias, scale=scale, softcap=softcap, max_logits=max_logits
+        )
+        assert relative(squares, collision) < bound
         grads = torch.autograd.grad(found, leaves, grad.to(CUDA, found.dtype))
         for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
             assert relative(one, other) < bound

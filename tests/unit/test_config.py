@@ -20,6 +20,7 @@ from isopref.objectives import OBJECTIVES
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 CONFIG = Config(model=ModelConfig(path="m"), data=DataConfig(train="d"))
 ALL_FIELDS = [(section, name) for section in sections() for name in fields(section)]
+LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
 
 
 @pytest.fixture
@@ -172,7 +173,12 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
         ),
         ("optim: {schedule: step}", 'optim.schedule: must be one of linear, cosine, constant; found "step".'),
-        ("objective: {loss: dpo}", f'objective.loss: must be one of {", ".join(OBJECTIVES)}; found "dpo".'),
+        (
+            "objective: {loss: dpo}",
+            f'{LOSS}; found "dpo".',
+        ),
+        ("objective: {loss: {}}", f"{LOSS}; found {{}}."),
+        ("objective: {loss: {sigmoid: 1, dpo: 1}}", f"{LOSS}; found {{sigmoid: 1, dpo: 1}}."),
         ("objective: {beta: 0}", "objective.beta: must be a number, above 0, or null; found 0."),
         (
             "objective: {label_smoothing: 0.5}",
@@ -273,7 +279,8 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["data.truncation=keep_end"], "data.truncation", "Set data.max_length, or remove truncation."),
         (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
         (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
-        (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "robust, exo_pair."),
+        (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
+        (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another objective.loss."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
     ],
 )
@@ -303,6 +310,9 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["run.eval_every=10", "data.eval=e"],
         ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
         ["objective.loss=exo_pair"],
+        ["objective.wpo=true", "objective.ld_alpha=0.5"],
+        ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],
+        ["objective.loss.aot=1.5", "objective.loss.hinge=1"],
         ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
     ],
 )

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.ops.logprob import token_logprobs, token_logprobs_eager
+from isopref.ops.logprob import (
+    token_collisions_eager,
+    token_logprobs,
+    token_logprobs_and_collisions,
+    token_logprobs_eager,
+)
 
 C, D, V = 13, 6, 29
 SETTINGS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 2.5, "softcap": 3.0}]
@@ -187,3 +192,37 @@ def test_huge_logits_stay_finite(size: float) -> None:
     grads = torch.autograd.grad(logp.sum(), (hidden, weight))
     assert grads[0].tolist() == [[0.0], [2.0]]
     assert grads[1].tolist() == [[-size], [size]]
+
+
+# --- collisions ------------------------------------------------------------------------------------
+
+
+def test_collisions_by_hand() -> None:
+    hidden, weight = torch.ones(2, 1).double(), torch.tensor([[0.5], [0.25], [0.25]]).double().log()
+    hidden[1] = 0.0  # probabilities 1/2, 1/4, 1/4, and three times 1/3
+    expected = torch.tensor([0.25 + 2 * 0.0625, 1 / 3], dtype=torch.float64).log()
+    torch.testing.assert_close(token_collisions_eager(hidden, weight), expected, rtol=1e-14, atol=0)
+
+
+@settings
+@chunks
+@biased
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_collisions_come_with_the_same_log_probabilities(
+    setting: dict[str, Any], chunk: int, bias: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    parts, target = inputs(bias=bias, dtype=dtype)
+    hidden, weight, *more = parts
+    logp, collision = token_logprobs_and_collisions(hidden, weight, target, *more, max_logits=chunk * V, **setting)
+    assert relative(collision, token_collisions_eager(hidden, weight, *more, **setting)) <= tolerance
+    assert not collision.requires_grad
+    alone = call(parts, target, chunk, **setting)
+    assert torch.equal(logp, alone)
+    for one, other in zip(gradients(logp, parts), gradients(alone, parts), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_collisions_of_certain_and_of_impossible_tokens_are_finite() -> None:
+    hidden, weight = torch.ones(1, 1), torch.tensor([[200.0], [-200.0], [-200.0]])
+    logp, collision = token_logprobs_and_collisions(hidden, weight, torch.tensor([1]))
+    assert (logp.item(), collision.item()) == (-400.0, 0.0)

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 from isopref.errors import ConfigError
 from isopref.losses import FORMULAS, PairLoss, pair_loss
 from isopref.objectives import OBJECTIVES, Name, problems, resolve
-from isopref.testing.equations import CASES, by_equation
-from isopref.types import PairLogps
+from isopref.testing.equations import BATCH_CASES, CASES, COUPLED_EQUATIONS, by_equation
+from isopref.types import PairLogps, moved
 
 EVERY = pytest.mark.parametrize(("name", "params"), CASES.values(), ids=list(CASES))
 
@@ -83,11 +84,9 @@ def test_a_divergence_far_out_still_pulls(divergence: str | float) -> None:
 def test_a_pair_knows_nothing_of_the_others(name: str, params: dict[str, Any]) -> None:
     policy, ref = some_pairs(5)
     loss = pair_loss(name, **params)
-    alone = [
-        loss(*(PairLogps(*(x[p : p + 1] for x in vars(side).values())) for side in (policy, ref))) for p in range(5)
-    ]
+    alone = [loss(*(moved(side, lambda x, p=p: x[p : p + 1]) for side in (policy, ref))) for p in range(5)]  # type: ignore[misc]
     torch.testing.assert_close(loss(policy, ref), torch.cat(alone), rtol=1e-14, atol=0)
-    none = [PairLogps(*(x[:0] for x in vars(side).values())) for side in (policy, ref)]
+    none = [moved(side, lambda x: x[:0]) for side in (policy, ref)]
     assert loss(*none).shape == (0,)
 
 
@@ -98,6 +97,18 @@ def test_without_a_reference_none_is_looked_at(name: str, params: dict[str, Any]
     loss = pair_loss(name, **params)
     assert torch.equal(loss(policy, ref), loss(policy, other)) != OBJECTIVES[name].needs_reference  # type: ignore[index]
     assert torch.equal(loss.gains(policy, ref)[0], loss.gains(policy, other)[0]) != loss.needs_reference
+
+
+def test_wpo_s_weight_multiplies_the_loss_of_a_pair() -> None:
+    policy, ref = some_pairs(3)
+    weight = torch.tensor([0.5, 2.0, 0.0])
+    loss = pair_loss("sigmoid", wpo=True)
+    assert torch.equal(loss(replace(policy, weight=weight), ref), weight * loss(policy, ref))
+
+
+def test_wpo_s_weights_are_refused_where_a_pair_has_no_loss_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"objective\.wpo: weighs the loss of each pair, but aot, bco_pair looks at"):
+        pair_loss({"sigmoid": 1.0, "aot": 1.0, "bco_pair": 1.0}, wpo=True)
 
 
 def test_rewards_by_hand() -> None:
@@ -115,16 +126,17 @@ def test_rewards_by_hand() -> None:
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
     assert list(OBJECTIVES) == list(get_args(Name)) == list(FORMULAS)
-    assert {name for name, _ in CASES.values()} == set(OBJECTIVES)
+    assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) == set(OBJECTIVES)
+    assert {name for name, about in OBJECTIVES.items() if about.coupled} == set(COUPLED_EQUATIONS) < set(BATCH_CASES)
     for name, objective in OBJECTIVES.items():
         parameters = inspect.signature(FORMULAS[name]).parameters.values()
-        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {"whole"}
         assert keywords == set(objective.params), name
-        assert pair_loss(name).params == objective.params
+        assert [term.params for term in pair_loss(name).terms] == [objective.params]
 
 
 def test_what_is_given_goes_before_the_default() -> None:
-    assert resolve("simpo", beta=None, gamma=0.0) == {"beta": 2.0, "gamma": 0.0}
+    assert resolve("simpo", beta=None, gamma=0.0) == {"simpo": {"beta": 2.0, "gamma": 0.0}}
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ class Counted(torch.nn.Module):
         super().__init__()
         self.policy, self.num_pairs = policy(), 0
 
-    def forward(self, microbatch: Any) -> Any:
+    def forward(self, microbatch: Any, **options: Any) -> Any:
         self.num_pairs += microbatch.num_pairs
-        return self.policy(microbatch)
+        return self.policy(microbatch, **options)
 
 
 def filled(store: Store, pairs: PairTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
@@ -118,8 +118,8 @@ def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) 
 
 def test_a_value_that_is_no_number_is_refused_and_not_stored(tmp_path: Path) -> None:
     class Broken(Counted):
-        def forward(self, microbatch: Any) -> Any:
-            logps = super().forward(microbatch)
+        def forward(self, microbatch: Any, **options: Any) -> Any:
+            logps = super().forward(microbatch, **options)
             logps[1, 0] = float("nan")
             return logps
 
@@ -258,10 +258,10 @@ def test_a_store_that_vanishes_while_it_is_filled(tmp_path: Path, undisturbed: T
     known = find(store, table(), device=CPU)
 
     class Vanishing(Counted):
-        def forward(self, microbatch: Any) -> Any:
+        def forward(self, microbatch: Any, **options: Any) -> Any:
             if self.num_pairs == 30:
                 shutil.rmtree(store.folder)
-            return super().forward(microbatch)
+            return super().forward(microbatch, **options)
 
     budget = Budget("shared", 4096, pairs=1)
     logps = proven(fill(store, table(), known, Vanishing(), budget, device=CPU, shard_s=0.0), table())

@@ -184,3 +184,11 @@ def test_moving_keeps_everything(kind: RowKind) -> None:
             tensors += [one.position_ids, one.segments.query_offsets, one.segments.key_offsets]
             tensors += [] if one.segments.key_index is None else [one.segments.key_index]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tail_is_what_is_beyond_the_shorter_answer(kind: RowKind) -> None:
+    passes = build_microbatch(PAIRS, kind).passes
+    tails = {int(token) for one in passes for token in one.target[one.is_tail]}
+    assert tails == {13, 23}
+    assert not build_microbatch([], kind).passes[0].is_tail.any()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.losses import pair_loss
+from isopref.losses import Whole, pair_loss
 from isopref.types import PairLogps
 
 pytest.importorskip("trl")
@@ -38,36 +38,61 @@ def same(value: Tensor) -> Tensor:
     return value
 
 
+def counts(some: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.tensor([[len(one) for one in pair] for pair in some]).T
+
+
 def by_trl(pair: tuple[Tensor, Tensor], ref: tuple[Tensor, Tensor], loss_type: str, **settings: Any) -> float:
-    """What DPOTrainer computes for a batch of one pair, behind a prompt of two tokens, with a model that is a table."""
+    return by_trl_batch([pair], [ref], loss_type, **settings)
+
+
+def by_trl_batch(
+    some: list[tuple[Tensor, Tensor]],
+    refs: list[tuple[Tensor, Tensor]],
+    loss_type: str,
+    collisions: list[Tensor] | None = None,
+    **settings: Any,
+) -> float:
+    """What DPOTrainer computes for a batch, behind prompts of two tokens, with a model that is a table."""
     from trl import DPOTrainer
 
-    longest = max(map(len, pair))
-    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in pair])
-    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in pair])
+    answers = [pair[side] for side in (0, 1) for pair in some]
+    longest = max(map(len, answers))
+    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in answers])
+
+    def padded(parts: list[Tensor]) -> Tensor:
+        return torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in parts])
+
+    logps = padded(answers)
     nothing = torch.zeros_like(logps)
     outputs = SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    outputs.log_sum_sq_probs = padded(collisions or answers)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
         args=SimpleNamespace(discopop_tau=0.05),
         _metrics={"train": defaultdict(list)},
         aux_loss_enabled=False,
-        ld_alpha=None,
         precompute_ref_logps=True,
-        use_weighting=False,
         _total_train_tokens=0,
         _tp_size=1,
         loss_types=[loss_type],
         loss_weights=[1.0],
-        **{"f_divergence_type": "reverse_kl", "label_smoothing": 0.0, "f_alpha_divergence_coef": 0.5, **settings},
+        **{
+            "f_divergence_type": "reverse_kl",
+            "label_smoothing": 0.0,
+            "f_alpha_divergence_coef": 0.5,
+            "ld_alpha": None,
+            "use_weighting": False,
+            **settings,
+        },
     )
     inputs = {
         "input_ids": torch.ones_like(mask),
         "attention_mask": torch.ones_like(mask),
         "completion_mask": mask,
-        "ref_chosen_logps": ref[0][None],
-        "ref_rejected_logps": ref[1][None],
+        "ref_chosen_logps": torch.stack([chosen for chosen, _ in refs]),
+        "ref_rejected_logps": torch.stack([rejected for _, rejected in refs]),
     }
     return float(DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False))
 
@@ -105,6 +130,36 @@ def test_with_a_reference(name: str, loss_type: str, params: dict[str, Any], set
         ref = reference(pair, number)
         expected = by_trl(pair, ref, loss_type, beta=params["beta"], **settings)
         assert ours(pair, ref, name, **params) == pytest.approx(expected, rel=1e-5, abs=1e-6), number
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired", "bco_pair"])
+def test_coupled_over_one_batch(name: str) -> None:
+    """TRL in one microbatch. It leaves the shift out of bco_pair: here the past is such that the shift is zero."""
+    every = pairs()
+    refs = [reference(pair, number) for number, pair in enumerate(every)]
+    policy, ref = (
+        PairLogps(*torch.tensor([[float(one.sum()) for one in pair] for pair in some]).double().T, *counts(every))
+        for some in (every, refs)
+    )
+    share = torch.full((len(every),), 1 / len(every), dtype=torch.float64)
+    gains = policy.chosen - ref.chosen + policy.rejected - ref.rejected
+    whole = Whole(share, torch.tensor([-float(gains.sum()) / 2, 1.0]).double())
+    found = pair_loss(name, beta=0.3)(policy, ref, whole=whole)
+    expected = by_trl_batch(every, refs, name, beta=0.3)
+    assert float(found.mean()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_ld_alpha_and_wpo() -> None:
+    """LD-DPO's sums and WPO's weights of the tokens, which isopref makes elsewhere, made here by hand."""
+    for number, pair in enumerate(pairs()):
+        ref, tokens, common = reference(pair, number), counts([pair]), min(map(len, pair))
+        collisions = [0.3 * one - 0.2 for one in pair]
+        logps = [(one[:common].sum() + 0.4 * one[common:].sum())[None] for one in pair]
+        weight = torch.stack([(one - other).mean() for one, other in zip(pair, collisions, strict=True)]).sum().exp()
+        policy = PairLogps(logps[0], logps[1], tokens[0], tokens[1], weight=weight[None])
+        found = pair_loss("sigmoid", beta=0.3)(policy, PairLogps(ref[0][None], ref[1][None], tokens[0], tokens[1]))
+        expected = by_trl_batch([pair], [ref], "sigmoid", collisions, beta=0.3, ld_alpha=0.4, use_weighting=True)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_label_smoothing_that_trl_leaves_out() -> None:

@@ -17,6 +17,7 @@ from isopref.build.model import check_parallel, load_policy, score_all, spread
 from isopref.build.reference import NamedTable
 from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
+from isopref.config.load import to_yaml
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget, tokens_alone
 from isopref.data.table import PairTable
@@ -42,8 +43,8 @@ def fill_cache(config: Config, *, name: str) -> None:
         check_parallel(run)
         if not run.loss.needs_reference:
             raise ConfigError(
-                f"objective.loss: {config.objective.loss} has no reference, so there is nothing to fill. Go on with "
-                "isopref train."
+                f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to fill. "
+                "Go on with isopref train."
             )
         tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         path, setting = _reference_path(config)
@@ -121,8 +122,8 @@ def _train(run: Run, resume: bool) -> None:
     held_out = None
     if eval_table is not None:
         held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
-        start = ref.logps[1] if store is not None else score_all(run, model, eval_table, "held-out")
-        at_start = held_out.of(start)
+        known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
+        at_start = held_out.of(ref.logps[1] if known else score_all(run, model, eval_table, "held-out"))
     trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
     claim_folder(run, ref.key)
     try:

@@ -111,7 +111,9 @@ def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableL
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
     with pair_progress(run, f"score {what}", len(table)) as progress:
-        return score_table(model, table, run.score_budget, device=run.env.device, progress=progress)
+        return score_table(
+            model, table, run.score_budget, device=run.env.device, ld_alpha=run.loss.ld_alpha, progress=progress
+        )
 
 
 @contextmanager

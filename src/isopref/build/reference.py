@@ -14,6 +14,7 @@ from torch import nn
 import isopref
 from isopref.build.model import load_policy, pair_progress, spread
 from isopref.build.run import Run
+from isopref.config.load import to_yaml
 from isopref.data.table import PairTable
 from isopref.errors import CacheError, ConfigError
 from isopref.models import hf
@@ -44,7 +45,7 @@ def check_reference(run: Run) -> None:
     if run.config.model.reference is not None and not run.loss.needs_reference:
         raise ConfigError(
             f"model.reference: {run.config.model.reference} does nothing with objective.loss: "
-            f"{run.config.objective.loss}, which has no reference. Remove it."
+            f"{to_yaml(run.config.objective.loss)}, which has no reference. Remove it."
         )
 
 
@@ -57,7 +58,7 @@ def open_store(run: Run, policy: Policy, path: str) -> Store:
         f"{transformers.__version__}, on {platform.node()}",
     }
     with policy.plain() as model:  # its config must not name our attention
-        content = identity(model, compute_dtype=run.compute_dtype)
+        content = identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha)
     return Store.open(reference_folder(), content, hints)
 
 
@@ -72,7 +73,14 @@ def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[
     spread_model = model().eval()
     with pair_progress(run, f"score {table.name}", len(known.missing)) as progress:
         filled = fill(
-            store, table.pairs, known, spread_model, run.score_budget, device=run.env.device, progress=progress
+            store,
+            table.pairs,
+            known,
+            spread_model,
+            run.score_budget,
+            device=run.env.device,
+            ld_alpha=run.loss.ld_alpha,
+            progress=progress,
         )
     logps = proven(filled, table.pairs)
     left = find(store, table.pairs, device=run.env.device).missing  # from the disk, once more

@@ -73,7 +73,13 @@ class Run:
     @property
     def loss(self) -> PairLoss:
         objective = self.config.objective
-        return pair_loss(objective.loss, nll_weight=objective.nll_weight, **objective.params)
+        return pair_loss(
+            objective.loss,
+            nll_weight=objective.nll_weight,
+            ld_alpha=objective.ld_alpha,
+            wpo=objective.wpo,
+            **objective.params,
+        )
 
 
 def open_folder(run: Run, resume: bool) -> None:

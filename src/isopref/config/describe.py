@@ -73,10 +73,10 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     elif origin is tuple:
         words = f"a list of {len(args)}, each {_words(args[0])}"
     elif origin is dict:
-        words = "a mapping from text to text"
+        words = f"mapping from {'text' if args[0] is str else 'these'} to {_words(args[1])}"
     else:
         words = _WORDS[annotation]
-    if any(hasattr(limit, "min_length") for limit in limits):
-        words = f"{'a ' * (origin is list)}non-empty {words}"
+    non_empty = "non-empty " * any(hasattr(limit, "min_length") for limit in limits)
+    words = f"{'a ' * (origin in (list, dict))}{non_empty}{words}"
     bounds = [f"{_LIMITS[name]} {getattr(one, name)}" for one in limits for name in _LIMITS if hasattr(one, name)]
     return ", ".join([words, *bounds])

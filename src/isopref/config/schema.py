@@ -133,9 +133,10 @@ class DataConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    loss: objectives.Name = Field(
+    loss: objectives.Name | Annotated[dict[objectives.Name, Positive], Field(min_length=1)] = Field(
         default="sigmoid",
-        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart.",
+        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
+        "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
     )
     beta: Positive | None = Field(
         default=None,
@@ -144,8 +145,8 @@ class ObjectiveConfig(Section):
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
         default=None,
-        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust and exo_pair. null: the "
-        "loss's default, which is 0 for sigmoid.",
+        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust, exo_pair, aot and "
+        "aot_unpaired. null: the loss's default, which is 0 for sigmoid.",
     )
     gamma: NonNegative | None = Field(
         default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."
@@ -161,6 +162,15 @@ class ObjectiveConfig(Section):
         default=0.0,
         description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
         "per token over the global batch (fine-tuning on them, as in RPO).",
+    )
+    ld_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="What a token beyond the length of the pair's shorter answer counts for, in model and reference "
+        "alike (LD-DPO): below 1, length weighs less. 1: all tokens alike.",
+    )
+    wpo: bool = Field(
+        default=False,
+        description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
     )
     weighting: Weighting = Field(
         default="token",
@@ -320,6 +330,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     told = {name: value for name, value in config.objective.params.items() if value is not None}
     for name, what in objectives.problems(config.objective.loss, told):
         yield f"objective.{name}", what
+    for what in objectives.wpo_problems(config.objective.loss) if config.objective.wpo else ():
+        yield "objective.wpo", what
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",

@@ -6,9 +6,11 @@ sequences [prompt | answer] follow one another, first the chosen ones.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from isopref.data.packing import RowKind
 from isopref.types import IntArray, Microbatch, PairTokens, Pass, Segments
@@ -37,11 +39,25 @@ def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: 
     return Microbatch(tuple(passes), counts.view(2, len(pairs)))
 
 
-Sequences = list[tuple[IntArray, IntArray, int]]  # (prompt, completion, which completion it is)
+class _Sequence(NamedTuple):
+    prompt: IntArray
+    completion: IntArray
+    number: int  # which completion it is
+    tail: NDArray[np.bool_]  # of the completion
 
 
-def _sides(pairs: Sequence[PairTokens], sides: tuple[int, ...]) -> Sequences:
-    return [(pair.prompt, pair[1 + side], side * len(pairs) + p) for side in sides for p, pair in enumerate(pairs)]
+def _sides(pairs: Sequence[PairTokens], sides: tuple[int, ...]) -> list[_Sequence]:
+    return [
+        _Sequence(pair.prompt, pair[1 + side], side * len(pairs) + p, _tails(pair)[side])
+        for side in sides
+        for p, pair in enumerate(pairs)
+    ]
+
+
+def _tails(pair: PairTokens) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which tokens of chosen and of rejected are beyond the length of the shorter one."""
+    shorter = min(len(pair.chosen), len(pair.rejected))
+    return np.arange(len(pair.chosen)) >= shorter, np.arange(len(pair.rejected)) >= shorter
 
 
 class _Row:
@@ -53,6 +69,7 @@ class _Row:
         self.predict: list[IntArray] = []
         self.target: list[IntArray] = []
         self.completion: list[IntArray] = []
+        self.tail: list[NDArray[np.bool_]] = []
         self.keys: list[IntArray] = []
         self.query_bounds = [0]
         self.key_bounds = [0]
@@ -69,10 +86,11 @@ class _Row:
         self.key_bounds.append(self.key_bounds[-1] + len(seen_before) + len(tokens))
         return where
 
-    def predicts(self, where: IntArray, target: IntArray, completion: int) -> None:
+    def predicts(self, where: IntArray, target: IntArray, completion: int, tail: NDArray[np.bool_]) -> None:
         self.predict.append(where)
         self.target.append(target)
         self.completion.append(np.full(len(target), completion))
+        self.tail.append(tail)
 
     def finish(self, row_tokens: int | None) -> Pass:
         wanted = row_tokens or max(self.length, FILLER_TOKENS if self.length == 0 else 0)
@@ -101,6 +119,7 @@ class _Row:
             predict_copies=torch.from_numpy(_copies(predict, self.length)),
             target=_tensor(self.target),
             completion=_tensor(self.completion),
+            is_tail=_tensor(self.tail).bool(),
         )
 
 
@@ -115,30 +134,32 @@ def _copies(index_K: IntArray, size: int) -> IntArray:
 
 def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
     row = _Row()
-    for p, (prompt, chosen, rejected) in enumerate(pairs):
+    for p, pair in enumerate(pairs):
+        prompt, chosen, rejected = pair
+        tails = _tails(pair)
         length = len(prompt)
         first = row.segment(np.concatenate([prompt, chosen]), np.arange(length + len(chosen)), prompt[:0])
         second = row.segment(rejected, np.arange(length, length + len(rejected)), first[:length])
         end = first[length - 1 : length]  # the prompt's last token predicts the first token of both answers
-        row.predicts(first[length - 1 : -1], chosen, p)
-        row.predicts(np.concatenate([end, second])[: len(rejected)], rejected, len(pairs) + p)
+        row.predicts(first[length - 1 : -1], chosen, p, tails[0])
+        row.predicts(np.concatenate([end, second])[: len(rejected)], rejected, len(pairs) + p, tails[1])
     return row.finish(row_tokens)
 
 
 def _packed_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
     row = _Row()
-    for prompt, completion, number in _sides(pairs, (0, 1)):
+    for prompt, completion, number, tail in _sides(pairs, (0, 1)):
         tokens = np.concatenate([prompt, completion])
         where = row.segment(tokens, np.arange(len(tokens)), tokens[:0])
-        row.predicts(where[len(prompt) - 1 : -1], completion, number)
+        row.predicts(where[len(prompt) - 1 : -1], completion, number, tail)
     return row.finish(row_tokens)
 
 
-def _padded(sequences: Sequences) -> Pass:
-    width = max((len(prompt) + len(completion) for prompt, completion, _ in sequences), default=FILLER_TOKENS)
+def _padded(sequences: list[_Sequence]) -> Pass:
+    width = max((len(one.prompt) + len(one.completion) for one in sequences), default=FILLER_TOKENS)
     ids = np.zeros((max(1, len(sequences)), width), np.int64)
     predict, target, completions = [], [], []
-    for b, (prompt, completion, number) in enumerate(sequences):
+    for b, (prompt, completion, number, _) in enumerate(sequences):
         end = len(prompt) + len(completion)
         ids[b, :end] = np.concatenate([prompt, completion])
         predict.append(np.arange(b * width + len(prompt) - 1, b * width + end - 1))
@@ -153,12 +174,13 @@ def _padded(sequences: Sequences) -> Pass:
         predict_copies=torch.from_numpy(_copies(where, ids.size)),
         target=_tensor(target),
         completion=_tensor(completions),
+        is_tail=_tensor([one.tail for one in sequences]).bool(),
     )
 
 
-def _tensor(parts: Sequence[IntArray]) -> torch.Tensor:
+def _tensor(parts: Sequence[IntArray | NDArray[np.bool_]]) -> torch.Tensor:
     return torch.from_numpy(_flat(parts))
 
 
-def _flat(parts: Sequence[IntArray]) -> IntArray:
+def _flat(parts: Sequence[IntArray | NDArray[np.bool_]]) -> IntArray:
     return np.concatenate([np.arange(0), *parts]).astype(np.int64, copy=False)

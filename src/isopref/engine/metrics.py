@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.engine.step import Work
-from isopref.losses import PairLoss
+from isopref.losses import PairLoss, log_likelihood
 from isopref.types import PairLogps
 
 NAMES = (
@@ -35,8 +35,9 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
-    nll = -torch.stack([policy.chosen, ref.chosen]).double() @ work.nll_share
-    weighted = torch.stack([loss_P, objective(ref, ref)]).double() @ work.loss_share + objective.nll_weight * nll
+    nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
+    at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
+    weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + objective.nll_weight * nll
     beta = objective.beta
     values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share

@@ -113,7 +113,7 @@ def padded_to_step(
     slots = sum(padded_tokens(one, "padded") for one in lengths)
     weight = float(sum(one.sum() for one in weights))
     mine = [weight, chosen, sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
-    (total, total_chosen, num_pairs, num_tokens, num_slots), (num_microbatches, widest) = _over_ranks(
+    (total, total_chosen, num_pairs, num_tokens, num_slots), before, (num_microbatches, widest) = _over_ranks(
         mine, [len(pieces), width], device
     )
     if not num_pairs:
@@ -123,15 +123,17 @@ def padded_to_step(
             f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} "
             f"(two sequences padded to {widest}). Raise it to at least {2 * widest}, or shorten the pairs."
         )
+    places = torch.arange(mine[2]).add(int(before[2])).split([len(some) for some in pairs])
     work = [
         Work(
             build_microbatch(some, "padded"),
             piece["index"],
+            place,
             torch.from_numpy(coefficients(weight, total=total)),
             torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
             torch.from_numpy(token_coefficients(own, one[:, CHOSEN], total=total_chosen)),
         )
-        for some, piece, weight, own, one in zip(pairs, pieces, weights, owns, lengths, strict=True)
+        for some, piece, place, weight, own, one in zip(pairs, pieces, places, weights, owns, lengths, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
     return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
@@ -147,7 +149,7 @@ def _own(piece: Mapping[str, Tensor]) -> FloatArray:
 
 def _filler() -> Work:
     nothing = torch.zeros(0, dtype=torch.float64)
-    return Work(build_microbatch([], "padded"), nothing.long(), nothing, nothing, nothing)
+    return Work(build_microbatch([], "padded"), nothing.long(), nothing.long(), nothing, nothing, nothing)
 
 
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:
@@ -179,12 +181,16 @@ def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, I
     return out
 
 
-def _over_ranks(sums: list[float], largest: list[int], device: torch.device) -> tuple[list[float], list[int]]:
-    """Sums over ranks of some figures, the largest over ranks of others."""
+def _over_ranks(
+    sums: list[float], largest: list[int], device: torch.device
+) -> tuple[list[float], list[float], list[int]]:
+    """Sums over all ranks of some figures, and over the ranks before this one; the largest over ranks of others."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return sums, largest
+        return sums, [0.0] * len(sums), largest
     mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     together = torch.stack(every).cpu()
-    return together[:, : len(sums)].sum(dim=0).tolist(), [int(x) for x in together[:, len(sums) :].amax(dim=0)]
+    added = together[:, : len(sums)]
+    before = added[: dist.get_rank()].sum(dim=0)
+    return added.sum(dim=0).tolist(), before.tolist(), [int(x) for x in together[:, len(sums) :].amax(dim=0)]

@@ -18,14 +18,25 @@ from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch, moved
 
 
 @dataclass(frozen=True)
+class Linear:
+    """A loss that couples pairs, at the log-probabilities that a first pass found (see coupling.py)."""
+
+    slope: Tensor  # 2, P: derivative of the batch's loss by the log-probability of chosen and rejected
+    loss: Tensor  # P
+    loss_at_reference: Tensor  # P: what it would be if the policy were the reference
+
+
+@dataclass(frozen=True)
 class Work:
     """One microbatch with what each of its P pairs counts for."""
 
     microbatch: Microbatch
     index: Tensor  # P: which pair of the table, to look up the reference
+    place: Tensor  # P: which pair of the global batch
     loss_share: Tensor  # P: coefficient in the loss; they sum to one over the global batch
     mean_share: Tensor  # P: one over the pairs of the global batch
     nll_share: Tensor  # P: what the chosen answer counts for in a mean over the chosen tokens of the global batch
+    linear: Linear | None = None  # where the objective is coupled
 
     def to(self, device: torch.device) -> "Work":
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -64,6 +75,7 @@ def build_step(
         Work(
             build_microbatch([table.tokens(int(i)) for i in index[group]], kind),
             torch.from_numpy(index[group]),
+            torch.from_numpy(group),
             torch.from_numpy(loss_share[group]),
             torch.from_numpy(mean_share[group]),
             torch.from_numpy(nll_share[group]),

@@ -6,6 +6,7 @@ global batch. It accumulates gradients and leaves the optimizer step to the Trai
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from isopref.engine.coupling import Coupling
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
-from isopref.losses import PairLoss
+from isopref.losses import PairLoss, log_likelihood
 from isopref.models.parallel import GradSync, full, gradient_sync, reshard
 from isopref.normalize import Weighting, share_of_loss
 from isopref.score import TableLogps, score
@@ -81,6 +83,7 @@ class DPOTrainModule(TrainModule):
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
         self.reference_2N = self._table(reference)
+        self.coupling = Coupling(objective, self.device) if objective.coupled else None
         self._window = MetricWindow(self.device)
 
     def _check_model(self) -> None:
@@ -116,6 +119,9 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
+        if self.coupling is not None:
+            step = self.coupling.linear(step, self._score)
+            reshard(self.model)
         sums = torch.zeros_like(self._window.sums)
         for n, work in enumerate(step.work):
             with self._train_microbatch_context(n, len(step.work)):
@@ -123,6 +129,8 @@ class DPOTrainModule(TrainModule):
         if dry_run:
             self.zero_grads()
             return
+        if self.coupling is not None:
+            self.coupling.keep()
         self._window.add(sums)
         if self.check_first_step and self.trainer.global_step == 1:
             self._check_first_step(sums)
@@ -142,24 +150,34 @@ class DPOTrainModule(TrainModule):
 
     def _train_microbatch(self, work: Work) -> Tensor:
         """Forward and backward. Returns what the microbatch adds to the metrics."""
-        policy = score(self.model, work.microbatch)
-        ref = self._reference(policy, work.index)
-        loss_P = self.objective(policy, ref)
-        share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
+        policy, ref = self._score(work)
+        if work.linear is None:
+            loss_P = self.objective(policy, ref)
+            share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
+        else:
+            loss_P = work.linear.loss
+            logps_2P = torch.stack([policy.chosen, policy.rejected])
+            share = share_of_loss(logps_2P, work.linear.slope, num_ranks=self.num_ranks)
         if self.objective.nll_weight:
-            nll = share_of_loss(-policy.chosen, work.nll_share, num_ranks=self.num_ranks)
+            nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
         share.backward()
         with torch.no_grad():
             return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 
+    def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:
+        """The log-probabilities of the policy, and those it is compared with."""
+        objective = self.objective
+        policy = score(self.model, work.microbatch, ld_alpha=objective.ld_alpha, wpo=objective.wpo)
+        return policy, self._reference(policy, work.index)
+
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
-        """What the policy is compared with; zeros stand for a reference that there is not."""
+        """The reference's log-probabilities; zeros stand for a reference that there is not."""
         if self.reference_2N is None:
             chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
         else:
             chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
-        return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
+        return replace(policy, chosen=chosen, rejected=rejected)
 
     def _logs_now(self) -> bool:
         step = self.trainer.global_step
@@ -224,6 +242,8 @@ class DPOTrainModule(TrainModule):
             "model": checkpoint_state.get_model_state_dict(self.model, options=options),
             "metrics": self._window.state_dict(),
         }
+        if self.coupling is not None:
+            state["coupling"] = self.coupling.state_dict()
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
         return state
@@ -232,6 +252,8 @@ class DPOTrainModule(TrainModule):
         options = checkpoint_state.StateDictOptions(strict=True)
         checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
         self._window.load_state_dict(state_dict["metrics"])
+        if self.coupling is not None:
+            self.coupling.load_state_dict(state_dict["coupling"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
 from isopref.models.hf import disable_dropout
-from isopref.ops.logprob import token_logprobs
+from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
 
@@ -37,23 +37,46 @@ class Policy(nn.Module):
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def forward(self, microbatch: Microbatch) -> Tensor:
-        """Summed log-probabilities of the completions: 2, P (chosen, rejected), float32 or wider."""
-        shape = (2, microbatch.num_pairs)
-        return torch.stack([self._completions(one, 2 * shape[1]).view(shape) for one in microbatch.passes]).sum(dim=0)
+    def forward(self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False) -> Tensor:
+        """Summed log-probabilities of the completions: 2, P (chosen, rejected), float32 or wider.
 
-    def _completions(self, one: Pass, num_completions: int) -> Tensor:
+        With `ld_alpha` below 1, tokens beyond the length of the pair's shorter completion count that much (LD-DPO, Liu
+        et al. 2024), and a third row is the sum for chosen of all tokens alike. With `wpo`, the last row is the weight
+        of each pair (WPO, Zhou et al. 2024), without gradient.
+        """
+        num_pairs = microbatch.num_pairs
+        passes = [self._completions(one, 2 * num_pairs, ld_alpha, wpo) for one in microbatch.passes]
+        sums_K2P = torch.stack(passes).sum(dim=0).unflatten(1, (2, num_pairs))
+        rows = [*sums_K2P[0]]
+        if ld_alpha != 1:
+            rows.append(sums_K2P[1, 0])
+        if wpo:
+            rows.append((sums_K2P[-1] / microbatch.num_completion_tokens).sum(dim=0).exp())
+        return torch.stack(rows)
+
+    def _completions(self, one: Pass, num_completions: int, ld_alpha: float, wpo: bool) -> Tensor:
+        """Sums over the tokens of each completion: of its log-probabilities, and of what else was asked for: K, 2 P."""
         hidden = self._hidden_BTD(one).flatten(0, 1)
         head = self.model.get_output_embeddings()
-        logp_C = token_logprobs(
+        predictions = (
             take(hidden, one.predict_index, one.predict_copies),
             head.weight,
             one.target,
             getattr(head, "bias", None),
-            scale=self.logit_scale,
-            softcap=self.softcap,
         )
-        return logp_C.new_zeros(num_completions).index_add(0, one.completion, logp_C)
+        if wpo:
+            logp_C, collision_C = token_logprobs_and_collisions(
+                *predictions, scale=self.logit_scale, softcap=self.softcap
+            )
+        else:
+            logp_C = token_logprobs(*predictions, scale=self.logit_scale, softcap=self.softcap)
+        columns = [logp_C]
+        if ld_alpha != 1:
+            columns = [torch.where(one.is_tail, ld_alpha * logp_C, logp_C), logp_C]
+        if wpo:
+            columns.append(logp_C.detach() - collision_C)
+        sums = logp_C.new_zeros(len(columns), num_completions)
+        return sums.index_add(1, one.completion, torch.stack(columns))
 
     def _hidden_BTD(self, one: Pass) -> Tensor:  # noqa: N802
         packed = one.segments is not None

@@ -30,10 +30,28 @@ def token_logprobs_eager(
     softcap: float | None = None,
 ) -> Tensor:
     """log softmax(cap(scale * (hidden @ weight.T + bias)))[target], C, in float32 or wider."""
+    return _log_softmax(hidden_CD, weight_VD, bias_V, scale, softcap).gather(1, target_C[:, None])[:, 0]
+
+
+def token_collisions_eager(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """log of the sum of the squares of the same softmax, C: that two tokens drawn from it are the same one."""
+    return torch.logsumexp(2 * _log_softmax(hidden_CD, weight_VD, bias_V, scale, softcap), dim=-1)
+
+
+def _log_softmax(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
     logits = _wide(linear(hidden_CD, weight_VD, bias_V)) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.log_softmax(dim=-1).gather(1, target_C[:, None])[:, 0]
+    return logits.log_softmax(dim=-1)
 
 
 def token_logprobs(
@@ -47,12 +65,42 @@ def token_logprobs(
     max_logits: int | None = None,
 ) -> Tensor:
     """The same as `token_logprobs_eager`, holding at most `max_logits` logits at a time. Differentiable once."""
+    return _apply(hidden_CD, weight_VD, target_C, bias_V, scale, softcap, max_logits, collisions=False)[0]
+
+
+def token_logprobs_and_collisions(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    max_logits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and `token_collisions_eager`, which has no gradient here: one more pass over the logits."""
+    return _apply(hidden_CD, weight_VD, target_C, bias_V, scale, softcap, max_logits, collisions=True)
+
+
+def _apply(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor,
+    bias_V: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    max_logits: int | None,
+    *,
+    collisions: bool,
+) -> tuple[Tensor, Tensor]:
     kernels = _kernels(hidden_CD)
     if max_logits is None:
         max_logits = MAX_LOGITS if kernels is None else MAX_LOGITS_FUSED
     chunk = max(1, max_logits // weight_VD.shape[0])
-    logp_C: Tensor = _TokenLogprobs.apply(hidden_CD, weight_VD, bias_V, target_C, scale, softcap, chunk)  # type: ignore[no-untyped-call]
-    return logp_C
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_CD, weight_VD, bias_V, target_C, scale, softcap, chunk, collisions
+    )
+    return found
 
 
 def reduce_logits(logits_CV: Tensor, target_C: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -60,6 +108,12 @@ def reduce_logits(logits_CV: Tensor, target_C: Tensor, scale: float, softcap: fl
     finished = _finish(logits_CV, scale, softcap)
     lse_C = torch.logsumexp(finished, dim=-1)
     return finished.gather(1, target_C[:, None])[:, 0] - lse_C, lse_C
+
+
+def reduce_squares(logits_CV: Tensor, lse_C: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """log sum of squares of the softmax whose logarithm of the divisor is `lse`: C, float32 or wider."""
+    # The largest probability is at least 1/V: its square does not vanish.
+    return _finish(logits_CV, scale, softcap).sub_(lse_C[:, None]).mul_(2).exp_().sum(dim=-1).log()
 
 
 def logits_gradient_(
@@ -74,7 +128,7 @@ def logits_gradient_(
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
-    """The Triton twins of `reduce_logits` and `logits_gradient_`, where they can run."""
+    """The Triton twins of `reduce_logits`, `reduce_squares` and `logits_gradient_`, where they can run."""
     if not x.is_cuda or x.dtype == torch.float64:
         return None
     from isopref.ops import logprob_triton  # Triton comes with torch for CUDA, and only there
@@ -105,22 +159,29 @@ class _TokenLogprobs(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         chunk: int,
-    ) -> Tensor:
-        reduce = getattr(_kernels(hidden), "reduce_logits", reduce_logits)
+        collisions: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kernels = _kernels(hidden)
+        reduce = getattr(kernels, "reduce_logits", reduce_logits)
+        squares = getattr(kernels, "reduce_squares", reduce_squares)
         logp = hidden.new_empty(len(hidden), dtype=_wide(hidden[:0]).dtype)
         lse = torch.empty_like(logp)
+        collision = torch.empty_like(logp if collisions else logp[:0])
         logits = None
         for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
             logits = linear(hidden[at], weight, bias)
             logp[at], lse[at] = reduce(logits, target[at], scale, softcap)
+            if collisions:
+                collision[at] = squares(logits, lse[at], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.kept_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad) else None
-        return logp
+        ctx.mark_non_differentiable(collision)
+        return logp, collision
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logp: Tensor, _grad_collision: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
         chunk, whole = ctx.chunk, len(hidden) <= ctx.chunk
         gradient_ = getattr(_kernels(hidden), "logits_gradient_", logits_gradient_)
@@ -146,4 +207,4 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

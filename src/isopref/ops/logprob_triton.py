@@ -1,7 +1,8 @@
-"""The two passes of the log-prob head over its logits, as Triton kernels: one read forward, one read and write back.
+"""The passes of the log-prob head over its logits, as Triton kernels: one read forward, one read and write back.
 
-Their specification is `reduce_logits` and `logits_gradient_` in logprob.py, whose signatures they share. One program
-does one token (a row of V logits), so nothing depends on how many tokens there are, and no sum on their order.
+Where squares of the probabilities are asked for, one read more. Their specification is `reduce_logits`,
+`reduce_squares` and `logits_gradient_` in logprob.py, whose signatures they share. One program does one token (a row of
+V logits), so nothing depends on how many tokens there are, and no sum on their order.
 """
 
 import torch
@@ -44,6 +45,19 @@ def _reduce(logits, target, logp, lse, V, SCALE: tl.constexpr, SOFTCAP: tl.const
 
 
 @triton.jit
+def _squares(logits, lse, collision, V, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * V
+    log_sum = tl.load(lse + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = _finish(tl.load(start + at, mask=at < V, other=0.0), SCALE, SOFTCAP)
+        total += tl.where(at < V, tl.exp(2 * (x - log_sum)), 0.0)
+    tl.store(collision + row, tl.log(tl.sum(total, 0)))
+
+
+@triton.jit
 def _gradient(logits, target, lse, grad, V, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * V
@@ -65,6 +79,16 @@ def reduce_logits(logits_CV: Tensor, target_C: Tensor, scale: float, softcap: fl
             logits_CV, target_C, logp, lse, vocabulary, SCALE=scale, SOFTCAP=softcap or 0.0, BLOCK=BLOCK, num_warps=8
         )
     return logp, lse
+
+
+def reduce_squares(logits_CV: Tensor, lse_C: Tensor, scale: float, softcap: float | None) -> Tensor:
+    count, vocabulary = logits_CV.shape
+    collision = torch.empty(count, dtype=torch.float32, device=logits_CV.device)
+    if count:
+        _squares[(count,)](
+            logits_CV, lse_C, collision, vocabulary, SCALE=scale, SOFTCAP=softcap or 0.0, BLOCK=BLOCK, num_warps=8
+        )
+    return collision
 
 
 def logits_gradient_(

@@ -63,6 +63,7 @@ def fill(
     budget: Budget,
     *,
     device: torch.device,
+    ld_alpha: float = 1.0,
     progress: Callable[[int], None] | None = None,
     shard_s: float = SHARD_S,
 ) -> Known:
@@ -70,7 +71,7 @@ def fill(
     store.sweep()
     missing = table.select(known.missing)
     shelf = _Shelf(store, missing, shard_s)
-    scored = score_table(model, missing, budget, device=device, progress=progress, scored=shelf.put)
+    scored = score_table(model, missing, budget, device=device, ld_alpha=ld_alpha, progress=progress, scored=shelf.put)
     shelf.flush()
     logp_M2 = np.stack([scored.chosen, scored.rejected], axis=1)
     keys = as_keys(missing.ids)

@@ -32,9 +32,10 @@ NOT_NUMBERS = frozenset(
 )  # fmt: skip
 
 
-def identity(model: PreTrainedModel, *, compute_dtype: str) -> dict[str, Any]:
+def identity(model: PreTrainedModel, *, compute_dtype: str, ld_alpha: float = 1.0) -> dict[str, Any]:
     """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work."""
     return {
+        **({"ld_alpha": ld_alpha} if ld_alpha != 1 else {}),
         "score_version": SCORE_VERSION,
         "transformers": transformers.__version__,  # its model code may change, and with it the numbers
         "architecture": type(model).__name__,

@@ -1,10 +1,13 @@
 """Every objective once more, straight from its paper: one pair at a time, in plain exponentials and logarithms.
 
+The coupled ones take all pairs of a batch, and are written as loops over lists.
+
 Shares nothing with losses.py and is not safe far out. Numbers are scalar tensors in float64, so that the oracle can
 differentiate what it computes here.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +132,54 @@ def cpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
     return -torch.log(sigma(beta * c.policy - beta * r.policy)) - torch.log(c.likelihood)
 
 
+Pairs = Sequence[tuple[Answer, Answer]]
+
+
+def mean_reward(pairs: Pairs, weights: Sequence[float], beta: float) -> float:
+    """The mean over all answers of a batch; a number, through which no gradient goes."""
+    means = [beta * float((c.log_ratio + r.log_ratio).detach()) / 2 for c, r in pairs]
+    return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
+
+
+def bco_pair(pairs: Pairs, weights: Sequence[float], *, beta: float) -> Tensor:
+    """For the first batch of a run."""
+    delta = mean_reward(pairs, weights, beta)
+    losses = [
+        -torch.log(sigma(beta * c.log_ratio - delta)) - torch.log(sigma(-(beta * r.log_ratio - delta)))
+        for c, r in pairs
+    ]
+    return torch.stack([w / sum(weights) * loss for w, loss in zip(weights, losses, strict=True)]).sum()
+
+
+def transport(
+    x: Sequence[Tensor], y: Sequence[Tensor], weights: Sequence[float], cost: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Cost of moving the x to the y by their order, a bit of mass at a time."""
+    queues: list[list[Any]] = [
+        sorted([value, w / sum(weights)] for value, w in zip(values, weights, strict=True)) for values in (x, y)
+    ]
+    done = []
+    while all(queues):
+        (value, mass), (other, room) = queues[0][0], queues[1][0]
+        moved = min(mass, room)
+        done.append(moved * cost(value - other))
+        for queue in queues:
+            queue[0][1] -= moved
+            if queue[0][1] < 1e-14:
+                queue.pop(0)
+    return torch.stack(done).sum()
+
+
+def aot(pairs: Pairs, weights: Sequence[float], *, beta: float, label_smoothing: float) -> Tensor:
+    policy, ref = [c.policy - r.policy for c, r in pairs], [c.ref - r.ref for c, r in pairs]
+    return transport(policy, ref, weights, lambda gap: bradley_terry(beta * gap, label_smoothing))
+
+
+def aot_unpaired(pairs: Pairs, weights: Sequence[float], *, beta: float, label_smoothing: float) -> Tensor:
+    chosen, rejected = [c.log_ratio for c, _ in pairs], [r.log_ratio for _, r in pairs]
+    return transport(chosen, rejected, weights, lambda gap: bradley_terry(beta * gap, label_smoothing))
+
+
 EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
@@ -138,18 +189,47 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
+    equation.__name__: equation for equation in (bco_pair, aot, aot_unpaired)
+}
+
+
+def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:
+    return [
+        (
+            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p])),
+            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p])),
+        )
+        for p in range(len(policy.chosen))
+    ]
+
+
 def by_equation(name: str, params: dict[str, Any]) -> Callable[[PairLogps, PairLogps], Tensor]:
     """The objective as the oracle takes it: the losses of all pairs, each computed alone."""
 
     def losses(policy: PairLogps, ref: PairLogps) -> Tensor:
-        each = []
-        for p in range(len(policy.chosen)):
-            chosen = Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p]))
-            rejected = Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p]))
-            each.append(EQUATIONS[name](chosen, rejected, **params))
-        return torch.stack(each)
+        return torch.stack([EQUATIONS[name](c, r, **params) for c, r in answers(policy, ref)])
 
     return losses
+
+
+def batch_loss(
+    case: str, policy: PairLogps, ref: PairLogps, weights: Sequence[float], factors: Sequence[float] | None = None
+) -> Tensor:
+    """The loss of a global batch whose pairs have these weights, by the equations of a case; each pair's loss times
+    its factor (WPO's weight), where there are some."""
+    loss, params = ALL_CASES[case]
+    total = torch.zeros((), dtype=torch.float64)
+    for name, factor in {loss: 1.0}.items() if isinstance(loss, str) else loss.items():
+        equation = EQUATIONS.get(name) or COUPLED_EQUATIONS[name]
+        taken = {key: value for key, value in params.items() if key in inspect.signature(equation).parameters}
+        if name in COUPLED_EQUATIONS:
+            total = total + factor * equation(answers(policy, ref), weights, **taken)
+        else:
+            losses = [equation(c, r, **taken) for c, r in answers(policy, ref)]
+            parts = zip(weights, factors or [1.0] * len(weights), losses, strict=True)
+            total = total + factor * sum(w * one_factor * one for w, one_factor, one in parts) / sum(weights)
+    return total
 
 
 # By label; at least one for every objective: parameters under which a batch of the matrix is neither flat nor far out.
@@ -173,3 +253,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "orpo": ("orpo", {"beta": 0.5}),
     "cpo": ("cpo", {"beta": 0.2}),
 }
+# The same for those that couple the pairs of a batch, and for sums of several.
+BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    "bco_pair": ("bco_pair", {"beta": 0.3}),
+    "aot": ("aot", {"beta": 0.3, "label_smoothing": 0.1}),
+    "aot_unpaired": ("aot_unpaired", {"beta": 0.3, "label_smoothing": 0.1}),
+    "several": (
+        {"sigmoid": 1.0, "ipo": 0.3, "cpo": 0.2},
+        {"beta": 0.4, "label_smoothing": 0.1, "divergence": "reverse_kl"},
+    ),
+    "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
+}
+ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES}

@@ -23,7 +23,7 @@ from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import CASES, by_equation
+from isopref.testing.equations import ALL_CASES, batch_loss
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.types import PairLogps, PairTokens
 
@@ -48,8 +48,10 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    objective: str = "sigmoid"  # of equations.CASES
+    objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
+    ld_alpha: float = 1.0
+    wpo: bool = False
 
     def __str__(self) -> str:
         default = Cell()
@@ -92,7 +94,7 @@ def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], Ta
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
         *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
-        *(cell.objective, cell.nll_weight),
+        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo),
     )
 
 
@@ -105,13 +107,15 @@ def _expected(
     num_pairs: int,
     objective: str,
     nll_weight: float,
+    ld_alpha: float,
+    wpo: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
-    model, policy, ref = _scored(architecture, dtype, num_pairs)
+    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha)
     told = own if own_weights else None
-    nll = oracle.token_nll(policy, told)
-    loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), oracle.weights(pairs, weighting, told))
-    loss = loss + nll_weight * nll
+    nll = oracle.token_nll(whole, told)
+    factors = oracle.wpo_weights(model, pairs) if wpo else None
+    loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, told), factors) + nll_weight * nll
     return (
         float(loss.detach()),
         oracle.gradient(model, loss, again=True),
@@ -121,24 +125,27 @@ def _expected(
 
 
 @cache
-def _scored(architecture: str, dtype: str, num_pairs: int) -> tuple[nn.Module, PairLogps, PairLogps]:
-    """A model, its log-probabilities of the batch with their graph, and those of the reference."""
+def _scored(
+    architecture: str, dtype: str, num_pairs: int, ld_alpha: float
+) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps]:
+    """A model, its log-probabilities of the batch with their graph, those as LD-DPO has them, and the reference's."""
     pairs, _ = batch(num_pairs)
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
     with torch.no_grad():
-        ref = oracle.pair_logps(other, pairs)
-    return model, oracle.pair_logps(model, pairs), ref
+        ref = oracle.pair_logps(other, pairs, ld_alpha)
+    return model, oracle.pair_logps(model, pairs), oracle.pair_logps(model, pairs, ld_alpha), ref
 
 
-def pair_objective(case: str = "sigmoid", nll_weight: float = 0.0) -> PairLoss:
+def pair_objective(case: str = "sigmoid", **settings: Any) -> PairLoss:
     """The objective of a cell."""
-    name, params = CASES[case]
-    return pair_loss(name, nll_weight=nll_weight, **params)
+    name, params = ALL_CASES[case]
+    return pair_loss(name, **settings, **params)
 
 
 def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
     """Means over pairs, by their definitions."""
-    name, params = CASES[objective]
+    loss, params = ALL_CASES[objective]
+    name = loss if isinstance(loss, str) else next(iter(loss))  # rewards are those of the first
     chosen, rejected = policy.chosen, policy.rejected
     if name not in ("simpo", "orpo", "cpo"):
         chosen, rejected = chosen - ref.chosen, rejected - ref.rejected
@@ -185,7 +192,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=pair_objective(cell.objective, cell.nll_weight),
+        objective=pair_objective(cell.objective, nll_weight=cell.nll_weight, ld_alpha=cell.ld_alpha, wpo=cell.wpo),
         rank_microbatch_size=4096,
         reference=reference,
         weighting=cell.weighting,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from isopref.normalize import Weighting
-from isopref.testing.equations import CASES
+from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
@@ -63,6 +63,8 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, own_weights=True, weighting="pair")
         yield replace(kind, nll_weight=0.7, cut="pair")
         yield replace(kind, nll_weight=0.7, own_weights=True, weighting="pair")
+        yield replace(kind, ld_alpha=0.4, nll_weight=0.7)
+        yield replace(kind, wpo=True, cut="pair", own_weights=True)
         yield replace(kind, checkpointing=True)
         yield replace(kind, grad_sync="every", cut="pair")
         yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
@@ -89,7 +91,7 @@ def _objectives(base: Cell) -> Iterator[Cell]:
     """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
     weightings: tuple[Weighting, ...] = get_args(Weighting)
-    for n, objective in enumerate(CASES):
+    for n, objective in enumerate(ALL_CASES):
         for turn in range(3) if base.ranks == 1 else [n % 3]:
             yield replace(
                 base,

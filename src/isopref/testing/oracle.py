@@ -14,23 +14,56 @@ from torch import Tensor, nn
 from isopref.types import IntArray, PairLogps, PairTokens
 
 
-def sequence_logp(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
-    """log p(completion | prompt): the sum over its tokens of log softmax(logits) at the token before."""
+def predictions(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
+    """log softmax(logits) at the token before each token of the completion: C, V."""
     ids = torch.tensor([[*map(int, prompt), *map(int, completion)]])
     logits_TV = model(input_ids=ids).logits[0]
     logp_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(dim=-1)
-    start = len(prompt)
-    return torch.stack([logp_TV[start + i - 1, int(token)] for i, token in enumerate(completion)]).sum()
+    logp_CV: Tensor = logp_TV[len(prompt) - 1 : -1]
+    return logp_CV
 
 
-def pair_logps(model: Any, pairs: Sequence[PairTokens]) -> PairLogps:
-    """Log-probabilities of both completions of every pair."""
+def token_logps(model: Any, prompt: IntArray, completion: IntArray) -> list[Tensor]:
+    """log p of each token of the completion."""
+    logp_CV = predictions(model, prompt, completion)
+    return [logp_CV[i, int(token)] for i, token in enumerate(completion)]
+
+
+def sequence_logp(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
+    """log p(completion | prompt): the sum over its tokens."""
+    return torch.stack(token_logps(model, prompt, completion)).sum()
+
+
+def pair_logps(model: Any, pairs: Sequence[PairTokens], ld_alpha: float = 1.0) -> PairLogps:
+    """Log-probabilities of both completions of every pair.
+
+    With `ld_alpha`, as LD-DPO has them (Liu et al. 2024): tokens up to the length of the shorter completion, and that
+    much of the others.
+    """
+
+    def logp(pair: PairTokens, completion: IntArray) -> Tensor:
+        common = min(len(pair.chosen), len(pair.rejected))
+        tokens = token_logps(model, pair.prompt, completion)
+        return torch.stack([one if i < common else ld_alpha * one for i, one in enumerate(tokens)]).sum()
+
     return PairLogps(
-        chosen=torch.stack([sequence_logp(model, pair.prompt, pair.chosen) for pair in pairs]),
-        rejected=torch.stack([sequence_logp(model, pair.prompt, pair.rejected) for pair in pairs]),
+        chosen=torch.stack([logp(pair, pair.chosen) for pair in pairs]),
+        rejected=torch.stack([logp(pair, pair.rejected) for pair in pairs]),
         num_chosen=torch.tensor([len(pair.chosen) for pair in pairs]),
         num_rejected=torch.tensor([len(pair.rejected) for pair in pairs]),
     )
+
+
+@torch.no_grad()
+def wpo_weights(model: Any, pairs: Sequence[PairTokens]) -> list[float]:
+    """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over tokens of p(token) / sum of all p^2."""
+
+    def weight(prompt: IntArray, completion: IntArray) -> float:
+        p_CV = predictions(model, prompt, completion).double().exp()
+        aligned = [float(p_CV[i, int(token)] / (p_CV[i] ** 2).sum()) for i, token in enumerate(completion)]
+        return float(np.prod(aligned) ** (1 / len(aligned)))
+
+    return [weight(pair.prompt, pair.chosen) * weight(pair.prompt, pair.rejected) for pair in pairs]
 
 
 def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | None = None) -> list[float]:

@@ -1,0 +1,140 @@
+"""docs/objectives.md, made from the registry: `python -m isopref.config.objectives_page`. Imports no torch."""
+
+from isopref.objectives import OBJECTIVES, Objective
+
+LEGEND = """\
+| letters | meaning |
+|---|---|
+| `P_c`, `P_r` | log pi(c\\|x), log pi(r\\|x): log-probability of chosen and rejected, summed over the tokens |
+| `p_c`, `p_r` | the same, divided by the tokens of the answer |
+| `R_c`, `R_r` | the sums for the reference: log ref(c\\|x), log ref(r\\|x) |
+| `G_c`, `G_r` | log pi - log ref of the answer, summed over its tokens |
+| `g_c`, `g_r` | the same, divided by the tokens of the answer |
+| `m` | G_c - G_r, the margin |
+| `b`, `e` | `objective.beta`, `objective.label_smoothing` |
+| `s`, `ls` | the logistic function, and its logarithm |
+"""
+
+PAGE = """\
+# Objectives
+
+`objective.loss` names the loss of one pair. The loss of a global batch is the weighted mean over its pairs
+([concepts](concepts.md#the-objective)), for each of them, under every layout. `make docs` writes this page from the
+registry in `isopref/objectives.py`; do not edit it.
+
+{legend}
+A parameter that is left out (null) has the default of the loss. One that the loss does not take is refused.
+
+| `objective.loss` | loss of a pair | reference | parameters, with defaults | when to use it | paper |
+|---|---|---|---|---|---|
+{rows}
+
+## Several at once
+
+`objective.loss: {{sigmoid: 1.0, hinge: 0.5}}` adds the losses of a pair with these weights. A parameter goes to those
+that take it, and is refused where none does; one that is left out is each loss's own default. Rewards, margins and
+accuracy in the metrics are those of the first.
+
+## Losses that couple a batch
+
+`bco_pair`, `aot` and `aot_unpaired` look at all pairs of a global batch. Each step first scores all its pairs without a
+gradient and gathers their log-probabilities from all ranks: that gives the loss of the batch and what each
+log-probability counts for in it. A second pass back-propagates that. So the loss is the same under every layout, for a
+forward pass more, a third of a step's work. Held-out pairs are evaluated as one batch.
+
+**aot.** `sorted` pairs the two sides off by their ranks in the batch. Where pairs have weights, by
+`objective.weighting` or in the data, both sides are distributions with these weights, and mass moves from one to the
+other in order: a pair of weight 2 is the same as a pair that is there twice. Two margins that are equal but for
+rounding may change places between two layouts.
+
+**bco_pair.** A batch of N pairs has the mean gain g = sum w_p (G_c + G_r)/2 / sum w_p, with the loss's weights, and
+d = b * (sum of N g) / (sum of N) over all batches of the run up to this one. No gradient goes through d. It is in the
+checkpoint, so that a resumed run goes on with it.
+
+## Divergences
+
+`objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1; constants fall out of the difference):
+
+| `objective.divergence` | f'(u) |
+|---|---|
+| `reverse_kl` | log u: DPO |
+| `forward_kl` | -1/u |
+| `jensen_shannon` | log(2u / (1 + u)) |
+| a number a, above 0 and below 1 | (1 - u^-a) / a: the alpha-divergence; near 0 reverse KL, near 1 forward KL |
+
+Powers of u above exp 30 are continued by their tangent, so that a pair far out has a finite loss and still a gradient.
+
+## The likelihood of chosen answers
+
+`objective.nll_weight` adds a term to any of them, with a denominator of its own:
+
+    nll_weight * - sum v_p log pi(c_p|x_p) / sum v_p n_p
+
+n_p are the tokens of the chosen answer c_p, v_p is the weight of the pair in the data (1 where there is none); both
+sums go over the global batch. It is the loss of fine-tuning on the chosen answers, the same under every layout, and is
+logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
+adds a mean over each answer's own tokens; here a token counts the same in every answer.
+
+## Length
+
+`objective.ld_alpha` is the alpha of LD-DPO (Liu et al. 2024, 2409.06411). With n tokens in the shorter answer of a pair,
+
+    log pi(y|x) = sum of the first n tokens' log-probabilities + alpha * sum of those after
+
+for both answers, under the model and the reference alike, in any of the losses; token counts stay what they are. 1 is
+plain, 0 cuts the longer answer off. Log-probabilities in the metrics and in the evaluation are these too, but for the
+likelihood term, which has all tokens. The reference's log-probabilities of each alpha are a store of their own.
+
+## Pairs the model would write
+
+`objective.wpo` multiplies the loss of a pair by w(c) w(r) (WPO, Zhou et al. 2024, 2406.11827):
+
+    w(y) = exp of the mean over the tokens of y of [log pi(token) - log sum_v pi(v)^2]
+
+of the model as it is at this step; no gradient goes through it. A token that the model would draw now has about 1. The
+denominator of the loss stays the sum of w_p, and neither the likelihood term nor the held-out loss has these weights.
+It costs one pass more over the logits. Losses that couple a batch have no loss of one pair, and are refused with it.
+
+{notes}"""
+
+NOTES = """\
+## Where others differ
+
+Compared with TRL 1.16 on the same log-probabilities, pair by pair:
+
+- **Batches.** TRL takes a mean over each microbatch, so all its losses change with the cut.
+- **sigmoid.** TRL accepts `label_smoothing` and does not use it for this loss. Here it is conservative DPO.
+- **alpha-divergence.** TRL's coefficient is 1 - a. It cuts powers of u off at exp 80, where the gradient ends.
+- **exo_pair.** The same, but here the smoothing it needs has a default.
+- **ipo.** The same as `ipo` here. `ipo_sum` is not in TRL.
+- **dpo_norm** is TRL's `sigmoid_norm`, here with label smoothing.
+- **discopop.** The same where TRL's is finite: its exp(-b m) overflows far below zero, times a zero. Here the product
+  is one exponential.
+- **aot, aot_unpaired** are the same on one batch with `weighting: pair`. TRL sorts inside each microbatch.
+- **bco_pair.** TRL 1.16 leaves the shift d out.
+- **ld_alpha, wpo** are the same for one pair. TRL divides by the pairs of a microbatch.
+- **simpo** is the same. TRL also has smoothing for it.
+- **robust, hinge, nca_pair, sppo_hard, apo_zero, apo_down** are the same.
+- **orpo.** TRL adds the likelihood as a mean over the tokens of a microbatch, prompts included. Here it is the mean
+  over the chosen answer's tokens, pair by pair.
+- **cpo.** The paper writes the log-likelihood of an answer as a sum; TRL takes the mean over the tokens of a
+  microbatch. Here it is the mean over the answer's tokens, pair by pair.
+"""
+
+
+def page() -> str:
+    """docs/objectives.md."""
+    rows = "\n".join(_row(name, one) for name, one in OBJECTIVES.items())
+    return PAGE.format(legend=LEGEND, rows=rows, notes=NOTES)
+
+
+def _row(name: str, one: Objective) -> str:
+    params = ", ".join(f"`{param}` {value}" for param, value in one.params.items())
+    reference = "yes" if one.needs_reference else "no"
+    return f"| `{name}` | `{one.equation}` | {reference} | {params} | {one.use}. | {one.paper} |"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(page())
