@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from isopref.build import auto
 from isopref.build.run import Run
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.data.table import PairTable
@@ -55,17 +56,18 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
 
 
 def _grad_sync(run: Run, model: nn.Module) -> GradSync:
-    """What layout.grad_sync: auto chooses. Only FSDP pays memory for `last`: the whole gradient on every rank."""
+    """What layout.grad_sync: auto chooses, said aloud where there is a choice."""
     asked = run.config.layout.grad_sync
     if asked != "auto":
         return asked
-    if not isinstance(model, FSDPModule):
-        return "last"
     gradient, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
-    chosen: GradSync = "last" if gradient < 0.1 * room else "every"
-    run.display.say(
-        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of {room / 2**30:.0f} GiB"
-    )
+    sharded = isinstance(model, FSDPModule)
+    chosen = auto.grad_sync(gradient, room, sharded=sharded)
+    if sharded:
+        run.display.say(
+            f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of "
+            f"{room / 2**30:.0f} GiB"
+        )
     return chosen
 
 

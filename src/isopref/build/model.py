@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from isopref.build import auto
 from isopref.build.fit import device_memory
 from isopref.build.run import Run
 from isopref.data.table import PairTable
@@ -136,16 +137,15 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     asked = run.config.layout.parallel
     if asked != "auto":
         return asked
-    if run.config.model.is_mixed:
-        run.display.say("layout.parallel: auto is fsdp, for mixed precision")
-        return "fsdp"
-    if run.env.world_size == 1:
-        return "single"
+    mixed, ranks = run.config.model.is_mixed, run.env.world_size
     state = 4 * sum(p.numel() * p.element_size() for p in policy.parameters())  # weights, gradients, two moments
     room = device_memory(run.env.device)
-    chosen: Parallel = "ddp" if state < 0.4 * room else "fsdp"
-    run.display.say(
-        f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "
-        f"{room / 2**30:.0f} GiB on each rank"
-    )
+    chosen = auto.parallel(state, room, is_mixed=mixed, ranks=ranks)
+    if mixed:
+        run.display.say(f"layout.parallel: auto is {chosen}, for mixed precision")
+    elif ranks > 1:
+        run.display.say(
+            f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "
+            f"{room / 2**30:.0f} GiB on each rank"
+        )
     return chosen

@@ -7,6 +7,7 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
+from isopref.build import auto
 from isopref.build.evaluation import HeldOut
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
@@ -100,8 +101,7 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
         work_dir=str(run.folder),
         dp_rank=run.env.rank,
         dp_world_size=run.env.world_size,
-        # Attending to one token takes 4 D flops of a layer, passing one through its linear maps about 24 D^2.
-        attention_share=1 / (6 * width),
+        attention_share=auto.attention_share(width),
         pin_memory=run.env.device.type == "cuda",
     )
 

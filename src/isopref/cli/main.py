@@ -170,6 +170,56 @@ def data(
 
 
 @app.command()
+def plan(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs of the run, eight to a machine.")] = 1,
+    card: Annotated[str, typer.Option(metavar="NAME", help="Which GPU: H200, H100, A100, L40S, ...")] = "H100",
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Its memory where that differs, as in 40GB.")
+    ] = None,
+    network: Annotated[float, typer.Option(min=1, metavar="GBIT", help="Gb/s of each GPU to other machines.")] = 400,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Also plan the run on so many GPUs, as in 8,64,1024.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Take lengths from a .npy file (prompt, chosen, rejected), not from the data."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say what a run would take, without a GPU.
+
+    Memory by part, rows and balance, expected speed and hours, and what fits where it does not. Tokenises the data as
+    train would, and reads the model's config, not its weights.
+
+    \b
+    Examples:
+      isopref plan my.yaml --card H100 --gpus 8
+      isopref plan my.yaml layout.checkpointing=full --card A100 --memory 40GB
+      isopref plan my.yaml --ranks 8,64,1024
+      isopref plan my.yaml --lengths lengths.npy --json
+    """
+    config = load_config(config_file, overrides or ())
+    quiet_engine()
+    from isopref.build.plan import Hardware, make_plan
+    from isopref.cli.plan import parse_ranks, show, to_json
+    from isopref.engine.display import Display
+
+    hardware = Hardware.named(card, gpus, memory, network)
+    counts = [] if ranks is None else parse_ranks(ranks)
+    display = Display(quiet=as_json)
+    found = make_plan(config, hardware, display, lengths_file=lengths, ranks=counts)
+    if as_json:
+        print(to_json(found))
+    else:
+        show(found, hardware, display.console)
+
+
+@app.command()
 def init(
     path: Annotated[
         Path | None,

@@ -132,17 +132,17 @@ def _least_work(
     heap = [(0.0, row) for row in range(num_rows)]
     for pair in order:
         full = []
-        while heap:
-            load, row = heapq.heappop(heap)
-            if used[row] + tokens[pair] <= budget.tokens:
-                break
-            full.append((load, row))
-        else:
+        while heap and used[heap[0][1]] + tokens[pair] > budget.tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
             return None
+        load, row = heap[0]
         rows[row].append(pair)
         used[row] += tokens[pair]
         if budget.pairs is None or len(rows[row]) < budget.pairs:
-            heapq.heappush(heap, (load + work[pair], row))
+            heapq.heapreplace(heap, (load + work[pair], row))
+        else:
+            heapq.heappop(heap)
         for item in full:
             heapq.heappush(heap, item)
     return rows
@@ -188,15 +188,18 @@ def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[
 
 def _deal(groups: list[Group], work: FloatArray, num_ranks: int) -> list[list[Group]]:
     """Groups to ranks: equal counts, near-equal work, large ones first so that ranks stay in step."""
-    loads = [(float(work[group].sum()), group) for group in groups]
+    of_pair = work.tolist()
+    loads = [(sum(of_pair[pair] for pair in group), group) for group in groups]
     loads += [(0.0, [])] * (-len(groups) % num_ranks)
     loads.sort(key=lambda item: (-item[0], item[1]))
     per_rank = len(loads) // num_ranks
     ranks: list[list[Group]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for load, group in loads:
-        total, rank = heapq.heappop(heap)
+        total, rank = heap[0]
         ranks[rank].append(group)
         if len(ranks[rank]) < per_rank:
-            heapq.heappush(heap, (total + load, rank))
+            heapq.heapreplace(heap, (total + load, rank))
+        else:
+            heapq.heappop(heap)
     return ranks

@@ -9,22 +9,10 @@ import time
 import torch
 from torch import nn
 
+from isopref.cards import CARDS
 from isopref.errors import ModelError
 from isopref.models.policy import Policy
 from isopref.types import CHOSEN, PROMPT, REJECTED, IntArray
-
-# Dense bfloat16 rates by the makers' data sheets, by what torch calls the device.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 class UsefulFlops:
@@ -66,7 +54,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second that the device can do: from the table for bfloat16 on a known card, else measured now."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
-        known = [rate for card, rate in PEAK_FLOPS.items() if card in name]
+        known = [card.flops for card_name, card in CARDS.items() if card_name in name]
         if known:
             return known[0]
     size = 8192 if device.type == "cuda" else 1024

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
@@ -84,6 +84,16 @@ def load_model(
         model.generation_config.validate(strict=True)
     except ValueError:  # sampling flags without sampling, which could not be saved again at the end
         model.generation_config.do_sample = True
+    return model
+
+
+def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
+    """The model without its weights, on the meta device: only its config is read. Raises ModelError."""
+    config = _from_pretrained(AutoConfig, path, setting, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
 

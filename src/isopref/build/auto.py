@@ -1,0 +1,28 @@
+"""What `auto` in the layout chooses where memory decides: pure rules, the same for a run and for its plan."""
+
+from isopref.models.parallel import GradSync, Parallel
+
+STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optimizer are sharded
+GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
+
+
+def parallel(state: float, room: float, *, is_mixed: bool, ranks: int) -> Parallel:
+    """`state`: bytes of weights, gradients and optimizer; `room`: bytes a rank has."""
+    if is_mixed:
+        return "fsdp"
+    if ranks == 1:
+        return "single"
+    return "ddp" if state < STATE_SHARE * room else "fsdp"
+
+
+def grad_sync(gradient: float, room: float, *, sharded: bool) -> GradSync:
+    """Only sharded ranks pay memory for `last`: the whole gradient, `gradient` bytes, on every one."""
+    return "last" if not sharded or gradient < GRADIENT_SHARE * room else "every"
+
+
+def attention_share(width: int) -> float:
+    """Cost of attending to one token over that of passing one through the linear maps, for the planner of rows.
+
+    The one takes 4 D flops of a layer, the other about 24 D^2.
+    """
+    return 1 / (6 * width)

@@ -1,0 +1,310 @@
+"""What a config's run would take on a named card: no GPU is used and no weights are read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from isopref.build import auto
+from isopref.build.data import pair_tables
+from isopref.cards import GIB, Card, find_card, parse_memory
+from isopref.config.schema import Config
+from isopref.data import schedule
+from isopref.data.packing import Budget, check_budget, tokens_alone
+from isopref.engine.display import Display
+from isopref.engine.fit import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
+from isopref.errors import ConfigError, DataError
+from isopref.models import hf
+from isopref.models.parallel import check_shard
+from isopref.models.shape import Shape, shape_of
+from isopref.plan.layout import Layout, Loads, step_loads
+from isopref.plan.memory import Memory, peak_memory
+from isopref.plan.network import Network
+from isopref.plan.scale import Forecast, forecast
+from isopref.types import IntArray
+
+STEPS_LOOKED_AT = 20  # spread over the first epoch
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the run is planned for."""
+
+    card_name: str
+    card: Card
+    gpus: int
+    network: Network
+
+    @classmethod
+    def named(cls, card: str, gpus: int, memory: str | None, gigabits: float) -> "Hardware":
+        """Raises ConfigError for a card or a size that is not known."""
+        found = find_card(card)
+        if memory is not None:
+            found = replace(found, memory=parse_memory(memory))
+        return cls(card, found, gpus, Network.of(found, gigabits))
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another layout that fits, as overrides, and what it would take."""
+
+    overrides: str
+    memory_gib: float
+    pairs_per_s: float
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything `isopref plan` shows."""
+
+    parameters: int
+    pairs: int
+    steps: int
+    saved_by_sharing: float  # share of the tokens that computing a prompt once saves
+    microbatch_tokens: int
+    largest_fit: int  # tokens of the largest microbatch that would fit; 0 for none
+    recompute: int  # layers that recompute their activations
+    layers: int
+    grad_sync: str
+    usable: float  # bytes of a rank that a run may take
+    fits: bool
+    run: Forecast
+    hours: float
+    notes: list[str]
+    alternatives: list[Alternative]
+    scale: list[Forecast]
+
+
+def make_plan(
+    config: Config, hardware: Hardware, display: Display, *, lengths_file: Path | None = None, ranks: Sequence[int] = ()
+) -> RunPlan:
+    """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
+    model = config.model
+    if "float64" in (model.dtype, model.compute_dtype):
+        raise ConfigError("model.dtype: float64 is for checks on a CPU, and no card is planned for. Use float32.")
+    shape = shape_of(hf.load_empty(model.path, trust_remote_code=model.trust_remote_code))
+    lengths = _lengths(config, display) if lengths_file is None else _read_lengths(lengths_file)
+    return Planner(config, hardware, shape, lengths).plan(ranks)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One config, card, model shape and table of lengths."""
+
+    config: Config
+    hardware: Hardware
+    shape: Shape
+    lengths: IntArray  # N, 3
+
+    def plan(self, ranks: Sequence[int] = ()) -> RunPlan:
+        layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
+        run = self.forecast(layout, fit.tokens)
+        fits = why_not is None and run.memory.total <= self.usable
+        shared, packed = (int(tokens_alone(self.lengths, kind).sum()) for kind in ("shared", "packed"))
+        steps = self._steps()
+        return RunPlan(
+            parameters=self.shape.parameters,
+            pairs=len(self.lengths),
+            steps=steps,
+            saved_by_sharing=1 - shared / packed,
+            microbatch_tokens=fit.tokens,
+            largest_fit=self._largest(layout),
+            recompute=layout.recompute,
+            layers=self.shape.layers,
+            grad_sync=layout.grad_sync,
+            usable=self.usable,
+            fits=fits,
+            run=run,
+            hours=steps * run.time.total / 3600,
+            notes=list(self._notes(layout, why_not)),
+            alternatives=[] if fits else list(self._alternatives()),
+            scale=[one for count in ranks for one in self._at(count)],
+        )
+
+    @property
+    def usable(self) -> float:
+        return (1 - HEADROOM) * self.hardware.card.memory
+
+    @cached_property
+    def batches(self) -> list[IntArray]:
+        """Lengths of some of the first epoch's global batches."""
+        optim = self.config.optim
+        order = schedule.epoch_order(len(self.lengths), seed=optim.seed, epoch=1)
+        count = schedule.num_batches(len(self.lengths), optim.batch_pairs)
+        # The last batch may be short: it is looked at only where it is all there is.
+        numbers = np.unique(np.linspace(0, max(0, count - 2), STEPS_LOOKED_AT).astype(int))
+        return [self.lengths[schedule.batch(order, optim.batch_pairs, int(number))] for number in numbers]
+
+    def forecast(self, layout: Layout, tokens: int) -> Forecast:
+        return forecast(
+            self.shape,
+            layout,
+            self.hardware.card,
+            self.hardware.network,
+            self.batches,
+            self._budget(tokens),
+            pairs=len(self.lengths),
+            attention_share=auto.attention_share(self.shape.width),
+        )
+
+    def _budget(self, tokens: int) -> Budget:
+        return Budget(self.config.layout.rows, tokens, self.config.layout.microbatch_pairs)
+
+    @property
+    def _longest(self) -> int:
+        return int(tokens_alone(self.lengths, self.config.layout.rows).max())
+
+    def _steps(self) -> int:
+        optim = self.config.optim
+        every = optim.epochs * schedule.num_batches(len(self.lengths), optim.batch_pairs)
+        return min(every, optim.max_steps or every)
+
+    def _layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
+        """The config's layout on so many ranks, with what `auto` would choose."""
+        model, asked = self.config.model, self.config.layout
+        weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
+        size, room = weight * self.shape.parameters, self.hardware.card.memory
+        chosen = parallel or asked.parallel
+        if chosen == "auto":
+            chosen = auto.parallel(4 * size, room, is_mixed=model.is_mixed, ranks=ranks)
+        if chosen == "single" and ranks > 1:
+            raise ConfigError(
+                f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
+            )
+        sharded = chosen in ("fsdp", "hsdp")
+        node = self.hardware.network.ranks_per_node
+        shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
+        sync = asked.grad_sync
+        return Layout(
+            rows=asked.rows,
+            parallel=chosen,
+            ranks=ranks,
+            shard=shard if sharded else 1,
+            grad_sync=auto.grad_sync(size, room, sharded=sharded) if sync == "auto" else sync,
+            compiled=asked.compile is not False and compute == 2 and asked.rows in ("shared", "packed"),
+            recompute=self.shape.layers if asked.checkpointing == "full" else 0,
+            weight_bytes=weight,
+            compute_bytes=compute,
+        )
+
+    def _settled(self, layout: Layout) -> tuple[Layout, Fit, str | None]:
+        """The layout with as many layers recomputing, and the microbatch, that the run would choose; or why none."""
+        asked = self.config.layout
+        tokens = None if asked.microbatch_tokens == "auto" else asked.microbatch_tokens
+        if tokens is not None:
+            check_budget(self.lengths, self._budget(tokens))
+        if tokens is not None and asked.checkpointing != "auto":
+            return layout, Fit(tokens, layout.recompute, ""), None
+        most = self.shape.layers if asked.checkpointing == "auto" else layout.recompute
+        lines = tuple(self._line(replace(layout, recompute=count)) for count in (layout.recompute, most))
+        room = self._room(layout)
+        try:
+            if room <= 0:
+                raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
+            fit = choose((lines[0], lines[1]), (layout.recompute, most), room, longest=self._longest, tokens=tokens)
+        except ConfigError as error:
+            fit = Fit(tokens or max(self._longest, LEAST_TOKENS), most, "")
+            return replace(layout, recompute=most), fit, str(error)
+        return replace(layout, recompute=fit.layers), fit, None
+
+    def _memory(self, layout: Layout, tokens: int) -> Memory:
+        return peak_memory(self.shape, layout, self._usual.scaled(tokens), pairs=len(self.lengths))
+
+    @cached_property
+    def _usual(self) -> Loads:
+        """All that the batches hold, as one microbatch."""
+        budget = self._budget(max(MOST_TOKENS, self._longest))
+        return step_loads(np.concatenate(self.batches), budget, ranks=1, attention_share=0.0).summed
+
+    def _line(self, layout: Layout) -> StepMemory:
+        few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, MOST_TOKENS))
+        return StepMemory.through((LEAST_TOKENS, few), (MOST_TOKENS, many))
+
+    def _room(self, layout: Layout) -> float:
+        fixed = self._memory(layout, LEAST_TOKENS)
+        return self.usable - fixed.weights - fixed.optimizer - fixed.cache
+
+    def _largest(self, layout: Layout) -> int:
+        line = self._line(layout)
+        return max(0, int((self._room(layout) - line.fixed) / line.per_token))
+
+    def _notes(self, layout: Layout, why_not: str | None) -> Iterator[str]:
+        if why_not is not None:
+            yield why_not
+        if layout.compute_bytes > 2:
+            yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
+        elif not layout.compiled:
+            yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
+        idle = layout.ranks - self.config.optim.batch_pairs
+        if idle > 0:
+            yield f"{layout.ranks} ranks share {self.config.optim.batch_pairs} pairs a step; {idle} or more stay idle"
+
+    def _alternatives(self) -> Iterator[Alternative]:
+        """Layouts that fit on these GPUs, and on the fewest more: in large rows, in small ones, recomputing."""
+        sizes = [(tokens, full) for full in (False, True) for tokens in (MOST_TOKENS, LEAST_TOKENS)]
+        found = 0
+        for gpus, (tokens, full) in product(_more(self.hardware.gpus), sizes):
+            layout, changed = self._sharded(gpus)
+            layout = replace(layout, recompute=self.shape.layers if full else 0)
+            size = max(tokens, self._longest)
+            if self._memory(layout, size).total > self.usable:
+                continue
+            changed += [f"layout.microbatch_tokens={size}", f"layout.checkpointing={'full' if full else 'none'}"]
+            changed += [f"--gpus {gpus}"] if gpus != self.hardware.gpus else []
+            run = self.forecast(layout, size)
+            yield Alternative(" ".join(changed), run.memory.total / GIB, run.pairs_per_s)
+            found += 1
+            if gpus != self.hardware.gpus or found == 2:
+                return
+
+    def _sharded(self, gpus: int) -> tuple[Layout, list[str]]:
+        """The layout that needs the least memory on so many GPUs, and the overrides that ask for it."""
+        if gpus == 1 and not self.config.model.is_mixed:
+            return self._layout(1), []
+        layout = replace(self._layout(gpus, "fsdp"), grad_sync="every")
+        return layout, ["layout.parallel=fsdp", "layout.grad_sync=every"]
+
+    def _at(self, ranks: int) -> Iterator[Forecast]:
+        """The run on so many ranks: as the config has it, and sharded the other way too where that is possible."""
+        layout = self._layout(ranks)
+        others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
+        node = self.config.layout.hsdp_shard or self.hardware.network.ranks_per_node
+        yield self._settled_forecast(layout)
+        for other in others:
+            if other != layout.parallel and ranks > node and ranks % node == 0:
+                yield self._settled_forecast(self._layout(ranks, other))
+
+    def _settled_forecast(self, layout: Layout) -> Forecast:
+        layout, fit, _ = self._settled(layout)
+        return self.forecast(layout, fit.tokens)
+
+
+def _more(gpus: int) -> list[int]:
+    """So many GPUs, and then more: 8, 16, 32, ..."""
+    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
+
+
+def _lengths(config: Config, display: Display) -> IntArray:
+    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return pair_tables(config, tokenizer, display).train.lengths
+
+
+def _read_lengths(path: Path) -> IntArray:
+    """Lengths from a .npy file: one row for each pair, tokens of prompt, chosen and rejected."""
+    try:
+        lengths = np.load(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--lengths {path}: cannot be read ({error}). Give a .npy file with three columns.") from error
+    right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
+    if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
+        raise DataError(
+            f"--lengths {path}: it holds {lengths.dtype} of shape {lengths.shape}, not whole numbers from 1 on in "
+            "three columns: the tokens of prompt, chosen and rejected."
+        )
+    found: IntArray = lengths.astype(np.int64)
+    return found

@@ -1,0 +1,56 @@
+"""What GPUs can do, by the makers' data sheets. Imports nothing of ours but errors."""
+
+import re
+from dataclasses import dataclass
+
+from isopref.errors import ConfigError
+
+GIB = 2.0**30
+_UNITS = {"GB": 1e9, "GIB": GIB, "TB": 1e12, "TIB": 2.0**40}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind of GPU."""
+
+    flops: float  # a second, dense bfloat16
+    flops_float32: float  # without TF32
+    bandwidth: float  # bytes a second, to and from its own memory
+    memory: float  # bytes, about as many as torch reports
+    link: float  # bytes a second to another card of the same machine, each way
+
+    def rate(self, number_bytes: int) -> float:
+        """Operations a second on numbers of two bytes (bfloat16) or four (float32)."""
+        return {2: self.flops, 4: self.flops_float32}[number_bytes]
+
+
+# By what torch calls the device: the first name that is part of it counts.
+CARDS = {
+    "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9),
+    "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9),
+    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9),
+    "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9),
+    "A100": Card(312e12, 19.5e12, 2.0e12, 79.2 * GIB, 300e9),
+    "L40S": Card(362e12, 91.6e12, 0.864e12, 44.4 * GIB, 32e9),
+    "A10G": Card(70e12, 31.2e12, 0.6e12, 22.1 * GIB, 32e9),
+    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 23.6 * GIB, 32e9),
+    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 23.6 * GIB, 32e9),
+}
+
+
+def find_card(name: str) -> Card:
+    """The card called `name`, in whatever case. Raises ConfigError."""
+    for known, card in CARDS.items():
+        if known.lower() == name.lower():
+            return card
+    raise ConfigError(
+        f"--card {name}: not one that is known. Use one of {', '.join(CARDS)}, with --memory if it differs."
+    )
+
+
+def parse_memory(text: str) -> float:
+    """Bytes of "80GB" or "79.2 GiB". Raises ConfigError."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or found[1].count(".") > 1 or not float(found[1]):
+        raise ConfigError(f"--memory {text}: write a number and a unit, as in 80GB or 79.2GiB.")
+    return float(found[1]) * _UNITS[found[2].upper()]

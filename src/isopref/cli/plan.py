@@ -1,0 +1,133 @@
+"""How `isopref plan` shows a plan: memory, a step, time, what else would fit, and the run on more ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from isopref.cards import GIB
+from isopref.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isopref.build.plan import Hardware, RunPlan
+    from isopref.plan.scale import Forecast
+
+PARTS = {
+    "weights": "weights",
+    "gathered": "weights gathered by FSDP",
+    "gradients": "gradients",
+    "optimizer": "optimizer (AdamW)",
+    "activations": "activations of a microbatch",
+    "logits": "logits, or a layer's backward",
+    "cache": "reference cache",
+}
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks from "8,64,1024". Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"--ranks {text}: write whole numbers from 1 on with commas between, as in 8,64,1024.")
+    return [int(part) for part in parts]
+
+
+def to_json(plan: RunPlan) -> str:
+    """The plan as JSON."""
+    return json.dumps(asdict(plan), indent=2)
+
+
+def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
+    """The plan for people."""
+    run = plan.run
+    console.print(Text(f"{plan.parameters / 1e9:.2f} B parameters on {hardware.gpus} x {hardware.card_name}", "bold"))
+    _show_memory(plan, hardware, console)
+    _lines(
+        console,
+        f"a step of {run.batch_pairs:.0f} pairs",
+        {
+            "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
+            "microbatches": f"{run.microbatches:.1f} a rank, of up to {plan.microbatch_tokens:,} tokens "
+            f"(largest {run.largest_tokens:,.0f}; up to {plan.largest_fit:,} would fit)",
+            "row fill": f"{run.fill:.1%}",
+            "prompt sharing": f"computes {plan.saved_by_sharing:.0%} fewer tokens (layout.rows: shared)",
+            "balance of ranks": f"{run.balance:.1%}",
+            "useful work": f"{run.flops / 1e12:,.3g} TFLOP" if run.flops < 1e15 else f"{run.flops / 1e15:,.3g} PFLOP",
+            "sent by a rank": f"{run.sent_bytes / 1e9:.2f} GB",
+        },
+    )
+    _show_time(plan, console)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+    for other in plan.alternatives:
+        told = f"fits: {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
+        console.print(told, markup=False)
+    if not plan.fits and not plan.alternatives:
+        console.print("nothing up to 1,024 GPUs fits; use shorter pairs (data.max_length) or a smaller model")
+    if plan.scale:
+        _show_scale(plan.scale, console)
+
+
+def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
+    memory = plan.run.memory
+    table = Table("memory of a rank", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("GiB", justify="right")
+    for name, label in PARTS.items():
+        table.add_row(label, f"{getattr(memory, name) / GIB:.2f}")
+    table.add_section()
+    table.add_row("peak", f"{memory.total / GIB:.1f}")
+    table.add_row(f"of {hardware.card.memory / GIB:.1f}, to be used", f"{plan.usable / GIB:.1f}")
+    console.print(table)
+    console.print(Text("it fits" if plan.fits else "it does not fit", "green" if plan.fits else "bold red"))
+
+
+def _show_time(plan: RunPlan, console: Console) -> None:
+    time = plan.run.time
+    shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
+    _lines(
+        console,
+        "time",
+        {
+            "a step": f"{time.total:.3f} s: {shares}",
+            "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
+            "the run": f"{_duration(3600 * plan.hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
+        },
+    )
+
+
+def _show_scale(points: list[Forecast], console: Console) -> None:
+    table = Table("ranks", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("rows", "balance", "GB sent", "wait s", "step s", "pairs/s", "MFU", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in points:
+        table.add_row(
+            f"{point.ranks} {point.parallel}{f' {point.shard}' if point.parallel == 'hsdp' else ''}",
+            f"{point.microbatches:.1f}",
+            f"{point.balance:.1%}",
+            f"{point.sent_bytes / 1e9:.2f}",
+            f"{point.time.network:.3f}",
+            f"{point.time.total:.3f}",
+            f"{point.pairs_per_s:,.0f}",
+            f"{point.mfu:.1%}",
+            f"{point.memory.total / GIB:.1f}",
+        )
+    console.print(table)
+    console.print("rows: microbatches of a rank; wait: for the network, where computing does not hide it")
+
+
+def _duration(seconds: float) -> str:
+    for name, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {name}"
+    return f"{seconds:.1f} seconds"
+
+
+def _lines(console: Console, head: str, lines: dict[str, str]) -> None:
+    console.print(Text(f"\n{head}", "bold"))
+    for name, value in lines.items():
+        console.print(Text.assemble("  ", (f"{name:<18}", "dim"), value))

@@ -1,0 +1,52 @@
+"""The size of a model, from its config alone: what memory and time follow from."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from isopref.models.flops import UsefulFlops
+from isopref.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters and widths of a causal language model. Tied weights count once."""
+
+    parameters: int
+    root_parameters: int  # outside the decoder layers: embeddings, head, last norm
+    layers: int
+    width: int
+    heads: int
+    key_width: int  # of the keys of one token and layer, all key heads together
+    vocabulary: int
+    flops: UsefulFlops
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of one decoder layer, all its experts included."""
+        return (self.parameters - self.root_parameters) / self.layers
+
+    @property
+    def active_parameters(self) -> float:
+        """Matrix entries of one decoder layer that one token meets."""
+        return self.flops.per_token / 2 / self.layers
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """The shape of a model, which may be on the meta device."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    in_layers = {id(p) for name, p in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
+    counts = [(p.numel(), id(p) in in_layers) for p in model.parameters()]
+    head = model.get_output_embeddings()
+    return Shape(
+        parameters=sum(count for count, _ in counts),
+        root_parameters=sum(count for count, inner in counts if not inner),
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=heads,
+        key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
+        vocabulary=0 if head is None else head.weight.shape[0],
+        flops=UsefulFlops(Policy(model)),
+    )

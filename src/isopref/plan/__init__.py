@@ -1,0 +1,1 @@
+"""What a run will take, before it runs: memory, time and communication from lengths and the model's shape."""

@@ -1,0 +1,97 @@
+"""Bytes that a rank needs at the peak of a step, by part, counted from the model's shape.
+
+What a layer keeps for its backward pass: the input and the output of every matrix product once. A matrix of D x F
+has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
+as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
+prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
+save on the way, too.
+"""
+
+from dataclasses import dataclass
+
+from isopref.models.shape import Shape
+from isopref.ops.logprob import MAX_LOGITS_FUSED
+from isopref.plan.layout import Layout, Loads
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak."""
+
+    weights: float
+    gathered: float  # weights of other ranks, or in the compute dtype, that FSDP holds
+    gradients: float
+    optimizer: float
+    activations: float  # of one microbatch
+    logits: float  # and what else the head holds; or what a layer's backward pass holds, if that is more
+    cache: float  # the reference's log-probabilities
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+    @property
+    def of_step(self) -> float:
+        """What comes and goes with a step: all but weights, optimizer and cache."""
+        return self.gathered + self.gradients + self.activations + self.logits
+
+
+def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Memory:
+    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
+    tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
+    own = shape.parameters * layout.weight_bytes / layout.shard
+    of_token, of_copy = kept_bytes(shape, layout)
+    kept = of_token * tokens + of_copy * (keys - tokens)
+    plain = shape.layers - layout.recompute
+    inputs = tokens * shape.width * layout.compute_bytes
+    activations = plain * kept + layout.recompute * inputs + 2 * inputs  # and the embeddings, the last norm
+    again = kept if layout.recompute else 0.0
+    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2)
+    return Memory(
+        weights=own,
+        gathered=_gathered(shape, layout),
+        gradients=_gradients(shape, layout),
+        optimizer=2 * own,
+        activations=activations,
+        logits=max(_head(shape, layout, predicted), backward),
+        cache=8.0 * pairs,
+    )
+
+
+def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """What one layer keeps for its backward pass of each token, and of each key that was copied for a second answer."""
+    numbers = shape.active_parameters / shape.width + 4 * shape.width
+    if not layout.compiled:
+        # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
+        inner = (shape.active_parameters / shape.width - 2 * shape.width - 2 * shape.key_width) / 3
+        numbers += 6 * shape.width + inner
+    return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
+
+
+def chunks_head(shape: Shape, predicted: float) -> bool:
+    """Whether the logits are too many to be kept, and so are computed twice, in chunks."""
+    return predicted * shape.vocabulary > MAX_LOGITS_FUSED
+
+
+def _head(shape: Shape, layout: Layout, predicted: float) -> float:
+    """Logits, hidden states and their gradient, and the gradient of the head's weights."""
+    weight = shape.vocabulary * shape.width * layout.compute_bytes
+    if chunks_head(shape, predicted):
+        weight += shape.vocabulary * shape.width * 4  # chunks add up in float32
+    logits = min(predicted * shape.vocabulary, MAX_LOGITS_FUSED) * layout.compute_bytes
+    return logits + 2 * predicted * shape.width * layout.compute_bytes + weight
+
+
+def _gathered(shape: Shape, layout: Layout) -> float:
+    if not layout.sharded or (layout.shard == 1 and layout.weight_bytes == layout.compute_bytes):
+        return 0.0
+    at_once = shape.parameters if layout.grad_sync == "last" else shape.root_parameters + 2 * shape.layer_parameters
+    return min(at_once, shape.parameters) * layout.compute_bytes
+
+
+def _gradients(shape: Shape, layout: Layout) -> float:
+    """Whole on every rank, but for FSDP that reduces after every microbatch: its own shard and one unit on its way."""
+    if not layout.sharded or layout.grad_sync == "last":
+        return shape.parameters * layout.weight_bytes
+    unit = max(shape.root_parameters, shape.layer_parameters)
+    return shape.parameters * layout.weight_bytes / layout.shard + unit * (layout.weight_bytes + layout.compute_bytes)

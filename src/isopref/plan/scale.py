@@ -1,0 +1,74 @@
+"""Steps of a run on so many ranks, on paper: the real plan of real lengths, the model of time and memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isopref.cards import Card
+from isopref.data.packing import Budget
+from isopref.models.shape import Shape
+from isopref.plan.layout import Layout, step_loads
+from isopref.plan.memory import Memory, peak_memory
+from isopref.plan.network import Network, Traffic
+from isopref.plan.speed import StepTime, step_time
+from isopref.types import IntArray
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What steps are expected to take, each figure a mean over the steps looked at."""
+
+    parallel: str
+    ranks: int
+    shard: int
+    batch_pairs: float
+    microbatches: float  # of one rank and step
+    largest_tokens: float  # of all microbatches
+    fill: float  # share of the token slots that hold a token
+    balance: float  # mean over the slowest rank's computing time
+    sent_bytes: float  # by one rank in a step
+    flops: float  # useful ones of a step
+    pairs_per_s: float
+    mfu: float  # useful flops over what the data sheet promises
+    memory: Memory  # at the largest microbatch
+    time: StepTime
+
+
+def forecast(
+    shape: Shape,
+    layout: Layout,
+    card: Card,
+    network: Network,
+    batches: Sequence[IntArray],
+    budget: Budget,
+    *,
+    pairs: int,
+    attention_share: float,
+) -> Forecast:
+    """Forecast steps over the lengths of some global batches. `pairs`: in the whole table, for its reference."""
+    steps = [step_loads(batch, budget, ranks=layout.ranks, attention_share=attention_share) for batch in batches]
+    times = [step_time(shape, layout, card, loads, network) for loads in steps]
+    mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
+    busy = mean.products + mean.attention + mean.elementwise
+    useful = float(np.mean([shape.flops(batch) for batch in batches]))
+    batch_pairs = float(np.mean([len(batch) for batch in batches]))
+    microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
+    real = sum(int(batch.sum() + (0 if layout.rows == "shared" else batch[:, 0].sum())) for batch in batches)
+    largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
+    return Forecast(
+        parallel=layout.parallel,
+        ranks=layout.ranks,
+        shard=layout.shard,
+        batch_pairs=batch_pairs,
+        microbatches=microbatches,
+        largest_tokens=float(largest.tokens[0, 0]),
+        fill=real / sum(float(loads.tokens.sum()) for loads in steps),
+        balance=busy / (busy + mean.imbalance),
+        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)),
+        flops=useful,
+        pairs_per_s=batch_pairs / mean.total,
+        mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),
+        memory=peak_memory(shape, layout, largest, pairs=pairs),
+        time=mean,
+    )

@@ -1,0 +1,85 @@
+"""Seconds of a step, by part: counted work over a card's rates.
+
+The shares of the data sheet that are reached were measured on one H200 (benchmarks/NOTES.md); other cards are taken to
+reach the same. They hold for bfloat16 and compiled layers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from isopref.cards import Card
+from isopref.models.shape import Shape
+from isopref.plan.layout import Layout, Loads
+from isopref.plan.memory import chunks_head, kept_bytes
+from isopref.plan.network import Network, Traffic
+from isopref.types import FloatArray
+
+PRODUCTS = 0.72  # of the card's flops, in matrix products
+ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
+BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
+# Over what a layer keeps: forward writes it, backward reads it and writes as many gradients, sums go through again.
+ELEMENTWISE_PASSES = 3.5
+HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
+ACCUMULATE_PASSES = 6  # over the weights, a microbatch: read twice by products, gradients written, added up
+OPTIMIZER_PASSES = 10  # over a rank's weights: AdamW reads four and writes three, the norm and the clip three more
+ATTENTION_BACKWARD = 2.5  # FlashAttention's backward pass computes five products for two forward
+OVERHEAD = 0.02  # of a step: the trainer, and kernels too small to count
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. Parts are means over ranks; waiting is for the slowest one and for the network."""
+
+    products: float
+    attention: float
+    elementwise: float
+    optimizer: float
+    overhead: float
+    imbalance: float
+    network: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+def step_time(shape: Shape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
+    """Time of a step whose microbatches are `loads`."""
+    parts = _microbatch_parts(shape, layout, card, loads)
+    each = sum(parts.values())
+    assert isinstance(each, np.ndarray)
+    traffic = Traffic.of(shape, layout, network)
+    # Sharded ranks meet in every microbatch where each is reduced, else only at the step's end.
+    lockstep = layout.sharded and layout.grad_sync == "every"
+    slowest = float(each.max(axis=0).sum() if lockstep else each.sum(axis=1).max())
+    busy = float(each.sum(axis=1).mean())
+    local = shape.parameters * layout.weight_bytes / layout.shard
+    optimizer = OPTIMIZER_PASSES * local / (BANDWIDTH * card.bandwidth)
+    return StepTime(
+        **{name: float(seconds.sum(axis=1).mean()) for name, seconds in parts.items()},
+        optimizer=optimizer,
+        overhead=OVERHEAD * (slowest + optimizer),
+        imbalance=slowest - busy,
+        network=traffic.exposed_s(each.mean(axis=0)),
+    )
+
+
+def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
+    """Seconds of each microbatch: R, M for each part."""
+    rate = card.rate(layout.compute_bytes)
+    again = layout.recompute / shape.layers
+    chunked = np.vectorize(lambda predicted: chunks_head(shape, predicted))(loads.predicted)
+    products = (3 + again) * shape.flops.per_token * loads.tokens
+    products = products + (3 + chunked) * shape.flops.per_logits * loads.predicted
+    attention = (1 + again + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
+    of_token, of_copy = kept_bytes(shape, layout)
+    kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
+    logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
+    weights = ACCUMULATE_PASSES * shape.parameters * layout.weight_bytes
+    moved = (ELEMENTWISE_PASSES + again) * kept + logits + weights
+    return {
+        "products": products / (PRODUCTS * rate),
+        "attention": attention / (ATTENTION * rate),
+        "elementwise": moved / (BANDWIDTH * card.bandwidth),
+    }

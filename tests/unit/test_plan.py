@@ -1,0 +1,333 @@
+"""Plans: counted by hand on tiny shapes, held to what was measured on a GPU, and through the command."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from isopref.cards import CARDS, GIB, find_card, parse_memory
+from isopref.cli.main import app
+from isopref.data.packing import RowKind
+from isopref.errors import ConfigError, DataError, UserError
+from isopref.models import hf
+from isopref.models.shape import Shape, shape_of
+from isopref.plan.layout import Layout, Loads, loads_of, tile_scores
+from isopref.plan.memory import Memory, kept_bytes, peak_memory
+from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
+from isopref.plan.speed import step_time
+from isopref.testing.models import VOCABULARY, tiny_folder, tiny_model
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, keys, MLP, heads
+SINGLE = Layout("shared", "single", 1, 1, "last", compiled=True, recompute=0, weight_bytes=2, compute_bytes=2)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Shape:
+    return shape_of(tiny_model("llama"))
+
+
+def load(tokens: float, keys: float, predicted: float, scores: float = 0.0) -> Loads:
+    return Loads(*(np.array([[value]]) for value in (tokens, keys, predicted, scores)))
+
+
+def layout(**changes: Any) -> Layout:
+    return Layout(**{**vars(SINGLE), **changes})
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_shape_of_a_tiny_llama(llama: Shape) -> None:
+    layer = D * Q + 2 * D * KV + Q * D + 3 * D * F
+    root = 2 * VOCABULARY * D + D  # embedding, head, last norm
+    assert (llama.layers, llama.width, llama.heads, llama.key_width) == (2, D, HEADS, KV)
+    assert llama.vocabulary == VOCABULARY
+    assert llama.active_parameters == layer
+    assert llama.root_parameters == root
+    assert llama.parameters == root + 2 * (layer + 2 * D)  # and two norms a layer
+
+
+def test_tied_weights_count_once_and_a_token_meets_some_experts(llama: Shape) -> None:
+    assert shape_of(tiny_model("llama_tied")).parameters == llama.parameters - VOCABULARY * D
+    experts = shape_of(tiny_model("qwen3_moe"))
+    assert experts.layer_parameters - experts.active_parameters > 2 * 3 * D * 24  # two of four rest
+
+
+def test_a_shape_needs_no_weights(tmp_path: Path, llama: Shape) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    empty = hf.load_empty(str(tmp_path))
+    assert all(parameter.device == torch.device("meta") for parameter in empty.parameters())
+    assert shape_of(empty).parameters == llama.parameters
+
+
+# --- microbatches -----------------------------------------------------------------------------------------------------
+
+
+def test_tiles_by_hand() -> None:
+    """128 queries see 128 keys: one tile. 129: the second row of tiles has one query, and two tiles of keys."""
+    queries, keys = np.array([0.0, 1, 128, 129, 10]), np.array([0.0, 1, 128, 129, 300])
+    assert (tile_scores(queries, keys) / 128**2).tolist() == [0, 1, 1, 1 + 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "keys", "tiles"),
+    [
+        ("shared", 10 + 5 + 7 + 4 + 3 + 1, 2 * 10 + 5 + 7 + 2 * 4 + 3 + 1, 4),
+        ("packed", 2 * 10 + 5 + 7 + 2 * 4 + 3 + 1, 2 * 10 + 5 + 7 + 2 * 4 + 3 + 1, 4),
+        ("padded", 4 * 17, 4 * 17, 4),
+        ("padded_separate", 2 * (15 + 17), 2 * (15 + 17), 4),
+    ],
+)
+def test_loads_by_hand(kind: RowKind, tokens: int, keys: int, tiles: int) -> None:
+    """Two pairs on the first of two ranks, and a rank without work."""
+    found = loads_of(np.array([[10, 5, 7], [4, 3, 1]]), [[[1, 0]], [[]]], kind)
+    assert found.tokens.tolist() == [[tokens], [0]]
+    assert found.keys.tolist() == [[keys], [0]]
+    assert found.predicted.tolist() == [[16], [0]]
+    assert (found.scores / 128**2).tolist() == [[tiles], [0]]
+    assert found.largest.tokens.tolist() == [[tokens]]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_layer_keeps_by_hand(llama: Shape) -> None:
+    """Two sums and their norms; queries, keys, values and attention's output; gate, up and their product."""
+    numbers = 4 * D + (Q + 2 * KV + Q) + 3 * F
+    assert kept_bytes(llama, SINGLE) == (2 * numbers + 4 * HEADS, 2 * 2 * KV)
+
+
+HEAD = (
+    6000 * VOCABULARY * 2 + 2 * 6000 * D * 2 + VOCABULARY * D * 2
+)  # logits, hidden states twice, the weight's gradient
+BACKWARD = 1000 * 2 * (2 * Q + 2 * KV + 3 * F + 2 * D)  # a gradient for each inner width, and for two sums
+
+
+@pytest.mark.parametrize(("predicted", "on_top"), [(600.0, BACKWARD), (6000.0, HEAD)])
+def test_peak_by_hand(llama: Shape, predicted: float, on_top: float) -> None:
+    """It is where the head is done with its logits, or in the last layer's backward pass, whichever takes more."""
+    kept = 1000 * (2 * (4 * D + 2 * Q + 2 * KV + 3 * F) + 4 * HEADS) + 300 * 4 * KV
+    expected = Memory(
+        weights=2.0 * llama.parameters,
+        gathered=0.0,
+        gradients=2.0 * llama.parameters,
+        optimizer=4.0 * llama.parameters,
+        activations=2 * kept + 2 * 1000 * D * 2,
+        logits=on_top,
+        cache=8.0 * 50,
+    )
+    found = peak_memory(llama, SINGLE, load(1000.0, 1300.0, predicted), pairs=50)
+    assert vars(found) == pytest.approx(vars(expected))
+    assert found.total == pytest.approx(sum(vars(expected).values()))
+
+
+def test_recomputing_layers_keep_their_inputs(llama: Shape) -> None:
+    row = load(1000.0, 1000.0, 600.0)
+    plain, one, all_of_them = (
+        peak_memory(llama, layout(recompute=count), row, pairs=0).activations for count in (0, 1, 2)
+    )
+    kept = 1000 * kept_bytes(llama, SINGLE)[0]
+    assert plain - one == one - all_of_them == kept - 1000 * D * 2
+
+
+def test_sharding_divides_what_it_should(llama: Shape) -> None:
+    row, whole = load(10.0, 10.0, 5.0), 4 * llama.parameters
+    mixed = layout(parallel="fsdp", ranks=8, shard=8, weight_bytes=4)
+    last, every = (
+        peak_memory(llama, layout(**{**vars(mixed), "grad_sync": sync}), row, pairs=0) for sync in ("last", "every")
+    )
+    assert last.weights == every.weights == whole / 8
+    assert last.optimizer == every.optimizer == 2 * whole / 8
+    assert (last.gradients, last.gathered) == (whole, 2 * llama.parameters)
+    unit = max(llama.root_parameters, llama.layer_parameters)
+    assert every.gradients == whole / 8 + 6 * unit
+    assert peak_memory(llama, layout(parallel="ddp", ranks=8), row, pairs=0).weights == 2 * llama.parameters
+
+
+# --- time and network -------------------------------------------------------------------------------------------------
+
+
+def test_ring_and_tree_by_hand() -> None:
+    network = Network(inside=100e9, between=10e9)
+    assert network.ring_s(1e9, 1, 5) == network.tree_s(1e9, 1, 5, spread=False) == 0
+    assert network.ring_s(8e9, 8, 3) == pytest.approx(7e9 / (LINK_SHARE * 100e9) + 3 * 7 * HOP_S)
+    assert network.ring_s(16e9, 16, 1) == pytest.approx(15e9 / (LINK_SHARE * 10e9) + 14 * HOP_S + NODE_HOP_S)
+    assert network.tree_s(4e9, 4, 1, spread=True) == pytest.approx(2 * 3e9 / (LINK_SHARE * 10e9) + 2 * 2 * NODE_HOP_S)
+
+
+def test_what_ranks_send(llama: Shape) -> None:
+    network = Network.of(CARDS["H100"])
+    whole = 2 * llama.parameters
+    ddp = Traffic.of(llama, layout(parallel="ddp", ranks=4), network)
+    assert ddp.bytes_per_step(5) == 2 * whole * 3 / 4
+    fsdp = Traffic.of(llama, layout(parallel="fsdp", ranks=16, shard=16, grad_sync="every"), network)
+    assert fsdp.bytes_per_step(5) == pytest.approx(5 * 3 * whole * 15 / 16)
+    hsdp = Traffic.of(llama, layout(parallel="hsdp", ranks=16, shard=8), network)
+    assert hsdp.bytes_per_step(5) == pytest.approx(2 * whole * 7 / 8 + 2 * whole / 8 / 2)
+
+
+def test_only_what_computing_does_not_hide_is_waited_for() -> None:
+    traffic = Traffic(0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=False)
+    assert traffic.exposed_s(np.array([3.0, 3.0])) == (2 - 1) + (5 + 1 - 2)
+    assert traffic.exposed_s(np.array([30.0, 30.0])) == 0
+    every = Traffic(0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=True)
+    assert every.exposed_s(np.array([3.0, 3.0])) == 2 * (2 - 1) + (7 - 2) + (8 - 2)
+
+
+def test_the_slowest_rank_sets_the_pace(llama: Shape) -> None:
+    """Two ranks, two microbatches, twice the work for one rank in each: that rank's own twice, or each in turn."""
+    heavy, light = 20_000.0, 10_000.0
+    card, network = CARDS["H200"], Network.of(CARDS["H200"])
+    one_rank = Loads(*(np.array([[heavy, heavy], [light, light]]) for _ in range(4)))
+    in_turn = Loads(*(np.array([[heavy, light], [light, heavy]]) for _ in range(4)))
+    ddp, fsdp = layout(parallel="ddp", ranks=2), layout(parallel="fsdp", ranks=2, shard=2, grad_sync="every")
+    assert step_time(llama, ddp, card, in_turn, network).imbalance == pytest.approx(0)
+    assert step_time(llama, ddp, card, one_rank, network).imbalance > 0
+    assert step_time(llama, fsdp, card, in_turn, network).imbalance == pytest.approx(
+        step_time(llama, fsdp, card, one_rank, network).imbalance
+    )
+
+
+def test_recomputing_costs_one_more_forward_pass(llama: Shape) -> None:
+    card, network, row = CARDS["H200"], Network.of(CARDS["H200"]), load(1000.0, 1000.0, 0.0, 128.0**2)
+    plain, again = (step_time(llama, layout(recompute=count), card, row, network) for count in (0, 2))
+    assert again.products == pytest.approx(4 / 3 * plain.products)
+    assert again.attention == pytest.approx(4.5 / 3.5 * plain.attention)
+
+
+def test_predictions_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from plan_check import MEASURED, comparisons
+
+    found = comparisons(MEASURED)
+    assert len(found) >= 5
+    for one in found:
+        assert abs(one.memory_error) < 0.10, one
+        assert abs(one.speed_error) < 0.15, one
+    sys.modules.pop("plan_check", None)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A config whose model is a config.json and nothing else, and lengths."""
+    widths: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    }
+    LlamaConfig(**widths, num_attention_heads=32, num_key_value_heads=8).save_pretrained(tmp_path / "8b")
+    (tmp_path / "my.yaml").write_text(
+        f"model: {{path: {tmp_path / '8b'}, dtype: float32, compute_dtype: bfloat16}}\ndata: {{train: none.jsonl}}\n"
+    )
+    np.save(tmp_path / "lengths.npy", np.random.RandomState(0).randint(50, 800, (300, 3)))
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> str:
+    command = ["plan", str(project / "my.yaml"), *arguments, "--lengths", str(project / "lengths.npy")]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def plan(project: Path, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(project, "--json", *arguments))
+    return found
+
+
+def test_a_plan_without_weights_says_everything(project: Path) -> None:
+    text = run(project, "--card", "H100", "--gpus", "8", "--ranks", "8,64")
+    for said in (
+        "8.03 B parameters on 8 x H100", "optimizer (AdamW)", "7.48", "it fits", "fsdp, grad_sync every", "row fill",
+        "prompt sharing", "balance of ranks", "pairs/s, MFU", "64 hsdp 8",
+    ):  # fmt: skip
+        assert said in text
+
+
+def test_what_does_not_fit_gets_a_layout_that_does(project: Path) -> None:
+    found = plan(project, "--card", "H100")
+    assert not found["fits"]
+    assert "weights and optimizer alone take 89.7 GiB" in found["notes"][0]
+    assert found["run"]["memory"]["weights"] == 4 * found["parameters"]
+    (other,) = found["alternatives"]
+    *overrides, option, gpus = other["overrides"].split()
+    again = plan(project, *overrides, option, gpus)
+    assert again["fits"]
+    assert sum(again["run"]["memory"].values()) / GIB == pytest.approx(other["memory_gib"])
+
+
+def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -> None:
+    small, large = (plan(project, "--gpus", "8", "--card", "A100", "--memory", size) for size in ("40GB", "80GiB"))
+    assert 0 < small["recompute"] <= small["layers"]
+    assert large["recompute"] == 0
+    for one in (small, large):
+        assert one["fits"]
+        assert one["run"]["largest_tokens"] <= one["microbatch_tokens"]
+        assert one["microbatch_tokens"] <= max(one["largest_fit"] + 8, 24576)
+
+
+def test_hsdp_wins_where_the_network_is_slow(project: Path) -> None:
+    fsdp, hsdp = plan(project, "--ranks", "512", "optim.batch_pairs=64")["scale"]
+    assert (fsdp["parallel"], hsdp["parallel"], hsdp["shard"]) == ("fsdp", "hsdp", 8)
+    assert hsdp["pairs_per_s"] > fsdp["pairs_per_s"]
+    assert hsdp["time"]["network"] < fsdp["time"]["network"]
+
+
+def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
+    model = tiny_folder(tmp_path / "model", "llama")
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    record = json.dumps({"prompt": "Hello?", "chosen": "Yes.", "rejected": "No, not at all."})
+    (tmp_path / "train.jsonl").write_text(f"{record}\n{record.replace('Hello', 'Good day')}\n")
+    (tmp_path / "my.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\n")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--json"], catch_exceptions=False)
+    found = json.loads(result.output)
+    assert found["pairs"] == 2
+    assert found["steps"] == 1
+    assert "float32" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--card", "H9000"], "--card H9000: not one that is known. Use one of B200, H200"),
+        (["--memory", "80"], "--memory 80: write a number and a unit, as in 80GB"),
+        (["--ranks", "8,x"], "--ranks 8,x: write whole numbers"),
+        (["--gpus", "2", "model.compute_dtype=float32", "layout.parallel=single"], "a plan for 2 GPUs"),
+        (["--gpus", "6", "layout.parallel=hsdp", "layout.hsdp_shard=4"], "does not divide the number of processes, 6"),
+        (["layout.microbatch_tokens=100"], "layout.microbatch_tokens (rank_microbatch_size) is 100"),
+        (["model.dtype=float64", "model.compute_dtype=null"], "float64 is for checks on a CPU"),
+    ],
+)
+def test_errors_say_what_to_do(project: Path, arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        run(project, *arguments)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("bad", [np.ones((4, 2), int), np.ones((0, 3), int), np.zeros((4, 3), int), np.ones((4, 3))])
+def test_lengths_of_another_form_are_refused(project: Path, bad: Any) -> None:
+    np.save(project / "lengths.npy", bad)
+    with pytest.raises(DataError, match="three columns"):
+        run(project)
+
+
+def test_memory_in_both_units_and_cards_in_any_case() -> None:
+    assert parse_memory("80GB") == 80e9
+    assert parse_memory("79.5 gib") == 79.5 * 2**30
+    assert find_card("h100") is CARDS["H100"]
+    with pytest.raises(ConfigError):
+        parse_memory("0GB")
