@@ -3,6 +3,8 @@
 A message says where, what, the value found, and the way out. What is a fault of ours stays an ordinary exception.
 """
 
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Base of everything that the command line prints as one message."""
@@ -30,3 +32,11 @@ class RunError(UserError):
 
 class FirstStepError(RunError):
     """Policy and reference differ before the first update, though they should be the same model."""
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused it, what caused that, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__

@@ -32,8 +32,8 @@ def train(config: Config, *, name: str, resume: bool = False) -> None:
     started = time.perf_counter()
     with _run(config, name) as run:
         open_folder(run, resume)
-        _train(run, resume)
-        result.say_end(run, time.perf_counter() - started)
+        if _train(run, resume):
+            result.say_end(run, time.perf_counter() - started)
 
 
 def fill_cache(config: Config, *, name: str) -> None:
@@ -90,7 +90,8 @@ def evaluate_model(
             evaluation.write_json(json_file, {**what, **found.as_json()})
 
 
-def _train(run: Run, resume: bool) -> None:
+def _train(run: Run, resume: bool) -> bool:
+    """Returns whether the run came to its end, or was asked to stop before."""
     config = run.config
     check_parallel(run)
     reference.check_reference(run)
@@ -127,16 +128,19 @@ def _train(run: Run, resume: bool) -> None:
     trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
     claim_folder(run, ref.key)
     try:
-        fit(trainer)
+        finished = fit(run, trainer)
     except FirstStepError as error:
         again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
         raise FirstStepError(f"{error}{again}") from error
+    if not finished:
+        return False
 
     if held_out is not None:
         evaluation.say_effect(run, at_start, held_out.at_step(trainer.global_step, model))
     if config.run.export:
         result.export(run, model, tokenizer)
         result.say_answers(run, tokenizer, prompts, before)
+    return True
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """OLMo-core's Trainer for a run: train module, loader, optimizer, schedule, callbacks."""
 
+import errno
+from pathlib import Path
+
 import torch
 from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup
 from olmo_core.optim.scheduler import Scheduler
@@ -13,19 +16,19 @@ from isopref.build.model import compute_dtype
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
-from isopref.engine.callbacks import (
-    EvaluateCallback,
-    KeepingCheckpointerCallback,
-    MetricsFileCallback,
-    PairSpeedCallback,
-    ProgressCallback,
-)
+from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
+from isopref.engine.checkpoints import KeepingCheckpointerCallback, newest_whole, sweep
+from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
+from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
-from isopref.errors import RunError
+from isopref.engine.watch import WatchCallback
+from isopref.errors import RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
 from isopref.score import TableLogps
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
 
 
 def build_trainer(
@@ -50,27 +53,68 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
-        cancel_check_interval=1,  # a signal ends the run after the step it meets
+        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpoints.py)
         load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
         device=str(run.env.device),
-        callbacks=_callbacks(run, model, held_out),
+        callbacks=_callbacks(run, model, table, held_out),
     )
     trainer = config.build(_train_module(run, model, reference, steps), _loader(run, model, table))
     if resume:
-        found = trainer.maybe_load_checkpoint(trainer.save_folder, load_trainer_state=True, load_optim_state=True)
-        place = f"after step {trainer.global_step}" if found else "from the first step: there is no checkpoint yet"
-        run.display.say(f"resume {place}")
+        _resume(run, trainer)
     return trainer
 
 
-def fit(trainer: Trainer) -> None:
-    """Train to the last step. Raises RunError if a signal ended it before, with a checkpoint of where it was."""
-    trainer.fit()
-    if trainer.max_steps is not None and trainer.global_step < trainer.max_steps:
+def _resume(run: Run, trainer: Trainer) -> None:
+    """Go on from the last whole checkpoint, if there is one."""
+    checkpoint, damaged = newest_whole(Path(trainer.save_folder))
+    for problem in damaged:
+        run.display.say(f"resume skips {problem}")
+    if checkpoint is not None:
+        restore(trainer, checkpoint)
+    elif damaged:
         raise RunError(
-            f"stopped by a signal after step {trainer.global_step} of {trainer.max_steps}. A checkpoint is saved; go "
-            "on with --resume."
+            f"--resume: no checkpoint in {trainer.save_folder} is whole. To start from the first step, remove that "
+            "folder and use --resume again."
         )
+    run.env.barrier()  # before the first rank removes what others may still look at
+    if run.env.is_first:
+        sweep(Path(trainer.save_folder))
+    none_yet = "from the first step: there is no checkpoint yet"
+    run.display.say(f"resume {none_yet if checkpoint is None else f'after step {trainer.global_step}'}")
+
+
+def fit(run: Run, trainer: Trainer) -> bool:
+    """Train to the last step. Returns whether it got there; if a signal came before, a checkpoint says where it was.
+
+    Raises RunError where it makes no sense to go on, or is impossible.
+    """
+    try:
+        trainer.fit()
+    except Exception as error:
+        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and one.errno in DISK), None)
+        if cause is None:
+            raise
+        raise RunError(
+            f"step {trainer.global_step}: {run.folder} cannot be written ({cause.strerror}). Make room there, then go "
+            "on with the same command and --resume: checkpoints are as they were."
+        ) from error
+    done = f"step {trainer.global_step} of {trainer.max_steps}"
+    guard, checkpointer = trainer.callbacks["guard"], trainer.callbacks["checkpointer"]
+    assert isinstance(guard, GuardCallback)
+    assert isinstance(checkpointer, KeepingCheckpointerCallback)
+    if guard.gave_up:
+        raise RunError(
+            f"stopped after {done}: the gradients of {MOST_IN_A_ROW} steps in a row were not finite. The weights of "
+            "the checkpoint there are as before them. Look at the pairs named above, lower optim.lr, or use a wider "
+            "model.dtype."
+        )
+    if checkpointer.signal_name is None or trainer.global_step == trainer.max_steps:
+        return True
+    run.display.say(
+        f"\nStopped by {checkpointer.signal_name} after {done}, with a checkpoint. Go on with the same command and "
+        "--resume."
+    )
+    return False
 
 
 def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int) -> DPOTrainModule:
@@ -106,26 +150,29 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
     )
 
 
-def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str, Callback]:
+def _callbacks(run: Run, model: nn.Module, table: PairTable, held_out: HeldOut | None) -> dict[str, Callback]:
     settings = run.config.run
     callbacks: dict[str, Callback] = {
-        # Saving before the first step would have Adam take a step of its own; saving asynchronously can deadlock.
-        "checkpointer": KeepingCheckpointerCallback(
-            save_interval=settings.save_every,
-            max_checkpoints=settings.keep,
-            pre_train_checkpoint=False,
-            save_async=False,
-        ),
+        "guard": GuardCallback(display=run.display, origin=table.origin),
+        "watch": WatchCallback(display=run.display),
         "console": ConsoleLoggerCallback(),
         "speed": _speed(run, model),
         "progress": ProgressCallback(display=run.display),
     }
     if run.env.is_first:
         callbacks["metrics"] = MetricsFileCallback(path=run.folder / "metrics.jsonl")
+    evaluate = None
     if held_out is not None:
-        callbacks["evaluate"] = EvaluateCallback(
+        evaluate = EvaluateCallback(
             every=settings.eval_every, evaluate=lambda step: held_out.at_step(step, model).as_metrics()
         )
+        callbacks["evaluate"] = evaluate
+    callbacks["checkpointer"] = KeepingCheckpointerCallback(
+        save_interval=settings.save_every,
+        max_checkpoints=settings.keep,
+        minutes=settings.save_minutes,
+        evaluate=evaluate if settings.keep_best else None,
+    )
     return callbacks
 
 

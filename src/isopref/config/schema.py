@@ -268,7 +268,14 @@ class RunConfig(Section):
     )
     log_every: Count = Field(default=1, description="Steps between two lines of metrics.")
     save_every: Count = Field(default=250, description="Steps between two checkpoints.")
+    save_minutes: Positive | None = Field(
+        default=None, description="Also save where this many minutes passed since the last checkpoint. null: do not."
+    )
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
+    keep_best: bool = Field(
+        default=False,
+        description="Besides those, keep the one of the lowest eval/loss, saved when it is found. Needs eval_every.",
+    )
     eval_every: Count | None = Field(
         default=None,
         description="Steps between two evaluations on held-out pairs. null: only before training and at its end.",
@@ -356,6 +363,11 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "run.eval_every",
             f"{run.eval_every} does nothing without held-out pairs. Set data.eval or data.eval_fraction, or remove "
             "eval_every.",
+        )
+    if run.keep_best and run.eval_every is None:
+        yield (
+            "run.keep_best",
+            "true does nothing without evaluations during training. Set run.eval_every, or remove keep_best.",
         )
 
 

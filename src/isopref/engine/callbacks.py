@@ -1,6 +1,7 @@
-"""OLMo-core callbacks: progress on the terminal, the metrics file, checkpoints, speed, evaluation during training."""
+"""OLMo-core callbacks: progress on the terminal, the metrics file, speed, evaluation during training."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from olmo_core.train.callbacks import Callback, CheckpointerCallback, SpeedMonitorCallback
+from olmo_core.train.callbacks import Callback, SpeedMonitorCallback
 
 from isopref.engine.display import Advance, Display, brief
 from isopref.engine.step import Step
@@ -54,10 +55,13 @@ class ProgressCallback(Callback):
 
 @dataclass
 class MetricsFileCallback(Callback):
-    """Writes every logged step as one line of a JSONL file; a resumed run first drops the steps it will do again."""
+    """Writes every logged step as one line of a JSONL file; a resumed run first drops the steps it will do again.
+
+    What is not finite is null.
+    """
 
     path: Path = Path("metrics.jsonl")
-    _line: dict[str, float] = field(default_factory=dict)
+    _line: dict[str, float | None] = field(default_factory=dict)
     _line_start: int = 0
 
     def pre_train(self) -> None:
@@ -75,28 +79,10 @@ class MetricsFileCallback(Callback):
             # The engine passes a step's metrics on in parts when it saves or loads a checkpoint there.
             if self._line.get("step") != step:
                 self._line, self._line_start = {"step": step}, file.seek(0, 2)
-            self._line.update(metrics)
+            self._line.update({name: value if math.isfinite(value) else None for name, value in metrics.items()})
             file.seek(self._line_start)
             file.truncate()
             file.write(json.dumps(self._line).encode() + b"\n")
-
-
-@dataclass
-class KeepingCheckpointerCallback(CheckpointerCallback):
-    """The engine's, but at the end of a run, resumed or not, no more than `max_checkpoints` are left.
-
-    The engine deletes an old one a step after it wrote a new one, so not after the last, and forgets what an earlier
-    process wrote (OLMo-core 3.0.0).
-    """
-
-    def pre_train(self) -> None:
-        super().pre_train()  # type: ignore[no-untyped-call]
-        found = self.checkpointer.find_checkpoints(self.save_folder)
-        self._checkpoints = [path for step, path in sorted(found) if step <= self.step]
-
-    def post_train(self) -> None:
-        super().post_train()  # type: ignore[no-untyped-call]
-        self._remove_old_checkpoints()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -158,8 +144,19 @@ class EvaluateCallback(Callback):
 
     every: int | None = None
     evaluate: Callable[[int], dict[str, float]] = lambda _step: {}
+    best_step: int | None = None  # of the lowest eval/loss so far
+    _best: float = math.inf
 
     def post_step(self) -> None:
         if self.step == self.trainer.max_steps or (self.every is not None and self.step % self.every == 0):
-            for name, value in self.evaluate(self.step).items():
+            found = self.evaluate(self.step)
+            for name, value in found.items():
                 self.trainer.record_metric(name, value)
+            if found["eval/loss"] < self._best:
+                self._best, self.best_step = found["eval/loss"], self.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_step": self.best_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self.best_step = state_dict["best"], state_dict["best_step"]

@@ -48,8 +48,8 @@ class Coupling:
         return replace(step, work=tuple(work))
 
     def keep(self) -> None:
-        """The last step that was made linear is trained: what it adds to the past counts from now on."""
-        self.past = self._next
+        """The last step that was made linear is trained: what it adds to the past counts from now on, if finite."""
+        self.past = torch.where(self._next.isfinite().all(), self._next, self.past)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"past": self.past.cpu()}

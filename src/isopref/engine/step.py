@@ -50,7 +50,9 @@ class Step:
     num_pairs: int
     num_tokens: int  # real tokens of both sequences of every pair
     padding_fraction: float  # share of the token slots of all microbatches that hold no token
-    lengths: IntArray | None = None  # of the global batch's pairs: num_pairs, 3; None where a rank knows only its own
+    # The whole batch: pairs of the table, and their lengths (num_pairs, 3). None where a rank knows only its own.
+    index: IntArray | None = None
+    lengths: IntArray | None = None
 
     def pinned(self) -> "Step":
         """The same in page-locked memory, from which a copy to a GPU does not wait."""
@@ -90,6 +92,7 @@ def build_step(
         work=tuple(work),
         num_pairs=len(index),
         num_tokens=int(lengths[:, CHOSEN:].sum()) + 2 * int(lengths[:, PROMPT].sum()),
+        index=index,
         lengths=lengths,
         padding_fraction=1 - filled / slots,
     )

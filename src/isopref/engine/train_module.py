@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.engine.coupling import Coupling
+from isopref.engine.guard import Guard, poisoned
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
@@ -85,6 +86,7 @@ class DPOTrainModule(TrainModule):
         self.reference_2N = self._table(reference)
         self.coupling = Coupling(objective, self.device) if objective.coupled else None
         self._window = MetricWindow(self.device)
+        self.guard = Guard(self.device)
 
     def _check_model(self) -> None:
         """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
@@ -119,13 +121,7 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
-        if self.coupling is not None:
-            step = self.coupling.linear(step, self._score)
-            reshard(self.model)
-        sums = torch.zeros_like(self._window.sums)
-        for n, work in enumerate(step.work):
-            with self._train_microbatch_context(n, len(step.work)):
-                sums += self._train_microbatch(work.to(self.device))
+        sums = self._accumulate(step)
         if dry_run:
             self.zero_grads()
             return
@@ -136,6 +132,17 @@ class DPOTrainModule(TrainModule):
             self._check_first_step(sums)
         if self._logs_now():
             self._record(step)
+
+    def _accumulate(self, step: Step) -> Tensor:
+        """Forward and backward of all microbatches. Returns what the step adds to the metrics."""
+        if self.coupling is not None:
+            step = self.coupling.linear(step, self._score)
+            reshard(self.model)
+        sums = torch.zeros_like(self._window.sums)
+        for n, work in enumerate(step.work):
+            with self._train_microbatch_context(n, len(step.work)):
+                sums += self._train_microbatch(work.to(self.device))
+        return sums
 
     def _step(self, batch: dict[str, Any]) -> Step:
         if "step" in batch:
@@ -161,8 +168,10 @@ class DPOTrainModule(TrainModule):
         if self.objective.nll_weight:
             nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
-        share.backward()
+        poisoned(share).backward()
         with torch.no_grad():
+            # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
+            self.guard.look(work.index, loss_P if work.linear is None else policy.chosen + policy.rejected)
             return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 
     def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:
@@ -213,9 +222,16 @@ class DPOTrainModule(TrainModule):
         reshard(self.model)
         return scored
 
+    def is_finite(self, step: Step) -> bool:
+        """Whether the gradient of a batch is finite; it is not kept. All ranks call this together."""
+        self._accumulate(step)
+        norm = _total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
+        self.zero_grads()
+        return bool(torch.isfinite(norm))
+
     def optim_step(self) -> None:
-        trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
-        parameters = [parameter for parameter in trained if parameter.grad is not None]
+        """Clip, set the learning rate, and step; a gradient that is not finite leaves the weights as they are."""
+        parameters = self._with_gradient()
         if not parameters:
             raise RunError(
                 f"step {self.trainer.global_step}: no parameter of the optimizer has a gradient, so it would train "
@@ -231,7 +247,11 @@ class DPOTrainModule(TrainModule):
         if self._logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
-        self.optim.step()
+        self.guard.step(self.optim, norm, number=self.trainer.global_step)
+
+    def _with_gradient(self) -> list[nn.Parameter]:
+        trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
+        return [parameter for parameter in trained if parameter.grad is not None]
 
     def zero_grads(self) -> None:
         self.optim.zero_grad(set_to_none=True)

@@ -1,0 +1,198 @@
+"""Checkpoints: when they are saved, which are kept, and how a damaged one is known.
+
+The engine writes them (beside their place, then renamed). A seal, the digests of all their files, comes last: a folder
+without one, or with other bytes than its seal says, is not whole, and no run goes on from it.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from olmo_core.train.callbacks import CheckpointerCallback
+from torch.distributed.checkpoint.api import CheckpointException
+
+from isopref.engine.callbacks import EvaluateCallback
+from isopref.engine.together import Together
+from isopref.errors import RunError
+from isopref.places import write_whole
+
+SEAL = "seal.json"
+NAME = re.compile(r"step(\d+)")
+CHUNK = 2**24
+
+
+@dataclass
+class KeepingCheckpointerCallback(CheckpointerCallback):
+    """Saves every so many steps or minutes, at the best evaluation, and when a signal asks the run to stop.
+
+    It stands in for the engine's (3.0.0), which saves before the metrics of a step are complete, deletes an old
+    checkpoint only a step after it wrote a new one, forgets what an earlier process wrote, and lets ranks learn of a
+    signal at different steps. Saving is synchronous: the engine's asynchronous way can deadlock.
+
+    :param minutes: save after so many minutes without a checkpoint too, by the first rank's clock.
+    :param evaluate: keep the checkpoint of its best step besides the last ones.
+    """
+
+    minutes: float | None = None
+    evaluate: EvaluateCallback | None = None
+    signal_name: str | None = None  # that the run was stopped by
+    together: Together = field(default_factory=Together)
+    clock: Callable[[], float] = time.monotonic  # not of the day: that may jump
+    _saved_at: float = 0.0
+    _asked: str | None = None
+
+    def pre_train(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):  # the engine puts the old handlers back
+            signal.signal(signum, self._note)
+        self._saved_at = self.clock()
+        found = {number: path for number, path in _numbered(Path(self.save_folder)) if number <= self.step}
+        self._checkpoints = [str(path) for path in found.values()]
+        self._latest_checkpoint_step = max(found, default=-1)
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self._asked = signal.Signals(signum).name
+
+    def post_train_batch(self) -> None:
+        """Nothing yet: evaluation and metrics of the step come first."""
+
+    def post_step(self) -> None:
+        late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        stop, late = self.together.any(self._asked is not None, late and first)
+        best = self.evaluate is not None and self.evaluate.best_step == self.step
+        every = self.save_interval is not None and self.step % self.save_interval == 0
+        if late or best or every:
+            self._save()
+        if stop:
+            self.signal_name = self._asked or "a signal to another process"
+            self.trainer.cancel_run(f"{self.signal_name} received", no_sync=True)
+
+    def post_train(self) -> None:
+        if self.step > max(0, self._latest_checkpoint_step):
+            self._save()
+
+    def _save(self) -> None:
+        with _refusing(self.save_folder, self.step):
+            path = Path(self._save_checkpoint(save_async=False))
+            seal(path)
+        self._checkpoints.append(str(path))
+        self._saved_at = self.clock()
+        best = f"step{self.evaluate.best_step}" if self.evaluate is not None else None
+        others = [old for old in self._checkpoints if Path(old).name != best]
+        for old in others[: -(self.max_checkpoints or len(others))]:
+            self._checkpoints.remove(old)
+            if _rank_and_size()[0] == 0:
+                remove(Path(old))
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, its seal first: a half-removed one is not whole."""
+    (folder / SEAL).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a process that died left half-written beside the checkpoints of a folder."""
+    for path in folder.glob("step*-tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("step*/*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def seal(folder: Path) -> None:
+    """Write the digests of all files of a checkpoint. All ranks call this together and share the reading."""
+    digests = _digests(folder, _files(folder))
+    if _rank_and_size()[0] == 0:
+        write_whole(folder / SEAL, json.dumps(digests, indent=1).encode())
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None for a whole one. All ranks call this together and share the reading."""
+    try:
+        expected: dict[str, str] = dict(json.loads((folder / SEAL).read_bytes()))
+    except FileNotFoundError:
+        return "it was not finished"
+    except (OSError, ValueError, TypeError) as error:
+        return f"{SEAL} cannot be read ({error})"
+    missing = sorted(set(expected) - set(_files(folder)))
+    if missing:
+        return f"{missing[0]} is missing"
+    found = _digests(folder, sorted(expected))
+    changed = [name for name in sorted(expected) if found[name] != expected[name]]
+    return f"{changed[0]} is damaged" if changed else None
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The last whole checkpoint in a folder, and what is wrong with those after it. All ranks call this together."""
+    wrong: list[str] = []
+    for _, path in reversed(list(_numbered(folder))):
+        problem = damage(path)
+        if problem is None:
+            return path, wrong
+        wrong.append(f"{path}: {problem}")
+    return None, wrong
+
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Checkpoints of a folder with their steps, in their order."""
+    found = ((NAME.fullmatch(path.name), path) for path in folder.glob("step*"))
+    yield from sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _files(folder: Path) -> list[str]:
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != SEAL)
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
+    """Digest of each file; each rank reads its share, all get the whole."""
+    rank, size = _rank_and_size()
+    mine = {name: _digest(folder / name) for name in names[rank::size]}
+    every: list[Any] = [mine]
+    if size > 1:
+        every = [None] * size
+        dist.all_gather_object(every, mine)
+    return {name: digest for part in every for name, digest in part.items()}
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content; "unreadable" where it cannot be read."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    except OSError:
+        return "unreadable"
+    return digest.hexdigest()
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@contextmanager
+def _refusing(folder: str, step: int) -> Iterator[None]:
+    """A checkpoint that cannot be written is a user's matter: the disk is full, the folder is gone."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if _rank_and_size()[0] == 0:
+            sweep(Path(folder))
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(
+            f"the checkpoint of step {step} cannot be written to {folder} ({reason}). Checkpoints before it are as "
+            "they were. Make room there, then go on with the same command and --resume."
+        ) from error

@@ -1,0 +1,102 @@
+"""Faults that real runs meet, planted: numbers that are not finite, a device without room."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isopref.data.packing import Budget
+from isopref.data.table import PairTable
+from isopref.engine.guard import Skipped
+from isopref.engine.loader import PairLoader
+from isopref.engine.train_module import DPOTrainModule
+from isopref.losses import pair_loss
+from isopref.models.parallel import Parallel, full, parallelize
+from isopref.models.policy import Policy
+from isopref.score import TableLogps
+from isopref.testing.exactness import StubTrainer
+from isopref.testing.models import random_pairs, tiny_model
+
+NUM_PAIRS = 6
+
+
+class Skip(NamedTuple):
+    """What a step with a fault in it left."""
+
+    moved: list[str]  # parameters, and parts of the optimizer, that are others than before
+    report: Skipped | None
+    trains_on: bool  # whether the next step, without the fault, moves the weights
+
+
+def bad_step(mode: Parallel, fused: bool, fault: float, pair: int) -> Skip:
+    """A good step, one in which the reference of a pair is `fault`, and a good one. All ranks call this together.
+
+    With a hinge and minus infinity, the loss is infinite and its own gradient is not.
+    """
+    module = _module(mode, fused)
+    _step(module, 1)
+    before = _state(module)
+    assert module.reference_2N is not None
+    good = module.reference_2N.clone()
+    module.reference_2N[1, pair] = fault
+    _step(module, 2)
+    after = _state(module)
+    module.reference_2N = good
+    report = module.guard.report()
+    _step(module, 3)
+    return Skip(
+        [name for name in before if not torch.equal(before[name], after[name])],
+        report,
+        any(not torch.equal(after[name], now) for name, now in _state(module).items()),
+    )
+
+
+def _module(mode: Parallel, fused: bool) -> DPOTrainModule:
+    world = dist.get_world_size() if mode != "single" else 1
+    model = parallelize(Policy(tiny_model("llama")), mode, device=torch.device("cpu"), world_size=world)
+    module = DPOTrainModule(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused),
+        objective=pair_loss("hinge", beta=0.1),
+        rank_microbatch_size=4096,
+        reference=TableLogps(np.full(NUM_PAIRS, -30.0), np.full(NUM_PAIRS, -30.0)),
+        max_grad_norm=1.0,
+        check_first_step=False,
+    )
+    module._attach_trainer(StubTrainer())  # type: ignore[arg-type]
+    return module
+
+
+def loader(budget: Budget, *, num_pairs: int = NUM_PAIRS, ranks: int = 1, rank: int = 0) -> PairLoader:
+    """Batches of all pairs of a small table."""
+    return PairLoader(
+        PairTable.from_tokens(random_pairs(num_pairs, seed=5)),
+        batch_pairs=num_pairs,
+        budget=budget,
+        weighting="token",
+        seed=0,
+        work_dir=".",
+        dp_rank=rank,
+        dp_world_size=ranks,
+    )
+
+
+def _step(module: DPOTrainModule, number: int) -> None:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if module.num_ranks > 1 else (0, 1)
+    module.trainer.global_step = number
+    module.train_batch({"step": loader(Budget("shared", 60), ranks=ranks, rank=rank).step(np.arange(NUM_PAIRS))})
+    module.optim_step()
+    module.zero_grads()
+
+
+def _state(module: DPOTrainModule) -> dict[str, Tensor]:
+    """Weights and optimizer, whole."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.model.named_parameters():
+        parts = {"": parameter.detach(), **module.optim.state.get(parameter, {})}
+        state |= {f"{name} {part}": full(value).clone() for part, value in parts.items()}
+    assert all(math.isfinite(float(value.sum())) for value in state.values())
+    return state

@@ -1,0 +1,28 @@
+"""A loss or gradient that is not finite on one rank leaves weights and optimizer of all ranks as they were."""
+
+import math
+
+import pytest
+
+from isopref.testing import faults
+from isopref.testing.ranks import Ranks
+
+PAIR = 3
+
+
+def check(found: list[faults.Skip]) -> None:
+    for skip in found:
+        assert skip.moved == []
+        assert skip.trains_on
+        assert skip.report == (2, 1, 1, PAIR)
+
+
+@pytest.mark.parametrize("fault", [math.nan, -math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_rank(fused: bool, fault: float) -> None:
+    check([faults.bad_step("single", fused, fault, PAIR)])
+
+
+@pytest.mark.parametrize(("mode", "fused", "fault"), [("ddp", False, math.nan), ("fsdp", True, -math.inf)])
+def test_two_ranks(two_ranks: Ranks, mode: str, fused: bool, fault: float) -> None:
+    check(two_ranks(faults.bad_step, mode, fused, fault, PAIR))
