@@ -28,5 +28,9 @@ class RunError(UserError):
     """A run that cannot start, go on or be trusted."""
 
 
+class StoppedError(RunError):
+    """A signal ended the run before its last step; a checkpoint holds where it was."""
+
+
 class FirstStepError(RunError):
     """Policy and reference differ before the first update, though they should be the same model."""

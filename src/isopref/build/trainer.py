@@ -8,6 +8,7 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
 from isopref.build.evaluation import HeldOut
+from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
@@ -21,9 +22,10 @@ from isopref.engine.callbacks import (
 )
 from isopref.engine.loader import PairLoader
 from isopref.engine.train_module import DPOTrainModule
-from isopref.errors import RunError
+from isopref.errors import StoppedError
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
+from isopref.report.read import METRICS_FILE
 from isopref.score import TableLogps
 
 
@@ -63,10 +65,10 @@ def build_trainer(
 
 
 def fit(trainer: Trainer) -> None:
-    """Train to the last step. Raises RunError if a signal ended it before, with a checkpoint of where it was."""
+    """Train to the last step. Raises StoppedError if a signal ended it before, with a checkpoint of where it was."""
     trainer.fit()
     if trainer.max_steps is not None and trainer.global_step < trainer.max_steps:
-        raise RunError(
+        raise StoppedError(
             f"stopped by a signal after step {trainer.global_step} of {trainer.max_steps}. A checkpoint is saved; go "
             "on with --resume."
         )
@@ -121,10 +123,11 @@ def _callbacks(run: Run, model: nn.Module, held_out: HeldOut | None) -> dict[str
         "progress": ProgressCallback(display=run.display),
     }
     if run.env.is_first:
-        callbacks["metrics"] = MetricsFileCallback(path=run.folder / "metrics.jsonl")
+        callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE)
+    callbacks |= logger_callbacks(run)
     if held_out is not None:
         callbacks["evaluate"] = EvaluateCallback(
-            every=settings.eval_every, evaluate=lambda step: held_out.at_step(step, model).as_metrics()
+            every=settings.eval_every, evaluate=lambda step: held_out.of(held_out.logps_at(step, model)).as_metrics()
         )
     return callbacks
 
