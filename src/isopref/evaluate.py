@@ -96,7 +96,7 @@ def evaluate(
 ) -> Evaluation:
     """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
     pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
-    gain_N2 = torch.stack(loss.gains(*pair_logps), dim=1).numpy()
+    gain_N2 = _gains(loss, *pair_logps)
     per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
     weights_N = pair_weights(lengths_N3, weighting, own_N)
     # Where a loss couples the pairs of a batch, all held-out pairs are one.
@@ -112,6 +112,11 @@ def evaluate(
         labels = source_labels(source_names)
         by_source = {labels[source]: _figures(pairs.select(sources_N == source), {}) for source in present}
     return _figures(pairs, by_source)
+
+
+def rewards(policy: TableLogps, ref: TableLogps, lengths_N3: IntArray, loss: PairLoss) -> FloatArray:
+    """The implicit rewards of every pair's answers, chosen and rejected: N, 2."""
+    return loss.beta * _gains(loss, _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3))
 
 
 def source_labels(names: Sequence[str]) -> list[str]:
@@ -209,6 +214,11 @@ def _buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
         accuracy = _figure(_means(won_N[inside, None], np.ones(int(inside.sum())))[:, 0])
         shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())
         yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), accuracy)
+
+
+def _gains(loss: PairLoss, policy: PairLogps, ref: PairLogps) -> FloatArray:
+    gains_N2: FloatArray = torch.stack(loss.gains(policy, ref), dim=1).numpy()
+    return gains_N2
 
 
 def _won(difference: FloatArray) -> FloatArray:

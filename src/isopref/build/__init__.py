@@ -14,6 +14,7 @@ from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import check_parallel, load_policy, score_all, spread
+from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
@@ -33,6 +34,7 @@ def train(config: Config, *, name: str, resume: bool = False) -> None:
     with _run(config, name) as run:
         open_folder(run, resume)
         if _train(run, resume):
+            result.write_report(run)
             result.say_end(run, time.perf_counter() - started)
 
 
@@ -124,22 +126,22 @@ def _train(run: Run, resume: bool) -> bool:
     if eval_table is not None:
         held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
         known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
-        at_start = held_out.of(ref.logps[1] if known else score_all(run, model, eval_table, "held-out"))
+        start = ref.logps[1] if known else score_all(run, model, eval_table, "held-out")
     trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
     claim_folder(run, ref.key)
-    try:
-        finished = fit(run, trainer)
-    except FirstStepError as error:
-        again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
-        raise FirstStepError(f"{error}{again}") from error
-    if not finished:
-        return False
-
-    if held_out is not None:
-        evaluation.say_effect(run, at_start, held_out.at_step(trainer.global_step, model))
-    if config.run.export:
-        result.export(run, model, tokenizer)
-        result.say_answers(run, tokenizer, prompts, before)
+    with recorded(run, trainer, table, ref.key):
+        try:
+            finished = fit(run, trainer)
+        except FirstStepError as error:
+            again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
+            raise FirstStepError(f"{error}{again}") from error
+        if not finished:
+            return False
+        if held_out is not None:
+            held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
+        if config.run.export:
+            result.export(run, model, tokenizer)
+            result.say_answers(run, tokenizer, prompts, before)
     return True
 
 

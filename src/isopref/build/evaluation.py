@@ -12,17 +12,11 @@ from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
-from isopref.evaluate import Evaluation, Figure, evaluate
+from isopref.evaluate import Evaluation, Figure, evaluate, rewards
+from isopref.report.figures import LABELS
+from isopref.report.read import EVALUATION_FILE, write_rewards
 from isopref.score import TableLogps
-
-LABELS = {  # short enough for three columns in a window of 80
-    "accuracy": ("preference accuracy", ""),
-    "logp_accuracy": ("log-prob accuracy", ""),
-    "reward_margin": ("mean reward margin", "+"),
-    "reward_margin_std": ("its spread (std)", ""),
-    "length_correlation": ("reward~length corr.", "+"),
-    "loss": ("loss", ""),
-}
+from isopref.types import CHOSEN
 
 
 class HeldOut:
@@ -30,12 +24,12 @@ class HeldOut:
 
     def __init__(self, run: Run, table: PairTable, reference: TableLogps):
         self.run, self.table, self.reference = run, table, reference
-        self._last: tuple[int, Evaluation] | None = None
+        self._last: tuple[int, TableLogps] | None = None
 
-    def at_step(self, step: int, model: nn.Module) -> Evaluation:
-        """The model as it is now, which is after `step`; scored once for a step."""
+    def logps_at(self, step: int, model: nn.Module) -> TableLogps:
+        """Scores of the model as it is now, which is after `step`; computed once for a step."""
         if self._last is None or self._last[0] != step:
-            self._last = step, self.of(score_all(self.run, model, self.table, "held-out"))
+            self._last = step, score_all(self.run, model, self.table, "held-out")
         return self._last[1]
 
     def of(self, policy: TableLogps) -> Evaluation:
@@ -51,14 +45,19 @@ class HeldOut:
             source_names=self.table.source_names,
         )
 
-
-def say_effect(run: Run, before: Evaluation, after: Evaluation) -> None:
-    """The figures before and after training, as a table and as JSON in the run's folder."""
-    old, new = dict(_cells(before)), dict(_cells(after))
-    rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
-    run.display.table(f"{after.pairs} held-out pairs, with 95% intervals", ("", "before", "after"), rows)
-    if run.env.is_first:
-        write_json(run.folder / "evaluation.json", {"before": before.as_json(), "after": after.as_json()})
+    def say_effect(self, policy_before: TableLogps, policy_after: TableLogps) -> None:
+        """The figures before and after training as a table; in the run's folder also the rewards of every pair."""
+        before, after = self.of(policy_before), self.of(policy_after)
+        old, new = dict(_cells(before)), dict(_cells(after))
+        rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
+        self.run.display.table(f"{after.pairs} held-out pairs, with 95% intervals", ("", "before", "after"), rows)
+        if self.run.env.is_first:
+            folder, lengths = self.run.folder, self.table.lengths
+            write_json(folder / EVALUATION_FILE, {"before": before.as_json(), "after": after.as_json()})
+            of_pairs = (
+                rewards(policy, self.reference, lengths, self.run.loss) for policy in (policy_before, policy_after)
+            )
+            write_rewards(folder, lengths[:, CHOSEN:], *of_pairs)
 
 
 def say_figures(run: Run, found: Evaluation) -> None:

@@ -1,6 +1,7 @@
-"""What a run leaves and shows: the exported model, answers before and after."""
+"""What a run leaves and shows: the exported model, answers before and after, the report."""
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,12 @@ from isopref.build.run import Run
 from isopref.models import hf
 from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
+from isopref.places import write_whole
+from isopref.report.html import page
+from isopref.report.read import METRICS_FILE, REPORT_FILE, SAMPLES_FILE, read_run
 from isopref.types import IntArray
+
+log = logging.getLogger(__name__)
 
 
 def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
@@ -36,7 +42,7 @@ def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: S
     after = sample(run, model.to(run.env.device), tokenizer, prompts)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
     every = list(zip(questions, before, after, strict=True))
-    with (run.folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+    with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
         for question, old, new in every:
             sampled = {} if new.sampled is None else {"sampled_before": old.sampled, "sampled_after": new.sampled}
             line = {"prompt": question, "greedy_before": old.greedy, "greedy_after": new.greedy, **sampled}
@@ -58,10 +64,25 @@ def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) ->
     )
 
 
+def write_report(run: Run) -> None:
+    """A page that shows the run, in its folder. The run is done: no fault of the page may look like one of it."""
+    if not run.env.is_first:
+        return
+    try:
+        write_whole(run.folder / REPORT_FILE, page([read_run(run.folder)]).encode())
+    except Exception as error:
+        log.exception("the report could not be made")
+        run.display.say(
+            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see engine.log."
+        )
+
+
 def say_end(run: Run, seconds: float) -> None:
     """How long it took, where everything is, and what to type next."""
     run.display.say(f"\nDone in {int(seconds) // 60} min {int(seconds) % 60} s.")
-    run.display.say(f"  metrics     {run.folder / 'metrics.jsonl'}")
+    if (run.folder / REPORT_FILE).exists():
+        run.display.say(f"  report      {run.folder / REPORT_FILE}, for a browser")
+    run.display.say(f"  metrics     {run.folder / METRICS_FILE}")
     if run.config.run.export:
         run.display.say(
             f"  model       {run.model_folder}, a Hugging Face folder:\n"

@@ -12,6 +12,7 @@ from torch import nn
 
 from isopref.build import auto
 from isopref.build.evaluation import HeldOut
+from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
 from isopref.data.schedule import num_batches
@@ -26,6 +27,7 @@ from isopref.engine.watch import WatchCallback
 from isopref.errors import RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
+from isopref.report.read import METRICS_FILE
 from isopref.score import TableLogps
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
@@ -160,11 +162,12 @@ def _callbacks(run: Run, model: nn.Module, table: PairTable, held_out: HeldOut |
         "progress": ProgressCallback(display=run.display),
     }
     if run.env.is_first:
-        callbacks["metrics"] = MetricsFileCallback(path=run.folder / "metrics.jsonl")
+        callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE)
+    callbacks |= logger_callbacks(run)
     evaluate = None
     if held_out is not None:
         evaluate = EvaluateCallback(
-            every=settings.eval_every, evaluate=lambda step: held_out.at_step(step, model).as_metrics()
+            every=settings.eval_every, evaluate=lambda step: held_out.of(held_out.logps_at(step, model)).as_metrics()
         )
         callbacks["evaluate"] = evaluate
     callbacks["checkpointer"] = KeepingCheckpointerCallback(

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from isopref import __version__
-from isopref.cli import cache
+from isopref.cli import cache, report
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_engine, start_processes
 from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
@@ -30,6 +30,9 @@ app = typer.Typer(
 )
 
 app.add_typer(cache.app, name="cache")
+app.command("report")(report.report)
+app.command("ls")(report.list_runs)
+app.command("compare")(report.compare)
 
 
 def main() -> None:

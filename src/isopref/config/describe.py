@@ -69,7 +69,7 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         inner = [_words(arg) for arg in args]
         words = (", or " if "," in inner[0] else " or ").join(inner)
     elif origin is list:
-        words = "list of sources"
+        words = f"a list, each {_words(args[0])}" if get_origin(args[0]) is Literal else "list of sources"
     elif origin is tuple:
         words = f"a list of {len(args)}, each {_words(args[0])}"
     elif origin is dict:

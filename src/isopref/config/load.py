@@ -77,6 +77,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a config file as they stand there, unchecked: it may be of another version."""
+    return _read(path).values
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that load_config reads back to an equal one."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -267,6 +267,12 @@ class RunConfig(Section):
         default="auto", description="Where to compute. auto: a CUDA GPU where there is one, else the CPU."
     )
     log_every: Count = Field(default=1, description="Steps between two lines of metrics.")
+    loggers: list[Literal["tensorboard", "wandb", "comet"]] = Field(
+        default_factory=list,
+        description="Where metrics go besides metrics.jsonl and the terminal. tensorboard: event files in the run's "
+        "folder; wandb: Weights & Biases (with WANDB_MODE=offline into that folder); comet: Comet. Each needs the "
+        "extra of its name.",
+    )
     save_every: Count = Field(default=250, description="Steps between two checkpoints.")
     save_minutes: Positive | None = Field(
         default=None, description="Also save where this many minutes passed since the last checkpoint. null: do not."
@@ -358,6 +364,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval or data.eval_fraction "
             "and run.export: true, or remove samples.",
         )
+    for name in {name for name in run.loggers if run.loggers.count(name) > 1}:
+        yield "run.loggers", f"names {name} twice. Keep one of the two."
     if run.eval_every is not None and not held_out:
         yield (
             "run.eval_every",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +30,9 @@ class ProgressCallback(Callback):
 
     def pre_train(self) -> None:
         self._shown = self.step
-        self._advance = self._stack.enter_context(self.display.bar("train", self.trainer.max_steps, lines=False))
+        self._advance = self._stack.enter_context(
+            self.display.bar("train", self.trainer.max_steps, lines=False, below=True)
+        )
         self._advance(self.step, "")
 
     def post_step(self) -> None:
@@ -128,9 +131,15 @@ class PairSpeedCallback(SpeedMonitorCallback):
         self.trainer.record_metric("speed/data_wait", self._waited / seconds)
         if self._flops and self.peak_flops:
             self.trainer.record_metric("speed/mfu", self._flops / seconds / self.peak_flops)
-        if self.trainer.device.type == "cuda":
-            self.trainer.record_metric("speed/peak_memory_gib", torch.cuda.max_memory_allocated() / 2**30)
+        self.trainer.record_metric("speed/peak_memory_gib", _peak_memory(self.trainer.device) / 2**30)
         self.pre_train()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held so far: on its GPU, else in the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 @dataclass

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,8 +34,8 @@ class Display:
         self.console.print(text, markup=False)
 
     @contextmanager
-    def bar(self, what: str, total: int | None, *, lines: bool = True) -> Iterator[Advance]:
-        """A progress bar. The function it gives takes how much was done and a line to show beside the bar.
+    def bar(self, what: str, total: int | None, *, lines: bool = True, below: bool = False) -> Iterator[Advance]:
+        """A progress bar. The function it gives takes how much was done and a note to show beside the bar, or `below`.
 
         Without a terminal, long work says a line now and then, unless `lines` is off. A bar inside another one stands
         below it and goes when it is done: a terminal shows one display at a time.
@@ -60,13 +61,21 @@ class Display:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}", table_column=note),
         )
-        with Progress(*columns, console=self.console, transient=False) as progress:
-            task = progress.add_task(what, total=total, note="")
-            self._progress = progress
-            try:
-                yield lambda count, note: progress.update(task, advance=count, note=note)
-            finally:
-                self._progress = None
+        progress = Progress(*columns, console=self.console)
+        task = progress.add_task(what, total=total, note="")
+        under = Text()
+
+        def advance(count: int, note: str) -> None:
+            if below:
+                under.plain = f"      {note}"
+            progress.update(task, advance=count, note="" if below else note)
+
+        self._progress = progress
+        try:
+            with Live(Group(progress, under) if below else progress, console=self.console, refresh_per_second=10):
+                yield advance
+        finally:
+            self._progress = None
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Cells are text from models and files: nothing in them is markup."""
@@ -122,4 +131,6 @@ def brief(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics['speed/pairs_per_s']:.2f} pairs/s")
     if "speed/mfu" in metrics:
         parts.append(f"MFU {100 * metrics['speed/mfu']:.0f}%")
+    if "speed/peak_memory_gib" in metrics:
+        parts.append(f"{metrics['speed/peak_memory_gib']:.1f} GiB")
     return "  ".join(parts)

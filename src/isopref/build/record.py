@@ -1,0 +1,63 @@
+"""What a run writes about itself for those who look at it later: every start, and how it is doing."""
+
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import torch
+from olmo_core.train import Trainer
+
+import isopref
+from isopref.build.run import Run
+from isopref.config.schema import run_id
+from isopref.data.table import PairTable
+from isopref.report.read import STARTS_FILE
+from isopref.report.state import Outcome, State, held_state
+
+
+@contextmanager
+def recorded(run: Run, trainer: Trainer, table: PairTable, reference_key: str | None) -> Iterator[None]:
+    """Note the start of training in the run's folder, then, until the block ends, what becomes of it."""
+    if not run.env.is_first:
+        yield
+        return
+    began = time.perf_counter()
+    _note_start(run, trainer, table, reference_key)
+    with held_state(run.folder) as write:
+
+        def note(outcome: Outcome, error: str = "") -> None:
+            write(State(outcome, trainer.global_step, trainer.max_steps or 0, time.perf_counter() - began, error))
+
+        note("running")
+        try:
+            yield
+        except BaseException as error:
+            note("failed", " ".join(str(error).split())[:500] or type(error).__name__)
+            raise
+        note("finished" if trainer.global_step == trainer.max_steps else "stopped")
+
+
+def _note_start(run: Run, trainer: Trainer, table: PairTable, reference_key: str | None) -> None:
+    device = run.env.device
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "run_id": run_id(run.config),
+        "data": table.digest,
+        "pairs": len(table),
+        "reference": reference_key,
+        "after_step": trainer.global_step,
+        "ranks": run.env.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
+        "microbatch_tokens": run.train_budget.tokens,
+        "host": platform.node(),
+        "isopref": isopref.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "olmo_core": version("ai2-olmo-core"),
+    }
+    with (run.folder / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")

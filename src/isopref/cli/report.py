@@ -1,0 +1,150 @@
+"""`isopref report`, `ls` and `compare`: what runs have left in their folders. None imports torch."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from isopref.engine.display import visible
+from isopref.errors import RunError
+from isopref.places import write_whole
+from isopref.report.compare import compute_dtype, final_figures, math_that_differs, parting
+from isopref.report.elements import number
+from isopref.report.figures import names, shown
+from isopref.report.html import page
+from isopref.report.markdown import markdown
+from isopref.report.read import REPORT_FILE, RunRecord, find_runs, read_run
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Where to write it. Default: {REPORT_FILE} in the folder of a single run."),
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write Markdown, for a pull request. Default place: the terminal.")
+    ] = False,
+) -> None:
+    """Show runs as one HTML page: curves, held-out figures, answers, config. Several runs are laid over each other.
+
+    The page needs no network and can be sent as it is. A run that goes on can be looked at too.
+
+    \b
+    Examples:
+      isopref report runs/my-1a2b3c4d5e6f
+      isopref report runs/a runs/b --out both.html
+      isopref report runs/a --markdown
+    """
+    records = [read_run(folder) for folder in runs]
+    if as_markdown and out is None:
+        sys.stdout.write(markdown(records))
+        return
+    if out is None and len(runs) > 1:
+        raise RunError("isopref report: several runs need a file for their page. Say where: --out FILE")
+    path = out or runs[0] / REPORT_FILE
+    text = markdown(records) if as_markdown else page(records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise RunError(f"--out: {path} cannot be written ({error}). Choose another place.") from error
+    print(f"Wrote {path}.")
+
+
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look for runs.")] = Path("runs"),
+) -> None:
+    """List the runs in a folder: state, steps, loss, accuracy.
+
+    \b
+    Examples:
+      isopref ls
+      isopref ls experiments
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder}: there is no such folder. Name one that holds runs: isopref ls FOLDER")
+    found = list(find_runs(folder))
+    if not found:
+        print(f"No run in {folder}.")
+        return
+    columns = ("run", "state", "step", "loss", "accuracy", "held-out accuracy", "started")
+    rows = []
+    for place in found:
+        try:
+            run = read_run(place)
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        rows.append([str(place), *_line(run)])
+    _show(columns, rows, right=(2, 3, 4, 5))
+
+
+def compare(a: RunFolder, b: RunFolder) -> None:
+    """Say whether two runs have the same math, where their curves part, and how each ended.
+
+    \b
+    Example:
+      isopref compare runs/one-gpu runs/eight-gpus
+    """
+    runs = [read_run(a), read_run(b)]
+    labels = names(runs)
+    differing = math_that_differs(runs)
+    if differing:
+        print(f"Different math, in {len(differing)} {'place' if len(differing) == 1 else 'places'}:")
+        _show(("", *labels), [[row.name, *map(shown, row.values)] for row in differing])
+    else:
+        print("Same math: model, data, objective and optimizer are alike, so only rounding may differ.")
+        if not all(run.starts for run in runs):
+            print("(By their configs alone: a run of an older version noted neither its pairs nor its reference.)")
+    print(_parting_text(runs))
+    ends = [final_figures(run) for run in runs]
+    rows = [
+        [name, *(number(end[name]) for end in ends)] for name in ends[0] if any(end[name] is not None for end in ends)
+    ]
+    _show(("at the end", *labels), [["state", *(run.status for run in runs)], *rows], right=(1, 2))
+
+
+def _line(run: RunRecord) -> list[str]:
+    steps = f"{run.last_step}/{run.state.steps}" if run.state is not None else str(run.last_step)
+    ends = final_figures(run)
+    figures = [ends[name] for name in ("training loss", "training accuracy", "held-out preference accuracy")]
+    started = str(run.starts[0]["time"])[:16].replace("T", " ") if run.starts else "-"
+    return [run.status, steps, *map(number, figures), started]
+
+
+def _parting_text(runs: list[RunRecord]) -> str:
+    found = parting(runs[0], runs[1])
+    if found is None:
+        return "The two have no logged step in common, so their curves cannot be compared."
+    kinds = " and ".join(dict.fromkeys(compute_dtype(run) for run in runs))
+    rounding = f"{found.tolerance:g}, rounding in {kinds}"
+    if found.step is None or found.losses is None:
+        return (
+            f"The losses agree at all {found.num_steps} steps that both logged, within {rounding} (largest difference "
+            f"{found.largest:.1e})."
+        )
+    first, second = (f"{loss:.6g}" for loss in found.losses)
+    return (
+        f"The losses part at step {found.step}: {first} and {second} (more than {rounding}; largest difference "
+        f"{found.largest:.1e}, over {found.num_steps} steps that both logged)."
+    )
+
+
+def _show(columns: tuple[str, ...], rows: list[list[str]], right: tuple[int, ...] = ()) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(Text(visible(column)), justify="right" if place in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe takes lines of any length
+        console = Console(highlight=False, width=max(console.width, 200))
+    console.print(table)

@@ -1,0 +1,250 @@
+"""Charts as inline SVG. They stand without the page's script, which only adds values under the pointer.
+
+Colours are classes of the page's style: slot0 to slot5 for runs, or for the chosen and the rejected side of one run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from isopref.report.elements import Html, element, join, number
+from isopref.types import FloatArray
+
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 302, 10, 164  # of what is drawn in; labels are around it
+MOST_POINTS = 2000  # of a line; a longer one keeps the extremes of every stretch
+TREND_FROM, TREND_PARTS = 120, 25  # points from which a line gets a trend, and its window as a share of them
+MOST_DOTS = 1500
+LABEL_HEIGHT = 11.0
+NUM_BINS = 30
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series in a chart. `slot` is its colour; what is `sparse` has a mark for each value and no trend."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    slot: int = 0
+    dashed: bool = False
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values -> places: `low` is at `start`, `high` at `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: list[float] = field(default_factory=list)
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def fitted(values: Sequence[float], start: float, end: float, *, wanted: int = 4) -> Scale:
+    """A scale for some values that begins and ends on a tick."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+    rough = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [round(step * n, 12) for n in range(first, last + 1)]
+    return Scale(first * step, last * step, start, end, ticks)
+
+
+def over_steps(
+    title: str, lines: Sequence[Line], key: str, *, legend: Sequence[Line] = (), unit: str = ""
+) -> tuple[Html, dict[str, Any]]:
+    """A chart of lines over steps, and what the script needs to show the values under the pointer."""
+    steps = [step for line in lines for step in line.x]
+    x = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, RIGHT)
+    y = fitted([value for line in lines for value in line.y], BOTTOM, TOP)
+    thin = [_thinned(line) for line in lines]
+    parts = [_grid(x, y), _step_labels(x)]
+    parts += [_line(line, x, y) for line in thin]
+    parts += _end_labels(lines, y)
+    svg = element(
+        "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex="0", aria_label=f"{title} over steps",
+        data_chart=key,
+    )  # fmt: skip
+    data = {
+        "x": [x.low, x.high, x.start, x.end],
+        "y": [y.low, y.high, y.start, y.end],
+        "lines": [
+            {"label": line.label, "slot": line.slot, "x": list(line.x), "y": [_finite(value) for value in line.y]}
+            for line in thin
+        ],
+    }
+    return _figure(title, svg, unit, legend), data
+
+
+def histogram(title: str, sides: Sequence[tuple[str, FloatArray]], low: float, high: float) -> Html:
+    """How values are spread, for a few sets of them over one range: the share of each set in every bin."""
+    edges = np.linspace(low, high, NUM_BINS + 1)
+    shares = [np.histogram(values, edges)[0] / max(1, len(values)) for _, values in sides]
+    x = Scale(low, high, LEFT, WIDTH - 8)
+    y = fitted([0.0, *(float(share.max()) for share in shares)], BOTTOM, TOP)
+    parts = [_grid(x, y, percent=True), _value_labels(x)]
+    for slot, share in enumerate(shares):
+        tops = "".join(
+            f"L{x(left):.1f} {y(top):.1f}L{x(right):.1f} {y(top):.1f}"
+            for left, right, top in zip(edges[:-1], edges[1:], share, strict=True)
+        )
+        parts.append(
+            element("path", d=f"M{x(low):.1f} {BOTTOM}{tops}L{x(high):.1f} {BOTTOM}Z", class_=f"area slot{slot}")
+        )
+    return _static(title, parts, [Line(label, (), (), slot) for slot, (label, _) in enumerate(sides)])
+
+
+def scatter(title: str, sides: Sequence[tuple[str, FloatArray, FloatArray]], y: Scale) -> Html:
+    """Dots of a few sets of (x, y); of very many, every so manieth."""
+    every = max(1, math.ceil(sum(len(xs) for _, xs, _ in sides) / MOST_DOTS))
+    x = fitted([float(value) for _, xs, _ in sides for value in (xs.min(), xs.max())], LEFT, WIDTH - 8)
+    parts = [_grid(x, y), _value_labels(x)]
+    for slot, (_, xs, ys) in enumerate(sides):
+        dots = "".join(f"M{x(a):.1f} {y(b):.1f}h0" for a, b in zip(xs[::every], ys[::every], strict=True))
+        parts.append(element("path", d=dots, class_=f"dots slot{slot}"))
+    return _static(title, parts, [Line(label, (), (), slot) for slot, (label, *_) in enumerate(sides)])
+
+
+def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high: float) -> Html:
+    """A strip with a dot and a whisker for each figure, one above the other; each has a class for its colour."""
+    x, row = Scale(low, high, 4, 116), 11
+    parts = [element("line", x1=x(0), x2=x(0), y1=0, y2=row * len(figures), class_="zero") if low < 0 < high else None]
+    for number_, (figure, style) in enumerate(figures):
+        y = row * number_ + row / 2
+        whisker = element("line", x1=f"{x(figure['low']):.1f}", x2=f"{x(figure['high']):.1f}", y1=y, y2=y)
+        dot = element("circle", cx=f"{x(figure['value']):.1f}", cy=y, r=3)
+        parts.append(element("g", whisker, dot, class_=f"whisker {style}"))
+    return element("svg", *parts, viewBox=f"0 0 120 {row * len(figures)}", class_="strip", aria_hidden="true")
+
+
+def _figure(title: str, svg: Html, unit: str, legend: Sequence[Line]) -> Html:
+    keys = [element("span", line.label, class_=f"key slot{line.slot}{' dashed' * line.dashed}") for line in legend]
+    head = element("figcaption", element("b", title), element("small", unit) if unit else None, *keys)
+    return element("figure", head, svg)
+
+
+def _static(title: str, parts: Sequence[Html], legend: Sequence[Line]) -> Html:
+    svg = element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    return _figure(title, svg, "", legend)
+
+
+def _line(line: Line, x: Scale, y: Scale) -> Html:
+    style = f"slot{line.slot}{' dashed' * line.dashed}"
+    has_trend = not line.sparse and len(line.x) >= TREND_FROM
+    drawn = element("path", d=_path(line.x, line.y, x, y), class_=f"line {style}{' faint' * has_trend}")
+    if line.sparse or len(line.x) == 1:
+        marks = (element("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.5) for a, b in _points(line))
+        return element("g", drawn, *marks, class_=f"marks slot{line.slot}")
+    if not has_trend:
+        return drawn
+    return join(drawn, element("path", d=_path(line.x, _trend(line.y), x, y), class_=f"trend {style}"))
+
+
+def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale) -> str:
+    """A line through the points, broken where a value is not finite."""
+    commands, pen = [], "M"
+    for a, b in zip(xs, ys, strict=True):
+        if not math.isfinite(b):
+            pen = "M"
+            continue
+        commands.append(f"{pen}{x(a):.1f} {y(b):.1f}")
+        pen = "L"
+    return "".join(commands)
+
+
+def _points(line: Line) -> list[tuple[float, float]]:
+    return [(a, b) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b)]
+
+
+def _trend(values: Sequence[float]) -> list[float]:
+    """The mean over a window around each value, smaller at the ends; of the finite ones."""
+    half = max(1, len(values) // TREND_PARTS // 2)
+    array = np.array(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    at = np.arange(len(array))
+    reach = np.minimum(half, np.minimum(at, len(array) - 1 - at))
+    first, last = at - reach, at + reach + 1
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: list[float] = ((sums[last] - sums[first]) / (counts[last] - counts[first])).tolist()
+    return means
+
+
+def _thinned(line: Line) -> Line:
+    """At most MOST_POINTS points: the lowest and the highest of every stretch, and the two ends."""
+    count = len(line.x)
+    if count <= MOST_POINTS:
+        return line
+    bounds = np.linspace(0, count, MOST_POINTS // 2).astype(int)
+    values = np.nan_to_num(np.array(line.y, dtype=np.float64))
+    kept = {0, count - 1}
+    for start, stop in pairwise(bounds):
+        stretch = values[start:stop]
+        kept |= {int(start + stretch.argmin()), int(start + stretch.argmax())}
+    places = sorted(kept)
+    x, y = ([of[place] for place in places] for of in (line.x, line.y))
+    return Line(line.label, x, y, line.slot, line.dashed, line.sparse)
+
+
+def _grid(x: Scale, y: Scale, *, percent: bool = False) -> Html:
+    lines = []
+    for tick in y.ticks:
+        at = f"{y(tick):.1f}"
+        text = f"{100 * tick:g}%" if percent else number(tick)
+        lines.append(element("line", x1=x.start, x2=x.end, y1=at, y2=at, class_="zero" if tick == 0 else None))
+        lines.append(element("text", text, x=LEFT - 6, y=at, dy="0.32em", text_anchor="end"))
+    return element("g", *lines, class_="grid")
+
+
+def _step_labels(x: Scale) -> Html:
+    """The first and the last step, and round ones between them that do not touch those."""
+    inner = [tick for tick in fitted([x.low, x.high], 0, 1, wanted=5).ticks if float(tick).is_integer()]
+    apart = [tick for tick in inner if min(x(tick) - x.start, x.end - x(tick)) > 30]
+    return _labels(x, [x.low, *apart, x.high], [f"{int(tick):,}" for tick in (x.low, *apart, x.high)])
+
+
+def _value_labels(x: Scale) -> Html:
+    inside = [tick for tick in fitted([x.low, x.high], 0, 1).ticks if x.low <= tick <= x.high]
+    return _labels(x, inside, [number(tick) for tick in inside])
+
+
+def _labels(x: Scale, ticks: Sequence[float], texts: Sequence[str]) -> Html:
+    parts = [
+        element("text", text, x=f"{x(tick):.1f}", y=BOTTOM + 15, text_anchor="middle")
+        for tick, text in zip(ticks, texts, strict=True)
+    ]
+    return element("g", *parts, class_="grid")
+
+
+def _end_labels(lines: Sequence[Line], y: Scale) -> list[Html]:
+    """The last value of every line at its end, moved apart where they would touch."""
+    ends = [(y(line.y[-1]), line) for line in lines if math.isfinite(line.y[-1])]
+    ends.sort(key=lambda end: end[0])
+    places: list[float] = []
+    for place, _ in ends:
+        places.append(max(place, places[-1] + LABEL_HEIGHT) if places else place)
+    over = max(0.0, (places[-1] if places else 0.0) - BOTTOM)
+    return [
+        element(
+            "text", number(line.y[-1]), x=RIGHT + 5, y=f"{place - over:.1f}", dy="0.32em", class_=f"end slot{line.slot}"
+        )
+        for place, (_, line) in zip(places, ends, strict=True)
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

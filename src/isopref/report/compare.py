@@ -1,0 +1,81 @@
+"""Two runs side by side: whether they have the same math, where their curves part, and how they end."""
+
+from dataclasses import dataclass
+
+from isopref.report.figures import LABELS, FieldRow, field_rows
+from isopref.report.read import RunRecord
+
+# How far the losses of two runs with the same math may be apart by rounding alone, by the number type they compute in:
+# relative above a loss of 1, absolute below. (Metrics are kept in float32.)
+ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2}
+
+HELD_OUT = ("accuracy", "logp_accuracy", "reward_margin", "loss")  # figures that runs are compared by
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The losses of two runs over the steps that both logged."""
+
+    num_steps: int
+    tolerance: float
+    largest: float  # difference
+    step: int | None  # the first at which they differ by more than rounding
+    losses: tuple[float, float] | None  # there
+
+
+def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
+    """What of the math is not the same in all runs: fields of the config, the pairs, the reference."""
+    rows = field_rows(runs, math=True)
+    if all(run.starts for run in runs):
+        rows += [
+            FieldRow(title, [run.start(name) for run in runs])
+            for name, title in (("data", "training pairs (digest)"), ("reference", "reference (key)"))
+        ]
+    return [row for row in rows if row.differs]
+
+
+def parting(a: RunRecord, b: RunRecord) -> Parting | None:
+    """Where the losses of two runs part; None where they have no logged step in common."""
+    losses = [
+        dict(zip(run.metrics["train/loss"].steps, run.metrics["train/loss"].values, strict=True))
+        if "train/loss" in run.metrics
+        else {}
+        for run in (a, b)
+    ]
+    steps = sorted(losses[0].keys() & losses[1].keys())
+    if not steps:
+        return None
+    tolerance = max(ROUNDING[compute_dtype(run)] for run in (a, b))
+    pairs = [(losses[0][step], losses[1][step]) for step in steps]
+    apart = [abs(x - y) / max(1.0, abs(x), abs(y)) for x, y in pairs]
+    first = next((place for place, distance in enumerate(apart) if not distance <= tolerance), None)
+    return Parting(
+        num_steps=len(steps),
+        tolerance=tolerance,
+        largest=max(abs(x - y) for x, y in pairs),
+        step=None if first is None else steps[first],
+        losses=None if first is None else pairs[first],
+    )
+
+
+def compute_dtype(run: RunRecord) -> str:
+    """What the run computes in."""
+    model = run.config.get("model", {})
+    return str(model.get("compute_dtype") or model.get("dtype", "float32"))
+
+
+def final_figures(run: RunRecord) -> dict[str, float | None]:
+    """How a run ended, by what people call it."""
+    held_out = {f"held-out {LABELS[name][0]}": _value(run.figure(name)) for name in HELD_OUT}
+    metrics = {
+        "training loss": "train/loss",
+        "training accuracy": "train/accuracy",
+        "training margin": "train/margin",
+        "gradient norm": "optim/grad_norm",
+        "pairs/s": "speed/pairs_per_s",
+    }
+    return {"steps": run.last_step, **{label: run.last(name) for label, name in metrics.items()}, **held_out}
+
+
+def _value(figure: dict[str, float] | None) -> float | None:
+    return None if figure is None else figure["value"]

@@ -1,0 +1,52 @@
+"""HTML and SVG as values: what is not marked as ready is text, and is escaped. Also how numbers are written."""
+
+import math
+from html import escape
+
+from isopref.engine.display import visible
+
+
+class Html(str):
+    """Markup that is ready to be written out."""
+
+    __slots__ = ()
+
+
+def element(name: str, *content: str | None, **attributes: str | float | None) -> Html:
+    """<name attributes>content</name>. A trailing _ of an attribute's name goes, others become -; None is left out."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{written}>{join(*content)}</{name}>")
+
+
+def join(*content: str | None) -> Html:
+    """Parts after each other; text among them is escaped, and what would steer a terminal is written out."""
+    return Html("".join(part if isinstance(part, Html) else escape(visible(part)) for part in content if part))
+
+
+def number(value: float | None) -> str:
+    """A figure for people, with four significant digits: 0.6931, −52.1, 1e−6."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        text = f"{float(mantissa):g}e{int(exponent)}"
+    else:
+        text = f"{value:.4g}"
+    text = "0" if text == "-0" else text
+    return _signed(text)
+
+
+def fixed(value: float, digits: int, sign: str = "") -> str:
+    """A figure with so many digits after the point; `sign` "+" shows a plus too."""
+    text = f"{value:{sign}z.{digits}f}"
+    return _signed(text.lstrip("+") if float(text) == 0 else text)
+
+
+def _signed(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")

@@ -1,0 +1,97 @@
+"""What the report's page, its Markdown and the terminal have in common: names and figures of runs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from isopref.config.describe import default, fields
+from isopref.config.load import to_yaml
+from isopref.config.schema import NOT_MATH
+from isopref.report.elements import fixed
+from isopref.report.read import RunRecord
+
+LABELS = {  # short enough for three columns in a window of 80; and whether a plus sign is shown
+    "accuracy": ("preference accuracy", ""),
+    "logp_accuracy": ("log-prob accuracy", ""),
+    "reward_margin": ("mean reward margin", "+"),
+    "reward_margin_std": ("its spread (std)", ""),
+    "length_correlation": ("reward~length corr.", "+"),
+    "loss": ("loss", ""),
+}
+MISSING = object()  # a config field that another version of isopref does not have
+
+Interval = dict[str, float]  # value, low, high
+
+
+class FigureRow(NamedTuple):
+    """A figure of the evaluation before and after training."""
+
+    label: str
+    before: Interval | None
+    after: Interval | None
+    sign: str = ""
+
+
+class FieldRow(NamedTuple):
+    """A field of the config, and its value in each run."""
+
+    name: str
+    values: list[Any]
+
+    @property
+    def differs(self) -> bool:
+        return any(value != self.values[0] for value in self.values[1:])
+
+
+def names(runs: Sequence[RunRecord]) -> list[str]:
+    """Short names of runs, all different."""
+    short = [run.name for run in runs]
+    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+
+
+def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
+    """The evaluation's figures: over all pairs, then accuracy by length and by source."""
+    before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
+    for name, (label, sign) in LABELS.items():
+        if before.get(name) or after.get(name):
+            yield FigureRow(label, before.get(name), after.get(name), sign)
+    old = {bucket["quarter"]: bucket["accuracy"] for bucket in before.get("by_length", ())}
+    for bucket in after.get("by_length", ()):
+        tokens = f"{bucket['shortest']:g} to {bucket['longest']:g} tokens"
+        yield FigureRow(f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"])
+    for source, part in after.get("by_source", {}).items():
+        was = before.get("by_source", {}).get(source, {})
+        yield FigureRow(f"accuracy, {source}", was.get("accuracy"), part["accuracy"])
+
+
+def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:
+    """The fields of the configs' math, or of the rest."""
+    sections = dict.fromkeys(section for run in runs for section in run.config if (section not in NOT_MATH) == math)
+    rows = []
+    for section in sections:
+        for name in dict.fromkeys(name for run in runs for name in run.config.get(section, {})):
+            values = [run.config.get(section, {}).get(name, MISSING) for run in runs]
+            rows.append(FieldRow(f"{section}.{name}", values))
+    return rows
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether a field has the value it has when nothing is said."""
+    section, _, field = name.partition(".")
+    known = fields(section)
+    return field in known and not known[field].is_required() and value == default(known[field])
+
+
+def shown(value: Any) -> str:
+    """A config's value on one line."""
+    return "(not there)" if value is MISSING else to_yaml(value)
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def range_text(figure: Interval, sign: str = "") -> str:
+    """The interval of a figure: "0.917 to 1.000"."""
+    return f"{fixed(figure['low'], 3, sign)} to {fixed(figure['high'], 3, sign)}"

@@ -1,0 +1,178 @@
+"""A run's folder -> what can be shown of it. Owns the names of the files that are read again, and their forms.
+
+N: held-out pairs.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isopref.config.load import read_values
+from isopref.errors import RunError
+from isopref.report.state import State, read_state
+from isopref.types import FloatArray, IntArray
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.json"
+REWARDS_FILE = "rewards.npz"
+SAMPLES_FILE = "samples.jsonl"
+STARTS_FILE = "starts.jsonl"
+REPORT_FILE = "report.html"
+
+Values = dict[str, Any]
+DEEPEST = 3  # folders below the one that is searched for runs
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps at which it was logged."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Implicit rewards and tokens of the chosen and the rejected answers of held-out pairs, each N, 2."""
+
+    tokens: IntArray
+    before: FloatArray
+    after: FloatArray
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has left in its folder so far."""
+
+    folder: Path
+    config: dict[str, Values]
+    metrics: dict[str, Series]
+    state: State | None
+    starts: list[Values]
+    evaluation: dict[str, Values]  # before, after; empty without held-out pairs
+    rewards: Rewards | None
+    samples: list[dict[str, str]]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    @property
+    def status(self) -> str:
+        """In words: "running", "finished", "stopped at step 12", "failed"."""
+        if self.state is None:
+            return "unknown"
+        return f"stopped at step {self.state.step}" if self.state.outcome == "stopped" else self.state.outcome
+
+    def start(self, name: str) -> Any:
+        """What the run noted when it was last started; None where it noted nothing."""
+        return self.starts[-1].get(name) if self.starts else None
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric."""
+        return self.metrics[metric].values[-1] if metric in self.metrics else None
+
+    def figure(self, name: str, when: str = "after") -> dict[str, float] | None:
+        """A figure of the evaluation, {"value", "low", "high"}; None where there is none."""
+        found: dict[str, float] | None = self.evaluation.get(when, {}).get(name)
+        return found
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What there is of a run, which may still go on. Raises RunError where the folder holds none."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise RunError(f"{folder}: holds no run (no {CONFIG_FILE}). Name the folder of a run; isopref ls lists them.")
+    return RunRecord(
+        folder=folder,
+        config=read_values(folder / CONFIG_FILE),
+        metrics=_series(_lines(folder / METRICS_FILE)),
+        state=read_state(folder),
+        starts=_lines(folder / STARTS_FILE),
+        evaluation=_json(folder / EVALUATION_FILE),
+        rewards=_rewards(folder / REWARDS_FILE),
+        samples=_lines(folder / SAMPLES_FILE),
+    )
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """The folders of runs in and below a folder, in order. Nothing is looked for inside a run."""
+    for place, below, files in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        if CONFIG_FILE in files and (METRICS_FILE in files or STARTS_FILE in files):
+            yield Path(place)
+            below.clear()
+        elif depth == DEEPEST:
+            below.clear()
+        below.sort()
+
+
+def write_rewards(folder: Path, tokens_N2: IntArray, before_N2: FloatArray, after_N2: FloatArray) -> None:
+    """Keep the rewards of held-out pairs for the report."""
+    np.savez_compressed(
+        folder / REWARDS_FILE,
+        tokens=tokens_N2.astype(np.int32),
+        before=before_N2.astype(np.float32),
+        after=after_N2.astype(np.float32),
+    )
+
+
+def _rewards(path: Path) -> Rewards | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return Rewards(arrays["tokens"], arrays["before"], arrays["after"])
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(path, error) from error
+
+
+def _lines(path: Path) -> list[Values]:
+    """The objects of a JSONL file; a last line that is still being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if not line.endswith("\n"):
+                break
+            raise _damaged(path, error, line=number) from error
+    return found
+
+
+def _json(path: Path) -> dict[str, Values]:
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, Values] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    return found
+
+
+def _series(lines: list[Values]) -> dict[str, Series]:
+    metrics: dict[str, Series] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step":
+                series = metrics.setdefault(name, Series([], []))
+                series.steps.append(line["step"])
+                series.values.append(value)
+    return metrics
+
+
+def _damaged(path: Path, error: Exception, line: int | None = None) -> RunError:
+    place = path if line is None else f"{path}:{line}"
+    return RunError(f"{place}: cannot be read ({error}). Remove the damaged part to see the rest of the run.")

@@ -1,0 +1,74 @@
+"""How a run is doing, in a file of its folder: written by the run, read by those who look at it.
+
+The run holds a lock on the file for as long as it lives, however it ends. So a run that was killed is told apart from
+one that goes on.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+STATE_FILE = "state.json"
+
+Outcome = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is: `step` of `steps` when this was written; why it failed, if it did."""
+
+    outcome: Outcome
+    step: int
+    steps: int
+    seconds: float = 0.0  # since this process began to train
+    error: str = ""
+
+
+@contextmanager
+def held_state(folder: Path) -> Iterator[Callable[[State], None]]:
+    """The folder's state file, locked. The function it gives writes the state."""
+    file = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(
+            OSError
+        ):  # some file systems have no locks; then a run that was killed looks like one that goes on
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        def write(state: State) -> None:
+            content = json.dumps(asdict(state), ensure_ascii=False).encode() + b"\n"
+            os.pwrite(file, content, 0)
+            os.ftruncate(file, len(content))
+
+        yield write
+    finally:
+        os.close(file)
+
+
+def read_state(folder: Path) -> State | None:
+    """The state of the run in a folder; None where none was written."""
+    try:
+        with (folder / STATE_FILE).open("rb") as file:
+            content = json.loads(file.read())
+            state = State(**content)
+            return _killed(state) if state.outcome == "running" and not _is_held(file.fileno()) else state
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_held(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _killed(state: State) -> State:
+    return State(
+        "failed", state.step, state.steps, state.seconds, "its process ended without a word (killed, or a crash)"
+    )
