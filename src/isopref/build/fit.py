@@ -61,10 +61,11 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
         return asked
     if not isinstance(model, FSDPModule):
         return "last"
-    gradient, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
-    chosen: GradSync = "last" if gradient < 0.1 * room else "every"
+    # Of frozen weights it is the weights themselves that `last` keeps whole.
+    kept, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
+    chosen: GradSync = "last" if kept < 0.1 * room and not run.config.layout.offload else "every"
     run.display.say(
-        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {gradient / 2**30:.1f} of {room / 2**30:.0f} GiB"
+        f"layout.grad_sync: auto is {chosen}: the whole gradient takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
     )
     return chosen
 
