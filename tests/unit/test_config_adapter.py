@@ -56,13 +56,19 @@ def test_it_is_part_of_the_math(file: Path) -> None:
     [
         (
             "model.adapter=lora",
-            "model.adapter: must be an adapter (kind, rank, alpha, targets, path, quantize), or null; found \"lora\".",
+            'model.adapter: must be an adapter (kind, rank, alpha, targets, path, quantize), or null; found "lora".',
         ),
         ("model.adapter.rank=0", "model.adapter.rank: must be a whole number, at least 1, or null; found 0."),
         ("model.adapter.rnk=8", "model.adapter.rnk: there is no such field. Did you mean model.adapter.rank?"),
-        ("model.adapter.kind=prefix", "model.adapter.kind: must be one of lora, dora, rslora, or null; found \"prefix\"."),
+        (
+            "model.adapter.kind=prefix",
+            'model.adapter.kind: must be one of lora, dora, rslora, or null; found "prefix".',
+        ),
         ("model.adapter.targets=[]", "model.adapter.targets: must be auto or a non-empty list of text; found []."),
-        ("model.adapter.targets=q_proj", 'model.adapter.targets: must be auto or a non-empty list of text; found "q_proj".'),
+        (
+            "model.adapter.targets=q_proj",
+            'model.adapter.targets: must be auto or a non-empty list of text; found "q_proj".',
+        ),
         (
             "model.adapter={path: a, rank: 8}",
             "model.adapter.rank: the adapter of path, a, has its own. Remove one of the two.",
@@ -73,10 +79,15 @@ def test_it_is_part_of_the_math(file: Path) -> None:
         ),
         (
             "optim.kind=adamw_sr",
-            "optim.kind: adamw_sr rounds bfloat16 weights, but model.dtype is float32. Use adamw, or model.dtype: bfloat16.",
+            "optim.kind: adamw_sr rounds bfloat16 weights, but model.dtype is float32. Use adamw, or model.dtype: "
+            "bfloat16.",
+        ),
+        (
+            "optim.kind=adam",
+            'optim.kind: must be one of adamw, adamw_8bit, adamw_sr, adamw_8bit_sr, adamw_skip, muon; found "adam".',
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(file: Path, override: str, message: str) -> None:
     assert refused(file, override) == f"override '{override}': {message}"
 

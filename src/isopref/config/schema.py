@@ -162,7 +162,7 @@ class OptimConfig(Section):
     betas: tuple[Decay, Decay] = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="Decay of AdamW's two running averages. muon: the second is its momentum.",
+        description="Decay of AdamW's two running averages. muon: the first is its momentum.",
     )
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
@@ -306,6 +306,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"needs FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
         )
     yield from _adapter_conflicts(model)
+    if config.optim.kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
+        yield "optim.kind", f"{config.optim.kind} steps in float32, but model.dtype is float64. Use adamw."
+    if config.optim.kind == "muon" and layout.offload:
+        yield "layout.offload", "does not go with optim.kind: muon, whose products need the GPU. Remove one of the two."
     if config.optim.kind.endswith("_sr") and model.dtype != "bfloat16":
         yield (
             "optim.kind",

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
+from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
+from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
@@ -82,6 +83,7 @@ class DPOTrainModule(TrainModule):
         self._check_model()
         self.reference_2N = self._table(reference)
         self._window = MetricWindow(self.device)
+        self._sums = self._window.sums  # this rank's, of the last step
 
     def _check_model(self) -> None:
         """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
@@ -124,6 +126,7 @@ class DPOTrainModule(TrainModule):
             self.zero_grads()
             return
         self._window.add(sums)
+        self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
             self._check_first_step(sums)
         if self._logs_now():
@@ -213,7 +216,11 @@ class DPOTrainModule(TrainModule):
         if self._logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
+        if isinstance(self.optim, SkippingAdamW):
+            self.optim.observe(over_ranks(self._sums)[NAMES.index("loss")], norm)
         self.optim.step()
+        if isinstance(self.optim, SkippingAdamW) and self._logs_now():
+            self.record_metric("optim/skipped", self.optim.step_skipped)
 
     def zero_grads(self) -> None:
         self.optim.zero_grad(set_to_none=True)
@@ -229,6 +236,8 @@ class DPOTrainModule(TrainModule):
         }
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
+            if isinstance(self.optim, SkippingAdamW):
+                state["skip_history"] = self.optim.history()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -239,6 +248,8 @@ class DPOTrainModule(TrainModule):
         self._window.load_state_dict(state_dict["metrics"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
+            if isinstance(self.optim, SkippingAdamW):
+                self.optim.restore(state_dict["skip_history"])
 
     def _names(self, *, trained: bool) -> set[str]:
         named = unwrap(self.model).named_parameters(remove_duplicate=False)

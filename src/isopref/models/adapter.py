@@ -109,7 +109,7 @@ def base_of(path: str, *, setting: str) -> str:
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
     """Write the adapter as peft does. `state`: the trained tensors; `base`: the path of the model below."""
     peft = _peft("model.adapter is set")
-    config = copy.deepcopy(model.peft_config[NAME])  # type: ignore[union-attr,index]
+    config = copy.deepcopy(model.peft_config[NAME])
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(folder)
@@ -151,8 +151,8 @@ def _read_config(peft: Any, path: str, setting: str) -> Any:
     found = {name: getattr(config, name, usual) for name, usual in odd.items()}
     if config.peft_type != "LORA" or any(found[name] != usual for name, usual in odd.items()):
         raise ModelError(
-            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {found}. Only LoRA, DoRA and rsLoRA "
-            "with nothing beside them can be used. Merge it into its base model with peft, and start from that."
+            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {found}. Only LoRA, DoRA and "
+            "rsLoRA with nothing beside them can be used. Merge it into its base model with peft, and start from that."
         )
     return config
 

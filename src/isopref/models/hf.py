@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -71,9 +71,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, setting: str = "model.path"
+    path: str, *, dtype: torch.dtype | Literal["auto"], trust_remote_code: bool = False, setting: str = "model.path"
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU. Raises ModelError."""
+    """The model in `dtype` (auto: the one it was saved in) on the CPU. Raises ModelError."""
     if is_adapter(Path(path)):
         base = load_model(
             base_of(path, setting=setting), dtype=dtype, trust_remote_code=trust_remote_code, setting=setting

@@ -80,7 +80,8 @@ def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
             yield name, tensor.detach()
         else:
             parts, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts)
+            for part in parts:
+                yield f"{name}.{part}", getattr(tensor, part).clone(memory_format=torch.contiguous_format)
 
 
 def _rank() -> int:
