@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from isopref.config.load import dump_config, load_config
-from isopref.config.schema import DataConfig, SourceConfig, run_id
+from isopref.config.schema import DataConfig, run_id
+from isopref.config.values import SourceConfig
 from isopref.errors import ConfigError
 
 HEAD = "model: {path: m}\ndata:\n"  # two lines; what a test adds begins in line 3

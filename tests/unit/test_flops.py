@@ -6,7 +6,7 @@ import torch
 from isopref.cards import CARDS
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.policy import Policy
-from isopref.testing.models import VOCABULARY, tiny_model
+from isopref.testing.models import VOCABULARY, tiny_model, with_adapter
 
 
 def test_one_pair_by_hand() -> None:
@@ -17,6 +17,18 @@ def test_one_pair_by_hand() -> None:
     keys = 15 + 4 * 3 + 10
     forward = 2 * weights * (3 + 2 + 4) + 2 * 32 * VOCABULARY * (2 + 4) + 2 * 4 * (4 * 8) * keys
     assert UsefulFlops(Policy(tiny_model("llama")))(np.array([[3, 2, 4]])) == 3 * forward
+
+
+def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+    """Rank 4 on all linear layers: the matrices under them and the head cost two thirds, their factors the whole."""
+    policy = Policy(with_adapter(tiny_model("llama"), "lora"))
+    shapes = [(32, 32), (32, 16), (32, 16), (32, 32), *[(32, 48)] * 3]
+    frozen = 2 * sum(m * n for m, n in shapes)
+    factors = 2 * sum(4 * (m + n) for m, n in shapes)
+    keys = 15 + 4 * 3 + 10
+    tokens, predicted = 9, 6
+    expected = (2 * 2 * frozen + 3 * 2 * factors) * tokens + 2 * 2 * 32 * VOCABULARY * predicted
+    assert UsefulFlops(policy)(np.array([[3, 2, 4]])) == expected + 3 * 2 * 4 * (4 * 8) * keys
 
 
 def test_pairs_add_up() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
-from isopref.build.model import check_parallel, load_policy, score_all, spread
+from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
@@ -74,8 +74,9 @@ def evaluate_model(
         table = NamedTable("held-out", pairs)
         _check_score_budget(run, table)
         path, setting = _reference_path(config) if reference_model is None else (reference_model, "--reference")
+        used = (path or config.model.path) if run.loss.needs_reference else None
         run.display.say(f"model {model}")
-        run.display.say(f"with  {path if run.loss.needs_reference else 'no reference'}")
+        run.display.say(f"with  {used or 'no reference'}")
         run.display.say(f"data  {len(pairs)} held-out pairs of {', '.join(pairs.source_names)}")
         if run.loss.needs_reference:
             ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
@@ -87,7 +88,6 @@ def evaluate_model(
         found = evaluation.HeldOut(run, table.pairs, ref.logps[0]).of(logps)
         evaluation.say_figures(run, found)
         if json_file is not None and run.env.is_first:
-            used = path if run.loss.needs_reference else None
             what = {"model": model, "reference": used, "data": list(pairs.source_names)}
             evaluation.write_json(json_file, {**what, **found.as_json()})
 
@@ -113,6 +113,7 @@ def _train(run: Run, resume: bool) -> bool:
         hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
     check_same_reference(run, ref.key if store is None else store.key, resume)
+    add_adapter(run, policy)  # after the store: its key is that of the model without
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
         before = result.sample(run, plain, tokenizer, prompts)
@@ -147,7 +148,7 @@ def _train(run: Run, resume: bool) -> bool:
 
 @contextmanager
 def _run(config: Config, name: str) -> Iterator[Run]:
-    group = config.model.is_mixed or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    group = config.model.is_mixed or config.layout.offload or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         yield Run(config, folder, env, Display(quiet=not env.is_first))
@@ -173,7 +174,7 @@ def _check_score_budget(run: Run, table: NamedTable) -> None:
     check_budget(pairs.lengths, run.score_budget, setting=run.score_setting, name=pairs.origin)
 
 
-def _reference_path(config: Config) -> tuple[str, str]:
-    """Where the reference of a config is, and the setting that says so."""
+def _reference_path(config: Config) -> tuple[str | None, str]:
+    """Where the reference of a config is (None: it is the model that the run starts from), and what says so."""
     given = config.model.reference
-    return (config.model.path, "model.path") if given is None else (given, "model.reference")
+    return (None, "model.path") if given is None else (given, "model.reference")

@@ -6,18 +6,18 @@ STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optim
 GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
 
 
-def parallel(state: float, room: float, *, is_mixed: bool, ranks: int) -> Parallel:
+def parallel(state: float, room: float, *, is_mixed: bool, offload: bool, ranks: int) -> Parallel:
     """`state`: bytes of weights, gradients and optimizer; `room`: bytes a rank has."""
-    if is_mixed:
+    if is_mixed or offload:
         return "fsdp"
     if ranks == 1:
         return "single"
     return "ddp" if state < STATE_SHARE * room else "fsdp"
 
 
-def grad_sync(gradient: float, room: float, *, sharded: bool) -> GradSync:
+def grad_sync(gradient: float, room: float, *, sharded: bool, offload: bool) -> GradSync:
     """Only sharded ranks pay memory for `last`: the whole gradient, `gradient` bytes, on every one."""
-    return "last" if not sharded or gradient < GRADIENT_SHARE * room else "every"
+    return "last" if not sharded or (gradient < GRADIENT_SHARE * room and not offload) else "every"
 
 
 def attention_share(width: int) -> float:

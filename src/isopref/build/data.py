@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from isopref.build.run import Run
-from isopref.config.schema import Config, SourceConfig
+from isopref.config.schema import Config
+from isopref.config.values import SourceConfig
 from isopref.data.chat import TokenizeOptions
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table

@@ -12,7 +12,7 @@ from isopref.build.fit import device_memory
 from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
-from isopref.models import hf
+from isopref.models import adapter, hf
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
@@ -27,22 +27,53 @@ def check_parallel(run: Run) -> None:
         raise ConfigError(
             f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
         )
+    if layout.offload and run.env.device.type == "cpu":
+        raise ConfigError("layout.offload: true, but the run is on the CPU, whose memory is the host's. Remove it.")
     if layout.hsdp_shard is not None:
         check_shard(layout.hsdp_shard, ranks)
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
-    """The model at `path` (model.path, if that is not given) on this rank's device. `setting` names it in messages."""
-    model = run.config.model
+    """The model at `path` on this rank's device; if that is not given, the one that the run starts from.
+
+    `setting` names it in messages.
+    """
+    model, asked = run.config.model, run.config.model.adapter
+    frozen = asked is not None and path is None
     loaded = hf.load_model(
         path or model.path,
-        dtype=getattr(torch, model.dtype),
+        dtype=getattr(torch, run.compute_dtype if frozen else model.dtype),
         trust_remote_code=model.trust_remote_code,
         setting=setting,
     )
+    if frozen and asked is not None:
+        if asked.quantize is not None:
+            adapter.quantize_nf4(loaded, run.env.device)
+        if asked.path is not None:
+            adapter.load_adapter(loaded, asked.path, dtype=getattr(torch, model.dtype), setting="model.adapter.path")
     policy = Policy(loaded)
     policy.to(run.env.device)
     return policy
+
+
+def add_adapter(run: Run, policy: Policy) -> None:
+    """Wrap the policy's layers with what model.adapter asks for, if it is a new one. Scores stay as they are."""
+    asked = run.config.model.adapter
+    if asked is None:
+        return
+    if asked.path is None:
+        rank = asked.rank or 16
+        new = adapter.NewAdapter(
+            kind=asked.kind or "lora",
+            rank=rank,
+            alpha=asked.alpha or 2 * rank,
+            targets=None if asked.targets == "auto" else asked.targets,
+        )
+        dtype = getattr(torch, run.config.model.dtype)
+        adapter.add_adapter(policy.model, new, dtype=dtype, seed=run.config.optim.seed)
+        policy.to(run.env.device)
+    trained, every = (sum(p.numel() for p in policy.parameters() if p.requires_grad or one) for one in (False, True))
+    run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
 
 
 def spread(run: Run, policy: Policy) -> nn.Module:
@@ -57,6 +88,7 @@ def spread(run: Run, policy: Policy) -> nn.Module:
         world_size=run.env.world_size,
         compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
+        offload=run.config.layout.offload,
     )
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run)
@@ -137,12 +169,13 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     asked = run.config.layout.parallel
     if asked != "auto":
         return asked
-    mixed, ranks = run.config.model.is_mixed, run.env.world_size
-    state = 4 * sum(p.numel() * p.element_size() for p in policy.parameters())  # weights, gradients, two moments
+    mixed, offload, ranks = run.config.model.is_mixed, run.config.layout.offload, run.env.world_size
+    # Weights; of what is trained also the gradient and two moments.
+    state = sum((4 if p.requires_grad else 1) * p.numel() * p.element_size() for p in policy.parameters())
     room = device_memory(run.env.device)
-    chosen = auto.parallel(state, room, is_mixed=mixed, ranks=ranks)
-    if mixed:
-        run.display.say(f"layout.parallel: auto is {chosen}, for mixed precision")
+    chosen = auto.parallel(state, room, is_mixed=mixed, offload=offload, ranks=ranks)
+    if mixed or offload:
+        run.display.say(f"layout.parallel: auto is {chosen}, for {'mixed precision' if mixed else 'layout.offload'}")
     elif ranks > 1:
         run.display.say(
             f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "

@@ -171,7 +171,7 @@ class Planner:
         size, room = weight * self.shape.parameters, self.hardware.card.memory
         chosen = parallel or asked.parallel
         if chosen == "auto":
-            chosen = auto.parallel(4 * size, room, is_mixed=model.is_mixed, ranks=ranks)
+            chosen = auto.parallel(4 * size, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks)
         if chosen == "single" and ranks > 1:
             raise ConfigError(
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
@@ -185,7 +185,7 @@ class Planner:
             parallel=chosen,
             ranks=ranks,
             shard=shard if sharded else 1,
-            grad_sync=auto.grad_sync(size, room, sharded=sharded) if sync == "auto" else sync,
+            grad_sync=auto.grad_sync(size, room, sharded=sharded, offload=asked.offload) if sync == "auto" else sync,
             compiled=asked.compile is not False and compute == 2 and asked.rows in ("shared", "packed"),
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,

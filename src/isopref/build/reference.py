@@ -92,8 +92,13 @@ def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[
     return logps
 
 
-def of_other_model(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, *, setting: str) -> Reference:
-    """The log-probabilities of a model that is loaded for nothing else, and gone when this returns."""
+def of_other_model(
+    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str | None, *, setting: str
+) -> Reference:
+    """The log-probabilities of a model that is loaded for nothing else, and gone when this returns.
+
+    `path` None: of the model that the run starts from.
+    """
     found = _load_and_look_up(run, tokenizer, tables, path, setting)
     gc.collect()
     if run.env.device.type == "cuda":
@@ -101,15 +106,17 @@ def of_other_model(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path:
     return found
 
 
-def _load_and_look_up(run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str, setting: str) -> Reference:
-    trust = run.config.model.trust_remote_code
+def _load_and_look_up(
+    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str | None, setting: str
+) -> Reference:
+    name, trust = path or run.config.model.path, run.config.model.trust_remote_code
     hf.check_same_vocabulary(
-        tokenizer, path, hf.load_tokenizer(path, trust_remote_code=trust, setting=setting), setting=setting
+        tokenizer, name, hf.load_tokenizer(name, trust_remote_code=trust, setting=setting), setting=setting
     )
     policy = load_policy(run, path, setting=setting)
     for table in tables:
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
-    store = open_store(run, policy, path)
+    store = open_store(run, policy, name)
     model = cache(lambda: spread(run, policy))
     return in_store(run, store, tables, model)
 

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM
 
 from isopref.build.run import Run
 from isopref.models import hf
@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
-    """Gather the weights and write them as a Hugging Face folder."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    """Gather the trained weights and write them as a Hugging Face folder, or as that of an adapter."""
+    adapted = run.config.model.adapter is not None
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=whole)
     if run.env.is_first:
         names = {name.removeprefix("model."): tensor for name, tensor in state.items()}  # without the policy's prefix
         with unwrap(model).plain() as inner:  # the folder must not name our attention
-            hf.export(inner, names, tokenizer, run.model_folder)
+            hf.export(inner, names, tokenizer, run.model_folder, base=run.config.model.path)
     run.env.barrier()
 
 
@@ -36,9 +37,9 @@ def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: S
     """Answers of the exported model, loaded as a user would load it, beside those from before."""
     if not prompts or not run.env.is_first:
         return
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        run.model_folder, trust_remote_code=run.config.model.trust_remote_code
-    )
+    settings = run.config.model
+    dtype = getattr(torch, run.compute_dtype if settings.adapter else settings.dtype)
+    model: Any = hf.load_model(str(run.model_folder), dtype=dtype, trust_remote_code=settings.trust_remote_code)
     after = sample(run, model.to(run.env.device), tokenizer, prompts)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
     every = list(zip(questions, before, after, strict=True))
@@ -84,9 +85,12 @@ def say_end(run: Run, seconds: float) -> None:
         run.display.say(f"  report      {run.folder / REPORT_FILE}, for a browser")
     run.display.say(f"  metrics     {run.folder / METRICS_FILE}")
     if run.config.run.export:
+        adapted = run.config.model.adapter is not None
+        what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
+        merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         run.display.say(
-            f"  model       {run.model_folder}, a Hugging Face folder:\n"
-            f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n"
+            f"  model       {run.model_folder}, {what}:\n"
+            f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n{merge}"
             "  your turn   isopref init my.yaml, set model.path and data.train in it, isopref train my.yaml"
         )
 

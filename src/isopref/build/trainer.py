@@ -21,6 +21,7 @@ from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, Pair
 from isopref.engine.checkpoints import KeepingCheckpointerCallback, newest_whole, sweep
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
+from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
 from isopref.engine.watch import WatchCallback
@@ -186,19 +187,17 @@ def _speed(run: Run, model: nn.Module) -> PairSpeedCallback:
 
 
 def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; norms and biases are not decayed."""
     optim = run.config.optim
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in (
-            ([p for p in trained if p.ndim >= 2], optim.weight_decay),
-            ([p for p in trained if p.ndim < 2], 0.0),
-        )
-        if params
-    ]
-    fused = run.env.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+    return build_optimizer(
+        optim.kind,
+        model,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        seed=optim.seed,
+        compute_dtype=getattr(torch, run.compute_dtype),
+    )
 
 
 def _scheduler(run: Run, steps: int) -> Scheduler | None:

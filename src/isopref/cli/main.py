@@ -142,6 +142,35 @@ def evaluate(
 
 
 @app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A run with an adapter, or an adapter's folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write, which does not exist yet.", show_default=False)],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float64. Default: the base model's own.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base model.")
+    ] = False,
+) -> None:
+    """Write an adapter and its base model as one model.
+
+    The base model is where the adapter's folder says. What comes out is a Hugging Face folder like any other. A base
+    model that was trained in 4 bits is merged in full precision: close to what was trained, not the same.
+
+    \b
+    Example:
+      isopref merge runs/my-1a2b3c4d5e6f merged
+    """
+    if dtype not in (None, "float32", "bfloat16", "float64"):
+        raise ConfigError(f"--dtype: must be one of float32, bfloat16, float64; found {dtype}.")
+    quiet_engine()
+    from isopref.build.merge import merge as merge_folders
+
+    merge_folders(adapter, out, dtype=dtype, trust_remote_code=trust_remote_code)
+    print(f"Wrote {out}, a Hugging Face folder.")
+
+
+@app.command()
 def data(
     config_file: ConfigFile,
     overrides: Overrides = None,

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from isopref.config.schema import Config, Section, SourceConfig
+from isopref.config.schema import Config
+from isopref.config.values import AdapterConfig, Section, SourceConfig
 
 _WORDS = {
     bool: "true or false",
@@ -36,6 +37,11 @@ def source_fields() -> dict[str, FieldInfo]:
 def source_words() -> str:
     """What an entry of such a list must be."""
     return f"non-empty text or a source ({', '.join(source_fields())})"
+
+
+def adapter_fields() -> dict[str, FieldInfo]:
+    """The fields of model.adapter."""
+    return AdapterConfig.model_fields
 
 
 def default(field: FieldInfo) -> Any:
@@ -69,7 +75,11 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         inner = [_words(arg) for arg in args]
         words = (", or " if "," in inner[0] else " or ").join(inner)
     elif origin is list:
-        words = f"a list, each {_words(args[0])}" if get_origin(args[0]) is Literal else "list of sources"
+        named = get_origin(args[0]) is Literal
+        text = get_args(args[0])[:1] == (str,)
+        words = f"a list, each {_words(args[0])}" if named else "list of text" if text else "list of sources"
+    elif annotation is AdapterConfig:
+        words = f"an adapter ({', '.join(adapter_fields())})"
     elif origin is tuple:
         words = f"a list of {len(args)}, each {_words(args[0])}"
     elif origin is dict:

@@ -15,11 +15,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from isopref.config.describe import expected, fields, sections, source_fields, source_words
-from isopref.config.schema import IS_LIST, IS_SOURCE, IS_TEXT, Config
+from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
+from isopref.config.schema import Config
+from isopref.config.values import IS_LIST, IS_SOURCE, IS_TEXT
 from isopref.errors import ConfigError
 
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
+
+ADAPTER = ("model", "adapter")  # a field that has fields of its own
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -193,7 +196,7 @@ def _validate(draft: _Draft) -> Config | None:
             in_list = IS_LIST in one["loc"]
             path = [key for key in one["loc"] if key not in (IS_LIST, IS_SOURCE, IS_TEXT)]
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
-            keys = inner[:4] if in_list else inner[:2]
+            keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
                 draft.report(keys, _wrong(one["type"], keys, values), inner)
             seen.add(keys)
@@ -219,7 +222,8 @@ def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
 
 def _siblings(keys: Keys) -> dict[str, FieldInfo]:
     """The fields among which the last key is looked for."""
-    return source_fields() if len(keys) > 2 else fields(str(keys[0]))
+    inside = adapter_fields() if keys[:2] == ADAPTER else source_fields()
+    return inside if len(keys) > 2 else fields(str(keys[0]))
 
 
 def _unknown(keys: Keys) -> str:

@@ -9,29 +9,29 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from isopref import objectives
+from isopref.config.values import (
+    AdapterConfig,
+    Count,
+    Decay,
+    NonNegative,
+    Positive,
+    Section,
+    SourceConfig,
+    Sources,
+    Text,
+)
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
 DType = Literal["float32", "bfloat16", "float64"]
+OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 Weighting = Literal["token", "completion", "pair"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
 Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
-
-
-class Section(BaseModel):
-    """One section: no unknown fields, no conversions (`yes` is not a number), no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -48,7 +48,13 @@ class ModelConfig(Section):
     compute_dtype: DType | None = Field(
         default=None,
         description="Number type of the forward and backward pass. null: the same as dtype. "
-        "Another one: mixed precision with master weights, which needs layout.parallel auto, fsdp or hsdp.",
+        "Another one: mixed precision with master weights, which needs layout.parallel auto, fsdp or hsdp. Weights "
+        "that an adapter leaves frozen are held in this type.",
+    )
+    adapter: AdapterConfig | None = Field(
+        default=None,
+        description="Train an adapter on the frozen model, as in {kind: lora, rank: 16}; docs/config.md has "
+        "all it takes. null: train all weights.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. Only for sources you trust."
@@ -58,37 +64,6 @@ class ModelConfig(Section):
     def is_mixed(self) -> bool:
         """Whether compute and weights differ in their number type."""
         return self.compute_dtype not in (None, self.dtype)
-
-
-class SourceConfig(Section):
-    """One of several sources in data.train or data.eval."""
-
-    path: Text = Field(description="Where the pairs are: what data.train takes as text.")
-    weight: Positive | None = Field(
-        default=None,
-        description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
-        "the largest in which no pair comes twice. null: every pair.",
-    )
-    count: Count | None = Field(
-        default=None, description="Pairs taken, drawn by optim.seed. Not together with weight. null: as weight says."
-    )
-    columns: dict[str, str] | None = Field(
-        default=None, description="Names of this source's columns, in place of data.columns. null: data.columns."
-    )
-
-
-# A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
-# names: load.py takes them out of an error's place again.
-IS_TEXT, IS_LIST, IS_SOURCE = "<text>", "<list>", "<source>"
-
-OneOfSources = Annotated[
-    Annotated[Text, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
-    Discriminator(lambda value: IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT),
-]
-Sources = Annotated[
-    Annotated[Text, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
-    Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
-]
 
 
 class DataConfig(Section):
@@ -185,10 +160,19 @@ class ObjectiveConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: NonNegative = Field(default=1e-6, description="Highest learning rate (AdamW), reached at the end of warm-up.")
+    kind: OptimKind = Field(
+        default="adamw",
+        description="Optimizer. adamw; adamw_8bit: its state in 8 bits; adamw_sr, adamw_8bit_sr: the same, bfloat16 "
+        "weights rounded up or down at random, so that small updates count; adamw_skip: leaves out a step whose loss "
+        "or gradient stands out by six standard deviations; muon: orthogonal updates of the layers' matrices, AdamW "
+        "for the rest.",
+    )
+    lr: NonNegative = Field(default=1e-6, description="Highest learning rate, reached at the end of warm-up.")
     # Not strict: YAML has lists where Python has tuples. The two numbers in it stay strict.
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.95), strict=False, description="Decay of AdamW's two running averages."
+        default=(0.9, 0.95),
+        strict=False,
+        description="Decay of AdamW's two running averages. muon: the first is its momentum.",
     )
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
@@ -249,6 +233,11 @@ class LayoutConfig(Section):
         default="auto",
         description="Recompute activations in the backward pass: less memory, more compute. full: in every layer; "
         "auto: on a GPU in as many layers as memory asks for, which may be none; on the CPU in none.",
+    )
+    offload: bool = Field(
+        default=False,
+        description="Keep weights, gradients and the optimizer's state in the host's memory, and step there: less GPU "
+        "memory, slower. Needs CUDA and parallel auto, fsdp or hsdp.",
     )
     score_tokens: Count | None = Field(
         default=None,
@@ -334,6 +323,22 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"{model.compute_dtype} differs from model.dtype: {model.dtype}. This mixed precision needs "
             f"FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
         )
+    if layout.offload and layout.parallel in ("single", "ddp"):
+        yield (
+            "layout.offload",
+            f"needs FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
+        )
+    yield from _adapter_conflicts(model)
+    if config.optim.kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
+        yield "optim.kind", f"{config.optim.kind} steps in float32, but model.dtype is float64. Use adamw."
+    if config.optim.kind == "muon" and layout.offload:
+        yield "layout.offload", "does not go with optim.kind: muon, whose products need the GPU. Remove one of the two."
+    if config.optim.kind.endswith("_sr") and model.dtype != "bfloat16":
+        yield (
+            "optim.kind",
+            f"{config.optim.kind} rounds bfloat16 weights, but model.dtype is {model.dtype}. Use "
+            f"{config.optim.kind.removesuffix('_sr')}, or model.dtype: bfloat16.",
+        )
     if data.truncation != "drop" and data.max_length is None:
         yield (
             "data.truncation",
@@ -377,6 +382,17 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "run.keep_best",
             "true does nothing without evaluations during training. Set run.eval_every, or remove keep_best.",
         )
+
+
+def _adapter_conflicts(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    adapter = model.adapter
+    if adapter is None:
+        return
+    for name in ("kind", "rank", "alpha", "targets"):
+        if adapter.path is not None and getattr(adapter, name) not in (None, "auto"):
+            yield f"model.adapter.{name}", f"the adapter of path, {adapter.path}, has its own. Remove one of the two."
+    if adapter.quantize is not None and adapter.kind == "dora":
+        yield "model.adapter.quantize", "does not go with kind: dora, which needs whole weights. Use lora or rslora."
 
 
 def _source_conflicts(data: DataConfig) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from isopref.config.describe import choices, default, expected, fields, sections, source_fields
+from isopref.config.describe import adapter_fields, choices, default, expected, fields, sections, source_fields
 from isopref.config.load import to_yaml
 from isopref.config.schema import NOT_MATH, Config
 
@@ -23,6 +23,8 @@ _MATH = "THE MATH: what is trained. Any change here makes another run, with anot
 _NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rounding."
 
 _SOURCE = "What a list in `train` or `eval` holds, besides plain text, which is a source with nothing but a path."
+
+_ADAPTER = "What `adapter` holds. Every field may be left out: `adapter: {}` is LoRA of rank 16 on all linear layers."
 
 _DEMO_FOLDER = "examples/demo"  # where demo.yaml says its data is
 
@@ -53,6 +55,8 @@ def reference() -> str:
     parts = []
     for section in sections():
         parts.append("\n".join([f"## {section}", "", _describe(section), "", *_table(fields(section)), ""]))
+        if section == "model":
+            parts.append("\n".join(["### An adapter", "", _ADAPTER, "", *_table(adapter_fields()), ""]))
         if section == "data":
             parts.append("\n".join(["### A source", "", _SOURCE, "", *_table(source_fields()), ""]))
     return "\n".join(parts)

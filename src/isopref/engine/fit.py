@@ -17,7 +17,7 @@ from isopref.data.packing import RowKind, padded_tokens, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
-from isopref.models.parallel import GradSync, checkpoint_layers, gradient_sync, unwrap
+from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
@@ -104,7 +104,7 @@ def fit_memory(
 
     `layers`: the fewest and the most layers that may recompute.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     lines = {count: _measure(model, table, kind, grad_sync, count) for count in sorted(set(layers))}
     room = _least(_room(model, device), device)
     longest = int(tokens_alone(table.lengths, kind).max())
@@ -115,7 +115,7 @@ def fit_memory(
 
 def _measure(model: nn.Module, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int) -> StepMemory:
     """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     checkpoint_layers(unwrap(model), layers)
     rows = _rows(table, kind)
     try:
@@ -143,7 +143,7 @@ def _rows(table: PairTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
     """Bytes that a step of two such microbatches takes at its peak."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     model.train()
@@ -157,11 +157,12 @@ def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> floa
 
 
 def _room(model: nn.Module, device: torch.device) -> float:
-    """Bytes left for a step once AdamW's two moments are there."""
+    """Bytes left for a step once AdamW's two moments of what is trained here are there."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
-    return free + cached - 2 * sum(p.numel() * p.element_size() for p in local) - HEADROOM * total
+    moments = 2 * sum(p.numel() * p.element_size() for p in local if p.is_cuda)
+    return free + cached - moments - HEADROOM * total
 
 
 def _least(value: float, device: torch.device) -> float:

@@ -44,6 +44,14 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     return torch.cat([weighted[:1], means[:-1], nll[:1], weighted[1:], means[-1:]])
 
 
+def over_ranks(sums: Tensor) -> Tensor:
+    """The sums of all ranks, added up."""
+    total = sums.clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
 class MetricWindow:
     """Sums since the last log, on the device; each rank's own until they are reduced."""
 
@@ -57,20 +65,14 @@ class MetricWindow:
 
     def reduce(self) -> dict[str, Tensor]:
         """The means over the window and all ranks, by name; starts a new window. One collective, no host sync."""
-        means = self._over_ranks() / max(1, self.num_steps)
+        means = over_ranks(self.sums) / max(1, self.num_steps)
         self.sums = torch.zeros_like(self.sums)
         self.num_steps = 0
         return dict(zip(NAMES + CHECKS, means.unbind(), strict=True))
 
-    def _over_ranks(self) -> Tensor:
-        total = self.sums.clone()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        return total
-
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint between two logs: the sums of all ranks."""
-        return {"sums": self._over_ranks().cpu(), "num_steps": torch.tensor(self.num_steps)}
+        return {"sums": over_ranks(self.sums).cpu(), "num_steps": torch.tensor(self.num_steps)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         # Any number of ranks may go on; the first one takes the sums.

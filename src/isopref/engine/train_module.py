@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from isopref.engine.coupling import Coupling
 from isopref.engine.guard import Guard, poisoned
-from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
+from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
+from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.losses import PairLoss, log_likelihood
-from isopref.models.parallel import GradSync, full, gradient_sync, reshard
+from isopref.models.parallel import GradSync, device_of, full, gradient_sync, reshard, unwrap
 from isopref.normalize import Weighting, share_of_loss
 from isopref.score import TableLogps, score
 from isopref.types import PairLogps
@@ -71,7 +72,7 @@ class DPOTrainModule(TrainModule):
         self.model = model
         self.optim = optim
         for group in optim.param_groups:  # now, since a checkpoint brings back the rate it was saved at
-            group.setdefault("initial_lr", group["lr"])
+            group.setdefault("initial_lr", float(group["lr"]))
         self.objective = objective
         self.rank_microbatch_size = rank_microbatch_size
         self.weighting: Weighting = weighting
@@ -80,13 +81,14 @@ class DPOTrainModule(TrainModule):
         self.grad_sync: GradSync = grad_sync
         self.check_first_step = check_first_step and objective.needs_reference
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
         self.reference_2N = self._table(reference)
         self.coupling = Coupling(objective, self.device) if objective.coupled else None
         self._window = MetricWindow(self.device)
         self.guard = Guard(self.device)
+        self._sums = self._window.sums  # this rank's, of the last step
 
     def _check_model(self) -> None:
         """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
@@ -128,6 +130,7 @@ class DPOTrainModule(TrainModule):
         if self.coupling is not None:
             self.coupling.keep()
         self._window.add(sums)
+        self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
             self._check_first_step(sums)
         if self._logs_now():
@@ -247,7 +250,11 @@ class DPOTrainModule(TrainModule):
         if self._logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
+        if isinstance(self.optim, SkippingAdamW):
+            self.optim.observe(over_ranks(self._sums)[NAMES.index("loss")], norm)
         self.guard.step(self.optim, norm, number=self.trainer.global_step)
+        if isinstance(self.optim, SkippingAdamW) and self._logs_now():
+            self.record_metric("optim/skipped", self.optim.step_skipped)
 
     def _with_gradient(self) -> list[nn.Parameter]:
         trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
@@ -257,25 +264,38 @@ class DPOTrainModule(TrainModule):
         self.optim.zero_grad(set_to_none=True)
 
     def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
-        options = checkpoint_state.StateDictOptions(full_state_dict=False, cpu_offload=True)
+        """What training changes: a frozen weight is not in a checkpoint."""
+        options = checkpoint_state.StateDictOptions(cpu_offload=True, ignore_frozen_params=True)
+        found = checkpoint_state.get_model_state_dict(self.model, options=options)
+        frozen = self._names(trained=False)  # once more: a tied weight has two names, of which torch leaves one out
         state: dict[str, Any] = {
-            "model": checkpoint_state.get_model_state_dict(self.model, options=options),
+            "model": {name: value for name, value in found.items() if name not in frozen},
             "metrics": self._window.state_dict(),
         }
         if self.coupling is not None:
             state["coupling"] = self.coupling.state_dict()
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
+            if isinstance(self.optim, SkippingAdamW):
+                state["skip_history"] = self.optim.history()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        options = checkpoint_state.StateDictOptions(strict=True)
+        if missing := self._names(trained=True) - state_dict["model"].keys():
+            raise RunError(f"the checkpoint lacks {len(missing)} trained weights, such as {min(missing)}.")
+        options = checkpoint_state.StateDictOptions(strict=not self._names(trained=False))
         checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
         self._window.load_state_dict(state_dict["metrics"])
         if self.coupling is not None:
             self.coupling.load_state_dict(state_dict["coupling"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
+            if isinstance(self.optim, SkippingAdamW):
+                self.optim.restore(state_dict["skip_history"])
+
+    def _names(self, *, trained: bool) -> set[str]:
+        named = unwrap(self.model).named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if parameter.requires_grad is trained}
 
     def num_flops_per_token(self, seq_len: int) -> int | None:  # type: ignore[override]  # the base caches an abstract method
         return None

@@ -1,7 +1,8 @@
 """How many floating-point operations a batch of pairs needs, and how many a device can do.
 
 Useful ones only: every real token once (a prompt serves both answers), logits where an answer's token is predicted, the
-backward pass as twice the forward. Padding, repeated prompts and recomputed activations are not useful.
+backward pass as twice the forward, less the gradients that frozen weights do not have. Padding, repeated prompts and
+recomputed activations are not useful.
 """
 
 import time
@@ -27,12 +28,15 @@ class UsefulFlops:
         used = getattr(config, "num_experts_per_tok", None)
         share = used / experts if experts and used else 1.0
         tables = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
-        self.per_token = sum(
-            2 * p.numel() * (share if "experts" in name else 1.0)
+        work = [
+            (2 * p.numel() * (share if "experts" in name else 1.0), p.requires_grad)
             for name, p in policy.model.base_model.named_parameters()
             if p.ndim >= 2 and id(p) not in tables
-        )
+        ]
+        self.per_token = sum(flops for flops, _ in work)
+        self.frozen_per_token = sum(flops for flops, trained in work if not trained)
         self.per_logits = 2 * head.weight.numel()
+        self.frozen_per_logits = 0 if head.weight.requires_grad else self.per_logits
         heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
         width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
         # Scores and their sum over values, for every query and key.
@@ -42,12 +46,9 @@ class UsefulFlops:
         prompt, chosen, rejected = (lengths_P3[:, side].astype(float) for side in (PROMPT, CHOSEN, REJECTED))
         first = prompt + chosen
         seen = first * (first + 1) / 2 + rejected * prompt + rejected * (rejected + 1) / 2
-        forward = (
-            self.per_token * lengths_P3.sum()
-            + self.per_logits * lengths_P3[:, CHOSEN:].sum()
-            + self.per_query_key * seen.sum()
-        )
-        return float(3 * forward)
+        tokens, predicted = lengths_P3.sum(), lengths_P3[:, CHOSEN:].sum()
+        forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * seen.sum()
+        return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,5 +1,7 @@
 """Hugging Face models and tokenizers: loaded from a folder, the hub or a GGUF file; exported to a folder.
 
+The folder of an adapter stands for its base model with the adapter merged into it.
+
 Owns what must hold for every model that is trained: all weights present, no dropout, a tokenizer with a way to end,
 nothing left of a quantised file. It knows nothing of layouts.
 """
@@ -9,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from isopref import optional
 from isopref.errors import ModelError
+from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.types import CHOSEN, PROMPT, IntArray
 
 
@@ -35,8 +38,9 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     `setting` is where the path was given, for messages; here and below.
     """
     local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
-    if local.is_dir() and not (local / "config.json").exists():
-        inner = f" Did you mean {local / 'model'}?" if (local / "model" / "config.json").exists() else ""
+    if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
+        inside = local / "model"
+        inner = f" Did you mean {inside}?" if (inside / "config.json").exists() or is_adapter(inside) else ""
         raise ModelError(
             f"{setting}: {local} is not a Hugging Face model folder: it has no config.json.{inner} "
             "Give a folder that has one, a hub name or a .gguf file."
@@ -58,6 +62,8 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> Any:
     """The model's tokenizer, with its chat template if it has one. Raises ModelError."""
+    if is_adapter(Path(path)) and not (Path(path) / "tokenizer_config.json").exists():
+        path = base_of(path, setting=setting)
     tokenizer = _from_pretrained(AutoTokenizer, path, setting, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
@@ -65,9 +71,14 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, setting: str = "model.path"
+    path: str, *, dtype: torch.dtype | Literal["auto"], trust_remote_code: bool = False, setting: str = "model.path"
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU. Raises ModelError."""
+    """The model in `dtype` (auto: the one it was saved in) on the CPU. Raises ModelError."""
+    if is_adapter(Path(path)):
+        base = load_model(
+            base_of(path, setting=setting), dtype=dtype, trust_remote_code=trust_remote_code, setting=setting
+        )
+        return merged(base, path, setting=setting)
     model: PreTrainedModel
     model, found = _from_pretrained(
         AutoModelForCausalLM, path, setting, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
@@ -163,21 +174,30 @@ def check_same_vocabulary(tokenizer: Any, path: str, other: Any, *, setting: str
         )
 
 
-def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path, *, base: str = "") -> None:
     """Write a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer, chat template.
 
-    Written beside its place and renamed, so that a folder of that name is always whole.
+    Of a model with an adapter, that of the adapter: `base` is where the model below is. Written beside its place and
+    renamed, so that a folder of that name is always whole.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
     partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
-    model.save_pretrained(partial, state_dict=state)
+    if has_adapter(model):
+        local = Path(base).expanduser()
+        save_adapter(model, state, str(local.absolute()) if local.exists() else base, partial)
+    else:
+        _save_whole(model, state, partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+
+
+def _save_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=state)
     config = copy.deepcopy(model.config)
     for name, rate in vars(model).get("dropout_before", {}).items():
         setattr(config.get_text_config(), name, rate)
-    config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
+    config.save_pretrained(folder)
 
 
 def _dequantised(model: PreTrainedModel) -> PreTrainedModel:

@@ -6,13 +6,13 @@ All three average gradients over the data-parallel ranks; normalize.py undoes th
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,10 +31,12 @@ def parallelize(
     world_size: int = 1,
     compute_dtype: torch.dtype | None = None,
     hsdp_shard: int | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
     `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
+    `offload` keeps the shards and their gradients in the host's memory, and so the optimizer's state.
     """
     policy.to(device)
     if mode == "single":
@@ -47,11 +49,24 @@ def parallelize(
     shard = world_size if mode == "fsdp" else check_shard(hsdp_shard, world_size)
     sizes = (shard,) if mode == "fsdp" else (world_size // shard, shard)
     mesh = _mesh(device.type, sizes, dist.group.WORLD)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(policy.parameters()).dtype)
+    trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=trained.dtype),
+        "ignored_params": {p for p in policy.parameters() if _stays_whole(p, world_size, offload)},
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
     return policy
+
+
+def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:
+    """Whether FSDP leaves a frozen weight as it is: in four bits it is small, and one rank has nobody to share with."""
+    quantised = type(parameter) is not nn.Parameter
+    return not parameter.requires_grad and (quantised or (world_size == 1 and not offload))
 
 
 @cache
@@ -150,6 +165,14 @@ def unwrap(model: nn.Module) -> Policy:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     assert isinstance(inner, Policy)
     return inner
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes, which is not where its weights are if those are offloaded."""
+    first = next(model.parameters())
+    if isinstance(first, DTensor) and first.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return first.device
 
 
 def full(tensor: Tensor) -> Tensor:

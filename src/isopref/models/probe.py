@@ -11,7 +11,7 @@ from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.models.attention import recorded_windows
-from isopref.models.parallel import reshard, unwrap
+from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
 from isopref.types import PairTokens
 
@@ -46,7 +46,7 @@ def check_layout(
     A model that is spread over ranks already (all of them call this) needs `own`, from before it was.
     """
     policy = unwrap(model)
-    device, dtype = next(policy.parameters()).device, compute_dtype or next(policy.parameters()).dtype
+    device, dtype = device_of(model), compute_dtype or next(policy.parameters()).dtype
     own = own_logps(policy) if own is None else own
     pairs = _pairs(policy, seed=1)
     # Other, longer chosen answers, and one pair more: a compiled layer learns what may change from row to row.

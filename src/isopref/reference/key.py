@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from isopref.errors import ModelError
@@ -49,7 +51,7 @@ def identity(model: PreTrainedModel, *, compute_dtype: str, ld_alpha: float = 1.
 
 def weights_digest(model: PreTrainedModel) -> str:
     """Digest of all tensors: names, number types, shapes and bytes, those of adapters included."""
-    state = {name: tensor.detach() for name, tensor in sorted(model.state_dict().items())}
+    state = dict(_plain_tensors(sorted(model.state_dict().items())))
     # Tied tensors are one and the same memory, and are read once.
     distinct = {_place(tensor): tensor for tensor in state.values()}
     largest_first = sorted(distinct, key=lambda place: -distinct[place].nbytes)
@@ -70,6 +72,17 @@ def weights_digest(model: PreTrainedModel) -> str:
         about = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode()
         total.update(about + shares[number % len(ranks)][number // len(ranks)])
     return total.hexdigest()
+
+
+def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they are, and quantised ones by their parts."""
+    for name, tensor in state:
+        if type(tensor) in (Tensor, Parameter):
+            yield name, tensor.detach()
+        else:
+            parts, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            for part in parts:
+                yield f"{name}.{part}", getattr(tensor, part).clone(memory_format=torch.contiguous_format)
 
 
 def _rank() -> int:

@@ -18,13 +18,14 @@ from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
+from isopref.models.adapter import Kind
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.equations import ALL_CASES, batch_loss
-from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.models import random_pairs, tiny_model, with_adapter
 from isopref.types import PairLogps, PairTokens
 
 Cut = Literal["pair", "tokens", "whole"]
@@ -52,6 +53,7 @@ class Cell:
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
     wpo: bool = False
+    adapter: Kind | None = None
 
     def __str__(self) -> str:
         default = Cell()
@@ -94,7 +96,7 @@ def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], Ta
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
         *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
-        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo),
+        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.adapter),
     )
 
 
@@ -109,9 +111,10 @@ def _expected(
     nll_weight: float,
     ld_alpha: float,
     wpo: bool,
+    adapter: Kind | None,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
-    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha)
+    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha, adapter)
     told = own if own_weights else None
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
@@ -126,11 +129,13 @@ def _expected(
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, ld_alpha: float
+    architecture: str, dtype: str, num_pairs: int, ld_alpha: float, adapter: Kind | None
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps]:
     """A model, its log-probabilities of the batch with their graph, those as LD-DPO has them, and the reference's."""
     pairs, _ = batch(num_pairs)
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
+    if adapter is not None:
+        with_adapter(model, adapter)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
     return model, oracle.pair_logps(model, pairs), oracle.pair_logps(model, pairs, ld_alpha), ref
@@ -184,7 +189,8 @@ def measure(cell: Cell) -> Found:
 
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
-    policy = Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed))
+    hf_model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
+    policy = Policy(hf_model if cell.adapter is None else with_adapter(hf_model, cell.adapter))
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
@@ -223,9 +229,12 @@ def plan(cell: Cell, lengths: Any) -> list[list[Group]]:
 
 
 def full_gradient(model: nn.Module) -> dict[str, Tensor]:
-    """The whole gradient by the Hugging Face model's names, gathered where it is sharded."""
+    """The whole gradient by the Hugging Face model's names, gathered where it is sharded. What is frozen has none."""
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, name
+            continue
         assert parameter.grad is not None, name
         found[name.removeprefix("module.").removeprefix("model.")] = full(parameter.grad).detach()
     return found

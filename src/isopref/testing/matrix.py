@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
 from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
@@ -43,6 +44,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_one_by_one(base)))
         found.update(dict.fromkeys(_architectures(base)))
         found.update(dict.fromkeys(_objectives(base)))
+        found.update(dict.fromkeys(_adapters(base)))
     return list(found)
 
 
@@ -103,6 +105,23 @@ def _objectives(base: Cell) -> Iterator[Cell]:
             )
 
 
+def _adapters(base: Cell) -> Iterator[Cell]:
+    """LoRA with every kind of row and every cut (on four ranks they take turns); all else a layout can be once."""
+    lora = replace(base, adapter="lora")
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    for n, rows in enumerate(KINDS):
+        for cut in cuts if base.ranks < 4 else [cuts[n % 3]]:
+            yield replace(lora, rows=rows, cut=cut)
+    yield replace(lora, checkpointing=True)
+    yield replace(lora, cut="pair", grad_sync="every", weighting="pair")
+    yield replace(lora, architecture="llama")
+    for kind in get_args(Kind):
+        yield replace(lora, adapter=kind, architecture="llama", dtype="float32", num_pairs=3)
+    if base.ranks > 1:
+        yield replace(lora, split="uneven")
+        yield replace(lora, split="idle")
+
+
 def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
     """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process."""
     wanted = [cell for cell in cells(ranks) if cell.parallel == parallel]
@@ -149,8 +168,9 @@ rows with and without a shared prompt, padded batches in one forward and in two;
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
-layouts, and the likelihood of chosen answers added. The oracle computes one sequence at a time with the model's own
-forward pass, takes each objective from its paper's equation once more, and sums by the definition.
+layouts, and the likelihood of chosen answers added; all weights trained, or an adapter (LoRA, DoRA, rsLoRA). The
+oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
+once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

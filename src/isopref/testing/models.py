@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isopref.models.adapter import Kind, NewAdapter, add_adapter
 from isopref.models.hf import disable_dropout
 from isopref.types import PairTokens
 
@@ -80,6 +81,18 @@ def tiny_model(
     disable_dropout(model)
     model.to(dtype).eval()
     assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def with_adapter(model: PreTrainedModel, kind: Kind) -> PreTrainedModel:
+    """The model with an adapter that is not at its start, so that all of it has a gradient."""
+    dtype = next(model.parameters()).dtype
+    add_adapter(model, NewAdapter(kind, rank=4, alpha=8.0), dtype=dtype, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data += 0.1 * noise.to(dtype)
     return model
 
 

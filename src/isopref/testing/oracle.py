@@ -90,7 +90,7 @@ def token_nll(policy: PairLogps, own: Sequence[float] | None = None) -> Tensor:
 
 def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> dict[str, Tensor]:
     """dL/dparameter by name; zero where a parameter takes no part. `again`: log-probabilities are used once more."""
-    names, params = zip(*model.named_parameters(), strict=True)
+    names, params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=again)
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads, strict=True)}
 

@@ -9,6 +9,7 @@ from isopref.data.packing import Budget
 from isopref.data.schedule import epoch_order
 from isopref.data.table import PairTable
 from isopref.engine.loader import PairLoader
+from isopref.engine.optim import Kind, build_optimizer
 from isopref.models.parallel import full
 from isopref.score import TableLogps
 from isopref.testing import oracle
@@ -54,11 +55,13 @@ def by_oracle(architecture: str = "gpt2", *, dtype: torch.dtype = torch.float64,
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def by_layout(cell: Cell, seed: int = 0) -> Weights:
+def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
     """The same steps through loader and train module, cut as the cell says. All its ranks call this together."""
     dtype = getattr(torch, cell.dtype)
     module, trainer = build_module(cell, reference(cell.architecture, dtype, seed), seed=seed)
-    module.optim = torch.optim.AdamW(module.model.parameters(), lr=LR, weight_decay=0.0)
+    module.optim = build_optimizer(
+        optim, module.model, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=seed, compute_dtype=dtype
+    )
     loader = PairLoader(
         PairTable.from_tokens(pairs()),
         batch_pairs=BATCH_PAIRS,

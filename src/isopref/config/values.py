@@ -1,0 +1,80 @@
+"""What a field can hold beyond plain words and numbers: their limits, sources of data, an adapter.
+
+Shared by all sections of schema.py, which says what there is.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """One section: no unknown fields, no conversions (`yes` is not a number), no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SourceConfig(Section):
+    """One of several sources in data.train or data.eval."""
+
+    path: Text = Field(description="Where the pairs are: what data.train takes as text.")
+    weight: Positive | None = Field(
+        default=None,
+        description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
+        "the largest in which no pair comes twice. null: every pair.",
+    )
+    count: Count | None = Field(
+        default=None, description="Pairs taken, drawn by optim.seed. Not together with weight. null: as weight says."
+    )
+    columns: dict[str, str] | None = Field(
+        default=None, description="Names of this source's columns, in place of data.columns. null: data.columns."
+    )
+
+
+# A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
+# names: load.py takes them out of an error's place again.
+IS_TEXT, IS_LIST, IS_SOURCE = "<text>", "<list>", "<source>"
+
+OneOfSources = Annotated[
+    Annotated[Text, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
+    Discriminator(lambda value: IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT),
+]
+Sources = Annotated[
+    Annotated[Text, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
+    Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
+]
+
+
+class AdapterConfig(Section):
+    """What model.adapter holds."""
+
+    kind: Literal["lora", "dora", "rslora"] | None = Field(
+        default=None,
+        description="lora; dora: direction and length of each row apart; rslora: scaled by alpha / sqrt(rank), for "
+        "high ranks. null: lora, or the kind of path.",
+    )
+    rank: Count | None = Field(default=None, description="Rank of the update. null: 16, or that of path.")
+    alpha: Positive | None = Field(
+        default=None, description="The update is scaled by alpha / rank. null: twice the rank, or that of path."
+    )
+    targets: Literal["auto"] | Annotated[list[Text], Field(min_length=1)] = Field(
+        default="auto",
+        description="Layers that get an update, by the end of their names, as in [q_proj, v_proj]. auto: every linear "
+        "layer but the output head, or those of path.",
+    )
+    path: Text | None = Field(
+        default=None,
+        description="Folder of an adapter to go on with (peft format). The model with it is the reference. null: a new "
+        "one, which changes nothing before the first step.",
+    )
+    quantize: Literal["nf4"] | None = Field(
+        default=None,
+        description="nf4: hold the linear layers under the adapter in 4 bits (QLoRA). The reference is that model. "
+        "null: in model.compute_dtype.",
+    )

@@ -1,0 +1,160 @@
+"""The optimizers that a run can choose from, each right when parameters are sharded (DTensor) and when they are not.
+
+AdamW is torch's. Its 8-bit and stochastically rounded forms are torchao's, the one that skips steps is OLMo-core's.
+Muon is our own: OLMo-core's needs a package that is not on PyPI, and torch's would orthogonalise bfloat16 shards.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from olmo_core.optim import SkipStepAdamW
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Optimizer
+
+from isopref import optional
+from isopref.models.parallel import decoder_layers, full, unwrap
+
+Kind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
+
+HISTORY = 128  # steps that a step is compared with before it is skipped
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon (2024): five rounds bring singular values near 1
+UPDATE_RMS = 0.2  # Liu et al., Muon is scalable (2025), eq. 4: the size of AdamW's updates, so that its rates serve
+
+
+def build_optimizer(
+    kind: Kind,
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    seed: int,
+    compute_dtype: torch.dtype,
+) -> Optimizer:
+    """The optimizer of what is trained in `model`; norms and biases are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    common: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+    groups = _groups(trained, weight_decay)
+    match kind:
+        case "adamw":
+            return AdamW(groups, **common, fused=all(p.is_cuda for p in trained))
+        case "adamw_skip":
+            return SkippingAdamW(groups, **common, rolling_interval_length=HISTORY)
+        case "muon":
+            layers = (p for layer in decoder_layers(unwrap(model)) for p in layer.parameters())
+            matrices = {id(p) for p in layers if p.ndim == 2}
+            rest = _groups((p for p in trained if id(p) not in matrices), weight_decay)
+            turned = {"params": [p for p in trained if id(p) in matrices], "weight_decay": weight_decay}
+            return Muon([{**turned, "orthogonal": True}, *rest], **common, compute_dtype=compute_dtype)
+    torchao = _torchao(f"optim.kind is {kind}")
+    rounded = kind.endswith("_sr")
+    make = torchao.AdamW8bit if "8bit" in kind else torchao._AdamW
+    optimizer: Optimizer = make(groups, **common, bf16_stochastic_round=rounded)
+    if rounded:
+        optimizer.register_step_pre_hook(_seed_by_step(seed))
+    return optimizer
+
+
+def _groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    every = list(params)
+    flat, matrices = [p for p in every if p.ndim < 2], [p for p in every if p.ndim >= 2]
+    return [{"params": some, "weight_decay": decay} for some, decay in ((matrices, weight_decay), (flat, 0.0)) if some]
+
+
+def _torchao(why: str) -> Any:
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
+    optim = optional.require("torchao.optim", extra="adapters", why=why)
+    state = optional.require("torchao.optim.subclass_8bit", extra="adapters", why=why).OptimState8bit
+    state.implements(torch.ops.aten.clone.default)(_clone_8bit)
+    return optim
+
+
+def _clone_8bit(_operation: Any, _types: Any, args: Any, _options: Any) -> Any:
+    """A copy of 8-bit state, which the engine makes before it writes one and torchao 0.18 does not know."""
+    state = args[0]
+    parts = (part.clone() for part in (state.codes, state.scale, state.qmap))
+    return type(state)(*parts, state.signed, dtype=state.dtype)
+
+
+def _seed_by_step(seed: int) -> Callable[..., None]:
+    """Draws that depend on the step alone: the same on all replicas, and again after a resume."""
+
+    def before(optimizer: Optimizer, *_args: Any) -> None:
+        steps = (int(state["step"]) for state in optimizer.state.values())  # on the CPU, in torchao
+        torch.manual_seed(seed + 1_000_003 * (1 + next(steps, 0)))
+
+    return before
+
+
+class SkippingAdamW(SkipStepAdamW):
+    """OLMo-core's, with a history that a checkpoint can keep. `observe` comes before each step."""
+
+    def observe(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Loss and gradient norm of the global batch, the same on all ranks. In place of one not finite, the last."""
+        self.latest_loss = _finite(loss.double(), self._losses)
+        self.latest_grad_norm = _finite(grad_norm.double(), self._grad_norms)
+
+    def history(self) -> Tensor:
+        """What was observed, oldest first, filled up with NaN: 2, HISTORY + 1."""
+        found = torch.full((2, HISTORY + 1), torch.nan, dtype=torch.float64)
+        for row, values in zip(found, (self._losses, self._grad_norms), strict=True):
+            row[: len(values)] = torch.stack(values).cpu() if values else row[:0]
+        return found
+
+    def restore(self, history: Tensor) -> None:
+        losses, norms = ([one for one in row.to(self.device).unbind() if not one.isnan()] for row in history)
+        self._losses, self._grad_norms = losses, norms
+
+
+def _finite(value: Tensor, before: list[Tensor]) -> Tensor:
+    return torch.where(value.isfinite(), value, before[-1] if before else torch.zeros_like(value))
+
+
+class Muon(AdamW):
+    """AdamW, but for groups with `orthogonal`: there the momentum, made orthogonal, is the update.
+
+    A sharded matrix is gathered for that, so that the update does not depend on how it is sharded.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, compute_dtype: torch.dtype, **common: Any):
+        super().__init__([{"orthogonal": False, **group} for group in groups if group["params"]], **common)
+        self.compute_dtype = compute_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["orthogonal"] else ():
+                if parameter.grad is not None:
+                    self._turn(parameter, group)
+                    parameter.grad = None  # AdamW passes it over
+        return super().step(closure)
+
+    def _turn(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state.update(step=torch.tensor(0.0), momentum=torch.zeros_like(parameter))  # AdamW looks for the first
+        momentum: Tensor = state["momentum"]
+        momentum.mul_(group["betas"][0]).add_(parameter.grad)
+        update = orthogonal(full(momentum).to(self.compute_dtype)).to(parameter.dtype)
+        update *= UPDATE_RMS * max(update.shape) ** 0.5
+        if isinstance(parameter, DTensor):
+            update = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Near U V^T of the matrix U S V^T: its singular values brought to about 1 by a Newton-Schulz iteration."""
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.mT
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(5):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    turned: Tensor = x if wide else x.mT
+    return turned

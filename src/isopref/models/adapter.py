@@ -1,0 +1,171 @@
+"""Adapters (LoRA, DoRA, rsLoRA) on a frozen model, by peft; and the frozen layers in four bits, by torchao.
+
+A model that gets an adapter stays the transformers model it was: the layers that are its targets are wrapped, and only
+what the wrappers add is trained. The output head is never a target, because the policy applies it itself.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from isopref import optional
+from isopref.errors import ModelError
+
+Kind = Literal["lora", "dora", "rslora"]
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NAME = "default"  # what peft calls an adapter that has no name
+PREFIX = "base_model.model."  # of a tensor's name in such a folder
+NF4_BLOCK, NF4_SCALES = 64, 256  # weights that share a scale, and scales that share one, as in the QLoRA paper
+
+
+@dataclass(frozen=True)
+class NewAdapter:
+    """An adapter that changes nothing yet. `targets`: ends of layers' names; None: every linear layer but the head."""
+
+    kind: Kind
+    rank: int
+    alpha: float
+    targets: Sequence[str] | None = None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in peft's format."""
+    return (folder / CONFIG_FILE).exists()
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, seed: int) -> None:
+    """Freeze the model and wrap its layers. The same seed gives the same weights on every rank and device."""
+    peft = _peft("model.adapter is set")
+    config = peft.LoraConfig(
+        r=new.rank,
+        lora_alpha=new.alpha,
+        target_modules="all-linear" if new.targets is None else list(new.targets),
+        use_dora=new.kind == "dora",
+        use_rslora=new.kind == "rslora",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        torch.manual_seed(seed)
+        _inject(peft, model, config, dtype)
+
+
+def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setting: str) -> None:
+    """Freeze the model and wrap its layers with an adapter from a folder, to go on with it. Raises ModelError."""
+    peft = _peft(f"{setting} is the adapter {path}")
+    config = _read_config(peft, path, setting)
+    config.inference_mode = False
+    _inject(peft, model, config, dtype)
+    try:
+        state = load_file(Path(path) / WEIGHTS_FILE)
+    except Exception as error:
+        raise ModelError(f"{setting}: cannot read {Path(path) / WEIGHTS_FILE} ({error}). Check the folder.") from error
+    names = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    expected = peft.get_peft_model_state_dict(model).keys()
+    if names.keys() != expected:
+        some = ", ".join(sorted(names.keys() ^ expected)[:3])
+        raise ModelError(f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ...")
+    peft.set_peft_model_state_dict(model, names)
+
+
+def merged(model: PreTrainedModel, path: str, *, setting: str) -> PreTrainedModel:
+    """The model with an adapter's update added to its weights: a plain model again."""
+    peft = _peft(f"{setting} is the adapter {path}")
+    _read_config(peft, path, setting)
+    try:
+        whole = peft.PeftModel.from_pretrained(model, path).merge_and_unload()
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{setting}: the adapter {path} does not fit its base model: {reason}") from error
+    vars(whole).pop("peft_config", None)
+    whole.requires_grad_(True)
+    assert isinstance(whole, PreTrainedModel)
+    return whole
+
+
+def base_of(path: str, *, setting: str) -> str:
+    """The model that an adapter's folder says it belongs to."""
+    base = _read_config(_peft(f"{setting} is the adapter {path}"), path, setting).base_model_name_or_path
+    if not base:
+        raise ModelError(
+            f"{setting}: {Path(path) / CONFIG_FILE} does not say its base model (base_model_name_or_path)."
+        )
+    return str(base)
+
+
+def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
+    """Write the adapter as peft does. `state`: the trained tensors; `base`: the path of the model below."""
+    peft = _peft("model.adapter is set")
+    config = copy.deepcopy(model.peft_config[NAME])
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    names = peft.get_peft_model_state_dict(model, state_dict=state)
+    save_file({PREFIX + name: tensor.contiguous() for name, tensor in names.items()}, folder / WEIGHTS_FILE)
+
+
+def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
+    """Hold every linear layer but the head in four bits, on the device; one at a time, so that no more must fit there.
+
+    torchao rather than bitsandbytes: plain PyTorch operations, so that the same numbers come out on a CPU, and layers
+    can be compiled.
+    """
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
+    nf4: Any = optional.require("torchao.quantization", extra="adapters", why="model.adapter.quantize is nf4").NF4Tensor
+    head = model.get_output_embeddings()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or layer is head:
+            continue
+        scales, rest = divmod(layer.weight.numel(), NF4_BLOCK)
+        if rest:
+            raise ModelError(
+                f"model.adapter.quantize: {name} has {layer.weight.numel()} weights, which is no multiple of "
+                f"{NF4_BLOCK}. Remove quantize."
+            )
+        weight = nf4.from_tensor(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(scales, NF4_SCALES))
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _peft(why: str) -> Any:
+    return optional.require("peft", extra="adapters", why=why)
+
+
+def _read_config(peft: Any, path: str, setting: str) -> Any:
+    if not is_adapter(Path(path)):
+        raise ModelError(f"{setting}: {path} is not the folder of an adapter: it has no {CONFIG_FILE}.")
+    config = peft.PeftConfig.from_pretrained(path)
+    odd = {"bias": "none", "modules_to_save": None, "target_parameters": None, "layer_replication": None}
+    found = {name: getattr(config, name, usual) for name, usual in odd.items()}
+    if config.peft_type != "LORA" or any(found[name] != usual for name, usual in odd.items()):
+        raise ModelError(
+            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {found}. Only LoRA, DoRA and "
+            "rsLoRA with nothing beside them can be used. Merge it into its base model with peft, and start from that."
+        )
+    return config
+
+
+def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) -> None:
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"model.adapter: {type(model).__name__} takes no such adapter: {reason}") from error
+    for what, layer in (("output head", model.get_output_embeddings()), ("embedding", model.get_input_embeddings())):
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            raise ModelError(f"model.adapter.targets: the {what} cannot be a target. Name other layers, or use auto.")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
