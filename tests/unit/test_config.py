@@ -153,6 +153,14 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             f"objective.zzz: there is no such field. Known: {', '.join(fields('objective'))}.",
         ),
         ("optimizer: {lr: 1}", "optimizer: there is no such section. Did you mean optim?"),
+        ("learning_rate: 1e-6", "learning_rate: there is no such section. Did you mean optim.lr?"),
+        ("optim: {num_train_epochs: 3}", "optim.num_train_epochs: there is no such field. Did you mean optim.epochs?"),
+        ("run: {max_prompt_length: 3}", "run.max_prompt_length: there is no such field. Did you mean data.max_length?"),
+        (
+            "layout: {per_device_train_batch_size: 3}",
+            "layout.per_device_train_batch_size: there is no such field. Did you mean layout.microbatch_tokens or "
+            "layout.microbatch_pairs or optim.batch_pairs?",
+        ),
         ("beta: 0.1", "beta: there is no such section. Did you mean objective.beta?"),
         ("7: {}", "7: there is no such section. Known: model, data, objective, optim, layout, run."),
         (
@@ -241,6 +249,7 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
         ("optim.lr", "write section.field=value, as in optim.lr=1e-6."),
         ("=3", "write section.field=value, as in optim.lr=1e-6."),
         ("optim.=3", "write section.field=value, as in optim.lr=1e-6."),
+        ("rl_beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
         ("beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
         ("optim.lr=fast", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim.lr=", "optim.lr: must be a number, at least 0; found null."),

@@ -157,10 +157,10 @@ def test_sharding_divides_what_it_should(llama: Shape) -> None:
 
 def test_ring_and_tree_by_hand() -> None:
     network = Network(inside=100e9, between=10e9)
-    assert network.ring_s(1e9, 1, 5) == network.tree_s(1e9, 1, 5, spread=False) == 0
+    assert network.ring_s(1e9, 1, 5) == network.tree_s(1e9, 1, 5) == 0
     assert network.ring_s(8e9, 8, 3) == pytest.approx(7e9 / (LINK_SHARE * 100e9) + 3 * 7 * HOP_S)
-    assert network.ring_s(16e9, 16, 1) == pytest.approx(15e9 / (LINK_SHARE * 10e9) + 14 * HOP_S + NODE_HOP_S)
-    assert network.tree_s(4e9, 4, 1, spread=True) == pytest.approx(2 * 3e9 / (LINK_SHARE * 10e9) + 2 * 2 * NODE_HOP_S)
+    assert network.ring_s(16e9, 16, 1) == pytest.approx(15e9 / (LINK_SHARE * 80e9) + 14 * HOP_S + NODE_HOP_S)
+    assert network.tree_s(4e9, 4, 1) == pytest.approx(2 * 3e9 / (LINK_SHARE * 10e9) + 2 * 2 * NODE_HOP_S)
 
 
 def test_what_ranks_send(llama: Shape) -> None:
@@ -172,13 +172,15 @@ def test_what_ranks_send(llama: Shape) -> None:
     assert fsdp.bytes_per_step(5) == pytest.approx(5 * 3 * whole * 15 / 16)
     hsdp = Traffic.of(llama, layout(parallel="hsdp", ranks=16, shard=8), network)
     assert hsdp.bytes_per_step(5) == pytest.approx(2 * whole * 7 / 8 + 2 * whole / 8 / 2)
+    both = Traffic.of(llama, layout(parallel="hsdp", ranks=16, shard=8, grad_sync="every"), network)
+    assert both.bytes_per_step(5) == pytest.approx(5 * 3 * whole * 7 / 8 + 2 * whole / 8 / 2)
 
 
 def test_only_what_computing_does_not_hide_is_waited_for() -> None:
-    traffic = Traffic(0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=False)
+    traffic = Traffic(0, 0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=False)
     assert traffic.exposed_s(np.array([3.0, 3.0])) == (2 - 1) + (5 + 1 - 2)
     assert traffic.exposed_s(np.array([30.0, 30.0])) == 0
-    every = Traffic(0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=True)
+    every = Traffic(0, 0, 0, gather_s=2.0, reduce_s=5.0, last_s=1.0, every=True)
     assert every.exposed_s(np.array([3.0, 3.0])) == 2 * (2 - 1) + (7 - 2) + (8 - 2)
 
 
@@ -278,8 +280,9 @@ def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -
         assert one["microbatch_tokens"] <= max(one["largest_fit"] + 8, 24576)
 
 
-def test_hsdp_wins_where_the_network_is_slow(project: Path) -> None:
-    fsdp, hsdp = plan(project, "--ranks", "512", "optim.batch_pairs=64")["scale"]
+@pytest.mark.parametrize("hard", [["--ranks", "4096"], ["--ranks", "16", "--network", "25"]])
+def test_hsdp_wins_where_rings_are_long_or_links_are_slow(project: Path, hard: list[str]) -> None:
+    fsdp, hsdp = plan(project, *hard, "layout.microbatch_tokens=4096")["scale"]
     assert (fsdp["parallel"], hsdp["parallel"], hsdp["shard"]) == ("fsdp", "hsdp", 8)
     assert hsdp["pairs_per_s"] > fsdp["pairs_per_s"]
     assert hsdp["time"]["network"] < fsdp["time"]["network"]

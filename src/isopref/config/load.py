@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
+from isopref.config.peers import PEERS
 from isopref.config.schema import Config
 from isopref.config.values import IS_LIST, IS_SOURCE, IS_TEXT
 from isopref.errors import ConfigError
@@ -233,7 +234,7 @@ def _unknown(keys: Keys) -> str:
         known, what, prefix = list(sections()), "section", ""
     else:
         known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
-    near = [prefix + match for match in get_close_matches(name, known, n=1)] + _homes(name)
+    near = [*PEERS.get(name, ())] or [prefix + match for match in get_close_matches(name, known, n=1)] + _homes(name)
     if near:
         return f"there is no such {what}. Did you mean {' or '.join(near)}?"
     return f"there is no such {what}. Known: {', '.join(known)}."
@@ -245,8 +246,8 @@ def _name(keys: Keys) -> str:
 
 
 def _homes(name: str) -> list[str]:
-    """The fields called `name`, with their sections."""
-    return [f"{section}.{name}" for section in sections() if name in fields(section)]
+    """The fields called `name`, here or by other trainers, with their sections."""
+    return [f"{section}.{name}" for section in sections() if name in fields(section)] + list(PEERS.get(name, ()))
 
 
 def _show(value: Any) -> str:

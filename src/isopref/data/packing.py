@@ -19,6 +19,7 @@ from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
 RowKind = Literal["shared", "packed", "padded", "padded_separate"]
 Group = list[int]  # positions in the global batch that share a microbatch
 GROUPS_PER_RANK = 4
+ROWS_AT_ONCE = 16  # one in so many rows gets a pair at a time
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share:
     num_rows = -(-int(tokens.sum()) // budget.tokens)
     if budget.pairs is not None:
         num_rows = max(num_rows, -(-len(tokens) // budget.pairs))
-    order = np.argsort(-work, kind="stable").tolist()
+    order = np.argsort(-work, kind="stable")
     while True:
         num_rows = -(-num_rows // num_ranks) * num_ranks
-        rows = _least_work(order, tokens.tolist(), work.tolist(), num_rows, budget)
+        rows = _least_work(order, tokens, work, num_rows, budget)
         rows = rows or _best_fit(np.argsort(-tokens, kind="stable").tolist(), tokens.tolist(), num_rows, budget)
         if rows is not None:
             return rows
@@ -124,28 +125,37 @@ def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share:
 
 
 def _least_work(
-    order: list[int], tokens: list[int], work: list[float], num_rows: int, budget: Budget
+    order: IntArray, tokens: IntArray, work: FloatArray, num_rows: int, budget: Budget
 ) -> list[Group] | None:
-    """Largest pair first, into the row with the least work that has room."""
-    rows: list[Group] = [[] for _ in range(num_rows)]
-    used = [0] * num_rows
-    heap = [(0.0, row) for row in range(num_rows)]
-    for pair in order:
-        full = []
-        while heap and used[heap[0][1]] + tokens[pair] > budget.tokens:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, row = heap[0]
-        rows[row].append(pair)
-        used[row] += tokens[pair]
-        if budget.pairs is None or len(rows[row]) < budget.pairs:
-            heapq.heapreplace(heap, (load + work[pair], row))
-        else:
-            heapq.heappop(heap)
-        for item in full:
-            heapq.heappush(heap, item)
-    return rows
+    """Largest pair first, into the row with the least work that has room; of many rows, several such at once.
+
+    Sorting is stable throughout: every rank must find the same plan, whatever its processor.
+    """
+    used, count = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    load = np.zeros(num_rows)
+    rows = np.arange(num_rows)  # by their work
+    row_of = np.empty(len(order), np.int64)
+    at, at_once = 0, max(1, num_rows // ROWS_AT_ONCE)
+    while at < len(order):
+        pairs = order[at : at + at_once]
+        free = used[rows] + tokens[pairs].max() <= budget.tokens
+        if budget.pairs is not None:
+            free &= count[rows] < budget.pairs
+        chosen = rows[np.flatnonzero(free)[: len(pairs)]]
+        if len(chosen) < len(pairs):
+            if at_once == 1:
+                return None
+            at_once //= 2
+            continue
+        row_of[at : at + len(pairs)] = chosen
+        used[chosen] += tokens[pairs]
+        load[chosen] += work[pairs]
+        count[chosen] += 1
+        rows = rows[np.argsort(load[rows], kind="stable")]
+        at += len(pairs)
+    members = order[np.argsort(row_of, kind="stable")].tolist()
+    ends = np.cumsum(count).tolist()
+    return [members[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _best_fit(order: list[int], tokens: list[int], num_rows: int, budget: Budget) -> list[Group] | None:

@@ -1,7 +1,7 @@
 """What ranks send each other in a step, and how much of that time computing does not hide.
 
-A model on paper: ring all-gathers and reduce-scatters, tree all-reduces, each limited by its slowest link and by the
-hops that a piece of data takes.
+A model on paper: rings gather and reduce, trees add up over machines, each limited by its slowest link and by the hops
+that a piece of data takes. Of shards it is taken that they fill machines, or one machine holds some of them.
 """
 
 import math
@@ -28,26 +28,24 @@ class Network:
     def of(cls, card: Card, gigabits: float = 400.0) -> "Network":
         return cls(card.link, gigabits * 1e9 / 8)
 
-    def ring_s(self, size: float, ranks: int, calls: int, *, spread: bool = False) -> float:
+    def ring_s(self, size: float, ranks: int, calls: int) -> float:
         """Seconds to gather or reduce `size` bytes over so many ranks, in so many calls.
 
-        `spread`: each rank is in a machine of its own.
+        Over machines there are as many rings as ranks in one, each with a part of the bytes and a link of its own.
         """
         if ranks == 1:
             return 0.0
-        nodes = ranks if spread else math.ceil(ranks / self.ranks_per_node)
-        link = LINK_SHARE * (self.between if nodes > 1 else self.inside)
+        nodes = math.ceil(ranks / self.ranks_per_node)
+        link = self.inside if nodes == 1 else min(self.inside, self.between * self.ranks_per_node)
         hops = (ranks - nodes) * HOP_S + (nodes - 1) * NODE_HOP_S
-        return size * (ranks - 1) / ranks / link + calls * hops
+        return size * (ranks - 1) / ranks / (LINK_SHARE * link) + calls * hops
 
-    def tree_s(self, size: float, ranks: int, calls: int, *, spread: bool) -> float:
-        """Seconds to add up `size` bytes that every rank has."""
+    def tree_s(self, size: float, ranks: int, calls: int) -> float:
+        """Seconds to add up `size` bytes that so many ranks have, each in a machine of its own."""
         if ranks == 1:
             return 0.0
-        outside = spread or ranks > self.ranks_per_node
-        link = LINK_SHARE * (self.between if outside else self.inside)
-        hop = NODE_HOP_S if outside else HOP_S
-        return 2 * size * (ranks - 1) / ranks / link + 2 * calls * math.ceil(math.log2(ranks)) * hop
+        hops = 2 * math.ceil(math.log2(ranks))
+        return 2 * size * (ranks - 1) / ranks / (LINK_SHARE * self.between) + calls * hops * NODE_HOP_S
 
 
 @dataclass(frozen=True)
@@ -55,37 +53,36 @@ class Traffic:
     """Bytes that one rank sends in a step, and the seconds of one gather and one reduction of all weights."""
 
     gather_bytes: float  # of one gather of all weights
-    reduce_bytes: float
+    reduce_bytes: float  # of one reduction of all gradients
+    last_bytes: float  # of what comes on top in the step's last microbatch: machines adding up their sums
     gather_s: float
     reduce_s: float
-    last_s: float  # what comes on top in the step's last microbatch
+    last_s: float
     every: bool  # for each microbatch; a second gather then serves the backward pass
 
     @classmethod
     def of(cls, shape: Shape, layout: Layout, network: Network) -> "Traffic":
-        whole = shape.parameters * layout.weight_bytes
-        calls = shape.layers + 1
-        if layout.parallel in ("single", "ddp"):
-            moved = 2 * whole * (layout.ranks - 1) / layout.ranks
-            return cls(0.0, moved, 0.0, network.tree_s(whole, layout.ranks, calls, spread=False), 0.0, False)
-        shard, copies = layout.shard, layout.ranks // layout.shard
-        share = (shard - 1) / shard
+        whole, calls, ranks = shape.parameters * layout.weight_bytes, shape.layers + 1, layout.ranks
+        if not layout.sharded:
+            # An all-reduce is a reduction and a gather.
+            moved = 2 * whole * (ranks - 1) / ranks
+            return cls(0.0, moved, 0.0, 0.0, 2 * network.ring_s(whole, ranks, calls), 0.0, every=False)
+        shard, copies = layout.shard, ranks // layout.shard
         gathered = shape.parameters * layout.compute_bytes
-        between = 2 * whole / shard * (copies - 1) / copies
         return cls(
-            gather_bytes=gathered * share,
-            reduce_bytes=whole * share + between,
+            gather_bytes=gathered * (shard - 1) / shard,
+            reduce_bytes=whole * (shard - 1) / shard,
+            last_bytes=2 * whole / shard * (copies - 1) / copies,
             gather_s=network.ring_s(gathered, shard, calls),
             reduce_s=network.ring_s(whole, shard, calls),
-            last_s=network.tree_s(whole / shard, copies, calls, spread=shard >= network.ranks_per_node),
+            last_s=network.tree_s(whole / shard, copies, calls),
             every=layout.grad_sync == "every",
         )
 
     def bytes_per_step(self, microbatches: int) -> float:
         """Sent by one rank."""
-        if not self.every:
-            return self.gather_bytes + self.reduce_bytes
-        return microbatches * (2 * self.gather_bytes + self.reduce_bytes)
+        times, gathers = (microbatches, 2) if self.every else (1, 1)
+        return times * (gathers * self.gather_bytes + self.reduce_bytes) + self.last_bytes
 
     def exposed_s(self, seconds_M: FloatArray) -> float:
         """Seconds of a step that its microbatches' own time does not hide: a third of it is forward, the rest backward.

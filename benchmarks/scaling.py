@@ -1,0 +1,252 @@
+"""A run on many ranks, on paper: the real planner over real lengths, and the model of `isopref plan`.
+
+    python benchmarks/scaling.py            # writes docs/scaling.md and its plots
+
+No GPU is used. Balance and planning time are computed by the planner that a run uses; network, MFU and memory are the
+model's, for a Llama of 8B with float32 master weights on H100s, eight to a machine.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from math import log2
+from pathlib import Path
+
+import torch
+import workload
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from isopref.build import auto
+from isopref.cards import CARDS, GIB
+from isopref.data.packing import Budget, plan_step
+from isopref.models.shape import Shape, shape_of
+from isopref.plan.layout import Layout, step_loads
+from isopref.plan.network import Network
+from isopref.plan.scale import Forecast, forecast
+
+DOCS = Path(__file__).parents[1] / "docs"
+BATCHES = (64, 256, 1024, 4096, 16384, 65536)
+SHARDED_BATCHES = (1024, 16384, 65536)
+RANKS = tuple(2**n for n in range(13))  # 1 to 4,096
+TOKENS = 8192
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
+CARD = CARDS["H100"]
+FSDP = Layout("shared", "fsdp", 8, 8, "every", compiled=True, recompute=0, weight_bytes=4, compute_bytes=2)
+
+Series = dict[str, list[tuple[float, float]]]
+
+PAGE = """\
+# Many ranks, on paper
+
+What to expect of a run on 1 to 4,096 ranks, with global batches of 64 to 65,536 pairs. `python benchmarks/scaling.py`
+writes this page; nothing here was run on so many GPUs. Balance, microbatches and planning time come from the planner
+that a run uses, over the lengths of real chat pairs. Network, MFU and memory come from the model of `isopref plan`: a
+Llama of 8B with float32 master weights and bfloat16 compute, microbatches of {tokens:,} tokens, H100s, eight to a
+machine, NVLink between them (450 GB/s each way) and 400 Gb/s for each GPU to other machines.
+`isopref plan my.yaml --ranks 8,64,1024` gives the same for your own model and data.
+
+## Balance
+
+Share of the time that ranks compute, where all wait for the slowest in every microbatch. A rank wants a few pairs in a
+step: with fewer than about eight each, the longest pairs decide; with fewer pairs than ranks, ranks stay idle.
+
+![balance of ranks](scaling-balance.svg)
+
+{balance}
+
+## FSDP or HSDP
+
+Model FLOPs utilisation (MFU) of the whole run: useful operations over what the cards' data sheet promises. FSDP shards
+the model over all ranks, and so gathers and reduces it over all of them in every microbatch. HSDP shards it inside each
+machine (`layout.hsdp_shard: 8`), where links are fast, and adds up gradients between machines once a step.
+
+![MFU with FSDP and HSDP](scaling-mfu.svg)
+
+{mfu}
+
+{takeover}
+
+What one rank sends in a step (all-gathers, reductions), and how long it waits for that beyond what computing hides:
+
+{network}
+
+The model behind it: rings gather and reduce, over machines one for each GPU in a machine; trees add up between copies;
+80% of a link's rate; 2 microseconds for a hop inside a machine, 5 between two; a gather runs beside the forward pass,
+the rest beside the backward pass. The hops are what ends FSDP: a ring over 4,096 ranks has 4,095 of them in each call.
+
+## Planning
+
+Every rank plans every step from the lengths alone. A thread makes the plan two steps ahead, while the device computes.
+Milliseconds of one core for one step's plan ({machine}, Python {python}), least of three:
+
+{planning}
+"""
+
+
+def eight_b() -> Shape:
+    with torch.device("meta"):
+        return shape_of(LlamaForCausalLM(LlamaConfig(**workload.SHAPES["8b"])))
+
+
+def on_ranks(shape: Shape, ranks: int, pairs: int, *, shard: int) -> Forecast:
+    layout = replace(FSDP, parallel="fsdp" if shard == ranks else "hsdp", ranks=ranks, shard=shard)
+    return forecast(
+        shape,
+        layout,
+        CARD,
+        Network.of(CARD),
+        [workload.lengths("chat", pairs)],
+        Budget("shared", TOKENS),
+        pairs=pairs,
+        attention_share=auto.attention_share(shape.width),
+    )
+
+
+def balance(shape: Shape, pairs: int, ranks: int) -> float:
+    """Of tokens: mean over the slowest, microbatch by microbatch."""
+    share = auto.attention_share(shape.width)
+    loads = step_loads(workload.lengths("chat", pairs), Budget("shared", TOKENS), ranks=ranks, attention_share=share)
+    return float(loads.tokens.sum() / ranks / loads.tokens.max(axis=0).sum())
+
+
+def planning_ms(pairs: int, ranks: int) -> float:
+    lengths, times = workload.lengths("chat", pairs), []
+    for _ in range(3):
+        started = time.process_time()
+        plan_step(lengths, Budget("shared", TOKENS), num_ranks=ranks, attention_share=auto.attention_share(4096))
+        times.append(time.process_time() - started)
+    return 1000 * min(times)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def chart(title: str, series: Series, *, x_label: str, y_label: str, dashed: Sequence[str] = ()) -> str:
+    """A line chart as SVG: x is a power of two, y a share from 0 to 1."""
+    left, top, width, height = 60, 40, 520, 280
+    most = max(log2(x) for line in series.values() for x, _ in line)
+
+    def at(x: float, y: float) -> str:
+        return f"{left + width * log2(x) / most:.1f},{top + height * (1 - y):.1f}"
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 390" font-family="sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        '<rect width="760" height="390" fill="#ffffff"/>',
+        f'<text x="{left}" y="22" font-size="15" fill="#222">{escape(title)}</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, y = at(1, share).split(",")
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{left + width}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{float(y) + 4}" text-anchor="end" fill="#555">{share:.0%}</text>')
+    for power in range(0, int(most) + 1, 2):
+        x, y = at(2**power, 0).split(",")
+        parts.append(f'<text x="{x}" y="{float(y) + 18}" text-anchor="middle" fill="#555">{2**power:,}</text>')
+    parts.append(
+        f'<text x="{left + width / 2}" y="{top + height + 40}" text-anchor="middle" fill="#222">{x_label}</text>'
+    )
+    parts.append(f'<text x="{left + width + 20}" y="{top + 4}" fill="#222">{y_label}</text>')
+    for number, (name, line) in enumerate(series.items()):
+        colour, dash = COLOURS[number % len(COLOURS)], ' stroke-dasharray="6 4"' if name in dashed else ""
+        points = " ".join(at(x, y) for x, y in line)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        low = top + 28 + 20 * number
+        parts.append(f'<line x1="600" y1="{low}" x2="624" y2="{low}" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="630" y="{low + 4}" fill="#222">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    shape = eight_b()
+    balances = {pairs: [(ranks, balance(shape, pairs, ranks)) for ranks in RANKS] for pairs in BATCHES}
+    sharded = [ranks for ranks in RANKS if ranks >= 8]
+    points = {
+        (kind, pairs, ranks): on_ranks(shape, ranks, pairs, shard=ranks if kind == "fsdp" else 8)
+        for pairs in SHARDED_BATCHES
+        for ranks in sharded
+        for kind in (("fsdp",) if ranks == 8 else ("fsdp", "hsdp"))
+    }
+    lines: Series = {}
+    for pairs in SHARDED_BATCHES:
+        for kind in ("fsdp", "hsdp"):
+            lines[f"{kind.upper()}, {pairs:,}"] = [
+                (ranks, points.get((kind, pairs, ranks), points["fsdp", pairs, ranks]).mfu) for ranks in sharded
+            ]
+    named = {f"{pairs:,} pairs": line for pairs, line in balances.items()}
+    (DOCS / "scaling-balance.svg").write_text(chart("Balance of ranks", named, x_label="ranks", y_label="global batch"))
+    dashed = [name for name in lines if name.startswith("FSDP")]
+    (DOCS / "scaling-mfu.svg").write_text(
+        chart("Expected MFU, 8B on H100", lines, x_label="ranks", y_label="pairs a step", dashed=dashed)
+    )
+    (DOCS / "scaling.md").write_text(page(balances, points, sharded))
+
+
+def page(
+    balances: dict[int, list[tuple[int, float]]],
+    points: dict[tuple[str, int, int], Forecast],
+    sharded: Sequence[int],
+) -> str:
+    some = [ranks for ranks in RANKS if log2(ranks) % 3 == 0]  # 1, 8, 64, 512, 4,096
+    big = 16384
+    first = {pairs: next(ranks for ranks in sharded if _faster(points, pairs, ranks)) for pairs in SHARDED_BATCHES}
+    wins = ", ".join(f"from {ranks:,} ranks on with {pairs:,} pairs a step" for pairs, ranks in first.items())
+    takeover = (
+        f"HSDP is the faster one by more than 2% {wins}. Below that FSDP is as fast or faster, and takes less memory."
+    )
+    kinds = [(kind, ranks) for ranks in sharded for kind in ("fsdp", "hsdp") if (kind, big, ranks) in points]
+    return PAGE.format(
+        tokens=TOKENS,
+        machine=platform.machine(),
+        python=platform.python_version(),
+        balance=table(
+            ["pairs a step", *(f"{ranks:,} ranks" for ranks in some)],
+            [[f"{pairs:,}", *(f"{dict(line)[ranks]:.1%}" for ranks in some)] for pairs, line in balances.items()],
+        ),
+        mfu=table(
+            ["ranks", *(f"{kind.upper()}, {pairs:,}" for pairs in SHARDED_BATCHES for kind in ("fsdp", "hsdp"))],
+            [
+                [
+                    f"{ranks:,}",
+                    *(
+                        f"{points[kind, pairs, ranks].mfu:.1%}" if (kind, pairs, ranks) in points else ""
+                        for pairs in SHARDED_BATCHES
+                        for kind in ("fsdp", "hsdp")
+                    ),
+                ]
+                for ranks in sharded
+            ],
+        ),
+        takeover=takeover,
+        network=table(
+            [f"{big:,} pairs a step", "microbatches", "GB", "waits, s", "step, s", "pairs/s", "GiB of memory"],
+            [
+                [
+                    f"{ranks:,} {kind.upper()}",
+                    f"{points[kind, big, ranks].microbatches:.0f}",
+                    f"{points[kind, big, ranks].sent_bytes / 1e9:,.0f}",
+                    f"{points[kind, big, ranks].time.network:.2f}",
+                    f"{points[kind, big, ranks].time.total:.2f}",
+                    f"{points[kind, big, ranks].pairs_per_s:,.0f}",
+                    f"{points[kind, big, ranks].memory.total / GIB:.0f}",
+                ]
+                for kind, ranks in kinds
+            ],
+        ),
+        planning=table(
+            ["pairs a step", *(f"{ranks:,} ranks" for ranks in some)],
+            [[f"{pairs:,}", *(f"{planning_ms(pairs, ranks):.1f}" for ranks in some)] for pairs in BATCHES],
+        ),
+    )
+
+
+def _faster(points: dict[tuple[str, int, int], Forecast], pairs: int, ranks: int) -> bool:
+    hsdp = points.get(("hsdp", pairs, ranks))
+    return hsdp is not None and hsdp.pairs_per_s > 1.02 * points["fsdp", pairs, ranks].pairs_per_s
+
+
+if __name__ == "__main__":
+    main()
