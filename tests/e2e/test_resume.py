@@ -17,6 +17,7 @@ import torch
 from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
+from isopref.report.read import read_run
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
@@ -164,10 +165,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert signal.getsignal(signal.SIGINT) is before
     assert checkpoints(run) == ["step3", "step5"]
     assert not (run / "model").exists()
+    assert read_run(run).status == "stopped at step 5"
     project.train("run", *SAVE, "--resume")
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert same(read_metrics(run)) == same(read_metrics(whole))
+    assert read_run(run).status == "finished"
+    assert [start["after_step"] for start in read_run(run).starts] == [0, 5]
 
 
 def test_twice(project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights) -> None:

@@ -1,8 +1,13 @@
-"""Progress where there is no terminal: a line now and then, with what is left."""
+"""What a run shows: a bar with figures on a terminal, a line now and then elsewhere, nothing on other ranks."""
+
+import io
+import re
+import time
 
 import pytest
+from rich.console import Console
 
-from isopref.engine.display import Display
+from isopref.engine.display import Display, brief
 
 
 def test_long_work_says_a_line_now_and_then(
@@ -45,3 +50,38 @@ def test_cells_are_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> 
     for text in ("[red]title", "[b]", "[INST] hi [/INST]", "[/b]"):
         assert text in out
     assert "\x1b[31m" not in out
+
+
+METRICS = {
+    "train/loss": 0.43512, "train/accuracy": 0.875, "train/margin": 6.0927, "speed/pairs_per_s": 1.254,
+    "speed/mfu": 0.451, "speed/peak_memory_gib": 12.34,
+}  # fmt: skip
+
+
+def test_figures_of_a_step_on_one_line() -> None:
+    assert brief(METRICS) == "loss 0.4351  accuracy 0.88  margin 6.09  1.25 pairs/s  MFU 45%  12.3 GiB"
+
+
+def test_a_narrow_terminal_shows_progress_and_every_figure() -> None:
+    """Beside the bar they would be cut to fit 80 columns; below it they are whole, and wrap if they must."""
+    screen = io.StringIO()
+    display = Display()
+    display.console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    with display.bar("train", 30, lines=False, below=True) as advance:
+        advance(12, brief(METRICS))
+        with display.bar("score held-out", 8) as inner:
+            inner(3, "2.0 pairs/s")
+            time.sleep(0.25)  # a frame or two
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "12/30" in text
+    assert "score held-out" in text
+    assert "loss 0.4351  accuracy 0.88  margin 6.09  1.25 pairs/s  MFU 45%  12.3 GiB" in text
+
+
+def test_ranks_other_than_the_first_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(quiet=True)
+    display.say("hello")
+    display.table("title", ("a",), [("b",)])
+    with display.bar("train", 10) as advance:
+        advance(10, "note")
+    assert capsys.readouterr() == ("", "")

@@ -41,7 +41,7 @@ def _wandb(run: Run, wandb: Any) -> Callback:
             f"run.loggers: wandb cannot start ({' '.join(str(error).split())}). Log in with `wandb login`, or set "
             "WANDB_MODE=offline."
         ) from error
-    run.display.say(f"wandb {opened.url or f'offline, in {opened.dir}'}")
+    run.display.say(f"wandb {f'offline, in {opened.dir}' if opened.offline else opened.url}")
     return WandbCallback(run=opened)
 
 

@@ -1,18 +1,18 @@
 """Charts as inline SVG. They stand without the page's script, which only adds values under the pointer.
 
-Colours are classes of the page's style: slot0 to slot5 for runs, or for the chosen and the rejected side of one run.
+Colours are classes of the page's style: slot0 to slot5, and `was` for what is in the background.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from isopref.report.elements import Html, element, join, number
-from isopref.types import FloatArray
+from isopref.types import FloatArray, IntArray
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 302, 10, 164  # of what is drawn in; labels are around it
@@ -25,14 +25,29 @@ NUM_BINS = 30
 
 @dataclass(frozen=True)
 class Line:
-    """A series in a chart. `slot` is its colour; what is `sparse` has a mark for each value and no trend."""
+    """A series in a chart. `style` is the class of its colour."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    slot: int = 0
+    style: str = ""
     dashed: bool = False
-    sparse: bool = False
+    marks: bool = False  # one for each value
+    noisy: bool = False  # a long line gets a trend
+
+    @property
+    def trend(self) -> list[float] | None:
+        """The means around each value, where they say more than the values."""
+        return _means_around(self.y) if self.noisy and len(self.y) >= TREND_FROM else None
+
+
+class Side(NamedTuple):
+    """A set of points, such as the tokens and rewards of all chosen answers."""
+
+    label: str
+    x: IntArray
+    y: FloatArray
+    style: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ def fitted(values: Sequence[float], start: float, end: float, *, wanted: int = 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [round(step * n, 12) for n in range(first, last + 1)]
+    ticks = [float(f"{step * n:.9g}") for n in range(first, last + 1)]
     return Scale(first * step, last * step, start, end, ticks)
 
 
@@ -73,7 +88,7 @@ def over_steps(
     thin = [_thinned(line) for line in lines]
     parts = [_grid(x, y), _step_labels(x)]
     parts += [_line(line, x, y) for line in thin]
-    parts += _end_labels(lines, y)
+    parts += _end_labels(thin, y)
     svg = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex="0", aria_label=f"{title} over steps",
         data_chart=key,
@@ -82,40 +97,41 @@ def over_steps(
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end],
         "lines": [
-            {"label": line.label, "slot": line.slot, "x": list(line.x), "y": [_finite(value) for value in line.y]}
+            {"label": line.label, "style": line.style, "x": list(line.x), "y": [_finite(value) for value in line.y]}
             for line in thin
         ],
     }
     return _figure(title, svg, unit, legend), data
 
 
-def histogram(title: str, sides: Sequence[tuple[str, FloatArray]], low: float, high: float) -> Html:
-    """How values are spread, for a few sets of them over one range: the share of each set in every bin."""
+def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Html:
+    """How the second of two values is spread over one range: the share of each set in every bin."""
     edges = np.linspace(low, high, NUM_BINS + 1)
-    shares = [np.histogram(values, edges)[0] / max(1, len(values)) for _, values in sides]
+    shares = [np.histogram(side.y, edges)[0] / max(1, len(side.y)) for side in sides]
     x = Scale(low, high, LEFT, WIDTH - 8)
     y = fitted([0.0, *(float(share.max()) for share in shares)], BOTTOM, TOP)
     parts = [_grid(x, y, percent=True), _value_labels(x)]
-    for slot, share in enumerate(shares):
+    for side, share in zip(sides, shares, strict=True):
         tops = "".join(
             f"L{x(left):.1f} {y(top):.1f}L{x(right):.1f} {y(top):.1f}"
             for left, right, top in zip(edges[:-1], edges[1:], share, strict=True)
         )
         parts.append(
-            element("path", d=f"M{x(low):.1f} {BOTTOM}{tops}L{x(high):.1f} {BOTTOM}Z", class_=f"area slot{slot}")
+            element("path", d=f"M{x(low):.1f} {BOTTOM}{tops}L{x(high):.1f} {BOTTOM}Z", class_=f"area {side.style}")
         )
-    return _static(title, parts, [Line(label, (), (), slot) for slot, (label, _) in enumerate(sides)])
+    return _static(title, parts, sides)
 
 
-def scatter(title: str, sides: Sequence[tuple[str, FloatArray, FloatArray]], y: Scale) -> Html:
+def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
     """Dots of a few sets of (x, y); of very many, every so manieth."""
-    every = max(1, math.ceil(sum(len(xs) for _, xs, _ in sides) / MOST_DOTS))
-    x = fitted([float(value) for _, xs, _ in sides for value in (xs.min(), xs.max())], LEFT, WIDTH - 8)
+    every = max(1, math.ceil(sum(len(side.x) for side in sides) / MOST_DOTS))
+    x = fitted([float(end) for side in sides for end in (side.x.min(), side.x.max())], LEFT, WIDTH - 8)
     parts = [_grid(x, y), _value_labels(x)]
-    for slot, (_, xs, ys) in enumerate(sides):
-        dots = "".join(f"M{x(a):.1f} {y(b):.1f}h0" for a, b in zip(xs[::every], ys[::every], strict=True))
-        parts.append(element("path", d=dots, class_=f"dots slot{slot}"))
-    return _static(title, parts, [Line(label, (), (), slot) for slot, (label, *_) in enumerate(sides)])
+    for side in sides:
+        some = zip(side.x[::every], side.y[::every], strict=True)
+        dots = "".join(f"M{x(a):.1f} {y(b):.1f}h0" for a, b in some)
+        parts.append(element("path", d=dots, class_=f"dots {side.style}"))
+    return _static(title, parts, sides)
 
 
 def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high: float) -> Html:
@@ -131,26 +147,26 @@ def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high:
 
 
 def _figure(title: str, svg: Html, unit: str, legend: Sequence[Line]) -> Html:
-    keys = [element("span", line.label, class_=f"key slot{line.slot}{' dashed' * line.dashed}") for line in legend]
-    head = element("figcaption", element("b", title), element("small", unit) if unit else None, *keys)
+    keys = [element("span", line.label, class_=f"key {line.style}{' dashed' * line.dashed}") for line in legend]
+    head = element("figcaption", element("b", title), element("small", unit) if unit else None, element("span", *keys))
     return element("figure", head, svg)
 
 
-def _static(title: str, parts: Sequence[Html], legend: Sequence[Line]) -> Html:
+def _static(title: str, parts: Sequence[Html], sides: Sequence[Side]) -> Html:
     svg = element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
-    return _figure(title, svg, "", legend)
+    return _figure(title, svg, "", [Line(side.label, (), (), side.style) for side in sides])
 
 
 def _line(line: Line, x: Scale, y: Scale) -> Html:
-    style = f"slot{line.slot}{' dashed' * line.dashed}"
-    has_trend = not line.sparse and len(line.x) >= TREND_FROM
-    drawn = element("path", d=_path(line.x, line.y, x, y), class_=f"line {style}{' faint' * has_trend}")
-    if line.sparse or len(line.x) == 1:
+    style = f"{line.style}{' dashed' * line.dashed}"
+    trend = line.trend
+    drawn = element("path", d=_path(line.x, line.y, x, y), class_=f"line {style}{' faint' * (trend is not None)}")
+    if line.marks or len(line.x) == 1:
         marks = (element("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.5) for a, b in _points(line))
-        return element("g", drawn, *marks, class_=f"marks slot{line.slot}")
-    if not has_trend:
+        return element("g", drawn, *marks, class_=f"marks {line.style}")
+    if trend is None:
         return drawn
-    return join(drawn, element("path", d=_path(line.x, _trend(line.y), x, y), class_=f"trend {style}"))
+    return join(drawn, element("path", d=_path(line.x, trend, x, y), class_=f"trend {style}"))
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale) -> str:
@@ -169,16 +185,15 @@ def _points(line: Line) -> list[tuple[float, float]]:
     return [(a, b) for a, b in zip(line.x, line.y, strict=True) if math.isfinite(b)]
 
 
-def _trend(values: Sequence[float]) -> list[float]:
-    """The mean over a window around each value, smaller at the ends; of the finite ones."""
+def _means_around(values: Sequence[float]) -> list[float]:
+    """The mean of the finite values in a window around each."""
     half = max(1, len(values) // TREND_PARTS // 2)
     array = np.array(values, dtype=np.float64)
     finite = np.isfinite(array)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     at = np.arange(len(array))
-    reach = np.minimum(half, np.minimum(at, len(array) - 1 - at))
-    first, last = at - reach, at + reach + 1
+    first, last = np.maximum(at - half, 0), np.minimum(at + half + 1, len(array))
     with np.errstate(invalid="ignore", divide="ignore"):
         means: list[float] = ((sums[last] - sums[first]) / (counts[last] - counts[first])).tolist()
     return means
@@ -197,7 +212,7 @@ def _thinned(line: Line) -> Line:
         kept |= {int(start + stretch.argmin()), int(start + stretch.argmax())}
     places = sorted(kept)
     x, y = ([of[place] for place in places] for of in (line.x, line.y))
-    return Line(line.label, x, y, line.slot, line.dashed, line.sparse)
+    return replace(line, x=x, y=y)
 
 
 def _grid(x: Scale, y: Scale, *, percent: bool = False) -> Html:
@@ -231,18 +246,16 @@ def _labels(x: Scale, ticks: Sequence[float], texts: Sequence[str]) -> Html:
 
 
 def _end_labels(lines: Sequence[Line], y: Scale) -> list[Html]:
-    """The last value of every line at its end, moved apart where they would touch."""
-    ends = [(y(line.y[-1]), line) for line in lines if math.isfinite(line.y[-1])]
-    ends.sort(key=lambda end: end[0])
+    """Where every line ends, or its trend, in figures; moved apart where they would touch."""
+    last = [((line.trend or line.y)[-1], line) for line in lines]
+    ends = sorted(((y(value), value, line) for value, line in last if math.isfinite(value)), key=lambda end: end[0])
     places: list[float] = []
-    for place, _ in ends:
+    for place, *_ in ends:
         places.append(max(place, places[-1] + LABEL_HEIGHT) if places else place)
     over = max(0.0, (places[-1] if places else 0.0) - BOTTOM)
     return [
-        element(
-            "text", number(line.y[-1]), x=RIGHT + 5, y=f"{place - over:.1f}", dy="0.32em", class_=f"end slot{line.slot}"
-        )
-        for place, (_, line) in zip(places, ends, strict=True)
+        element("text", number(value), x=RIGHT + 5, y=f"{place - over:.1f}", dy="0.32em", class_=f"end {line.style}")
+        for place, (_, value, line) in zip(places, ends, strict=True)
     ]
 
 

@@ -92,6 +92,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
-def range_text(figure: Interval, sign: str = "") -> str:
+def range_text(figure: Interval, sign: str = "", digits: int = 3) -> str:
     """The interval of a figure: "0.917 to 1.000"."""
-    return f"{fixed(figure['low'], 3, sign)} to {fixed(figure['high'], 3, sign)}"
+    return f"{fixed(figure['low'], digits, sign)} to {fixed(figure['high'], digits, sign)}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from isopref import __version__
 from isopref.errors import RunError
 from isopref.report import charts
-from isopref.report.charts import Line
+from isopref.report.charts import Line, Side
 from isopref.report.compare import math_that_differs
 from isopref.report.elements import Html, element, fixed, join, number
 from isopref.report.figures import (
@@ -37,6 +37,7 @@ class Curve(NamedTuple):
     title: str
     metrics: tuple[tuple[str, str], ...]
     unit: str = ""
+    noisy: bool = True
 
 
 CURVES = (
@@ -46,10 +47,10 @@ CURVES = (
     Curve("Log-probabilities", (("train/logps_chosen", "chosen"), ("train/logps_rejected", "rejected")), "nats"),
     Curve("Rewards", (("train/rewards_chosen", "chosen"), ("train/rewards_rejected", "rejected")), "nats times beta"),
     Curve("Gradient norm", (("optim/grad_norm", "norm"),), "before clipping"),
-    Curve("Learning rate", (("optim/lr", "rate"),)),
+    Curve("Learning rate", (("optim/lr", "rate"),), noisy=False),
     Curve("Speed", (("speed/pairs_per_s", "pairs/s"),), "pairs per second"),
     Curve("MFU", (("speed/mfu", "MFU"),), "useful share of the hardware"),
-    Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank"),
+    Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank", noisy=False),
 )
 
 
@@ -128,7 +129,7 @@ def _tiles(run: RunRecord) -> Html:
         if after is not None:
             sign = LABELS[name][1]
             was = f"from {fixed(before['value'], 2, sign)}; " if before is not None else ""
-            tiles.append(_tile(title, fixed(after["value"], 2, sign), f"{was}95%: {range_text(after, sign)}"))
+            tiles.append(_tile(title, fixed(after["value"], 2, sign), f"{was}95%: {range_text(after, sign, digits=2)}"))
     loss = run.metrics.get("train/loss")
     if loss is not None:
         tiles.append(_tile("training loss", number(loss.values[-1]), f"from {number(loss.values[0])}"))
@@ -177,7 +178,7 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Html | No
     legend = [element("span", label, class_=f"key slot{slot}") for slot, label in enumerate(labels)]
     return join(
         element("h2", "Over steps"),
-        element("p", join(*(join(one, " ") for one in legend))) if len(runs) > 1 else None,
+        element("p", *legend, class_="runs") if len(runs) > 1 else None,
         element("p", f"Point at a chart, or use the arrow keys, for values.{trend}{note}", class_="soft"),
         element("div", *figures, class_="charts"),
     ), data
@@ -192,13 +193,15 @@ def _lines(curve: Curve, runs: Sequence[RunRecord], labels: Sequence[str]) -> It
             held_out = metric.startswith("eval/")
             name = side if len(runs) == 1 else label if len(curve.metrics) == 1 else f"{label}, {side}"
             several = len(runs) > 1
-            yield Line(name, series.steps, series.values, slot if several else place, several and place > 0, held_out)
+            style, dashed = f"slot{slot if several else place}", several and place > 0
+            noisy = curve.noisy and not held_out
+            yield Line(name, series.steps, series.values, style, dashed, marks=held_out, noisy=noisy)
 
 
 def _legend(curve: Curve, runs: Sequence[RunRecord]) -> Iterator[Line]:
     for place, (metric, side) in enumerate(curve.metrics):
         if any(metric in run.metrics for run in runs):
-            yield Line(side, (), (), place if len(runs) == 1 else -1, len(runs) > 1 and place > 0)
+            yield Line(side, (), (), f"slot{place}" if len(runs) == 1 else "", len(runs) > 1 and place > 0)
 
 
 def _evaluation(runs: Sequence[RunRecord], labels: Sequence[str]) -> Html | None:
@@ -250,26 +253,21 @@ def _rewards(runs: Sequence[RunRecord], labels: Sequence[str]) -> Html | None:
         if run.rewards is not None and len(run.rewards.tokens):
             if len(runs) > 1:
                 parts.append(element("h3", element("span", label, class_=f"key slot{slot}")))
-            parts += _reward_charts(run.rewards)
+            parts += _reward_charts(run.rewards, ("slot0", "slot1") if len(runs) == 1 else (f"slot{slot}", "was"))
     return join(element("h2", "Rewards of held-out answers"), *parts) if parts else None
 
 
-def _reward_charts(rewards: Rewards) -> Iterator[Html]:
+def _reward_charts(rewards: Rewards, styles: tuple[str, str]) -> Iterator[Html]:
     if not rewards.before.any():
         text = "Before training the model is its own reference, so every reward is 0."
         yield element("p", text, class_="soft")
     both = (("before", rewards.before), ("after", rewards.after))
     ends = [float(end) for _, values in both for end in (values.min(), values.max())]
     across, up = charts.fitted(ends, 0, 1), charts.fitted(ends, charts.BOTTOM, charts.TOP)
-    sides = ("chosen", "rejected")
-    figures = [
-        charts.histogram(f"Rewards, {when}", list(zip(sides, values.T, strict=True)), across.low, across.high)
-        for when, values in both
-    ]
-    figures += [
-        charts.scatter(f"Reward by tokens, {when}", list(zip(sides, rewards.tokens.T, values.T, strict=True)), up)
-        for when, values in both
-    ]
+    labels = ("chosen", "rejected")
+    sides = {when: list(map(Side, labels, rewards.tokens.T, values.T, styles)) for when, values in both}
+    figures = [charts.histogram(f"Rewards, {when}", sides[when], across.low, across.high) for when in sides]
+    figures += [charts.scatter(f"Reward by tokens, {when}", sides[when], up) for when in sides]
     yield element("div", *figures, class_="charts pairs")
 
 

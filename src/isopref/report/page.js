@@ -54,12 +54,12 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
       if (line.x[at] !== step) continue;
       const value = line.y[at], row = document.createElement("div"), name = document.createElement("span");
       const figure = document.createElement("span");
-      name.className = `key slot${line.slot}`;
+      name.className = `key ${line.style}`;
       name.textContent = line.label;
       figure.textContent = written(value);
       row.append(name, figure);
       rows.push(row);
-      if (value !== null) dots.push(drawn("circle", { cx: x, cy: place(chart.y, value), r: 3, class: `slot${line.slot}` }));
+      if (value !== null) dots.push(drawn("circle", { cx: x, cy: place(chart.y, value), r: 3, class: line.style }));
     }
     cursor.replaceChildren(rule, ...dots);
     cursor.setAttribute("visibility", "visible");

@@ -1,0 +1,277 @@
+"""What is read of a run's folder, and what is made of it: figures, curves, comparison, text that stays text."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isopref.errors import RunError
+from isopref.report import charts
+from isopref.report.charts import Line, fitted, over_steps
+from isopref.report.compare import math_that_differs, parting
+from isopref.report.elements import element, fixed, join, number
+from isopref.report.figures import field_rows, figure_rows
+from isopref.report.html import page
+from isopref.report.markdown import markdown
+from isopref.report.read import METRICS_FILE, find_runs, read_run
+from isopref.report.state import State, held_state, read_state
+from isopref.testing.runs import make_run, noisy_metrics
+
+MINUS = "\N{MINUS SIGN}"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m | `code` [a](b) @all"
+
+
+def losses(values: list[float]) -> list[dict[str, float]]:
+    return [{"step": step, "train/loss": value} for step, value in enumerate(values, start=1)]
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def test_series_have_the_steps_they_were_logged_at(tmp_path: Path) -> None:
+    lines = [{"step": 1, "train/loss": 0.7}, {"step": 5, "train/loss": 0.6, "eval/loss": 0.65}]
+    run = read_run(make_run(tmp_path / "run", lines))
+    assert (run.metrics["train/loss"].steps, run.metrics["train/loss"].values) == ([1, 5], [0.7, 0.6])
+    assert (run.metrics["eval/loss"].steps, run.metrics["eval/loss"].values) == ([5], [0.65])
+    assert run.last_step == 5
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", losses([0.7, 0.6]))
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write('{"step": 3, "tra')
+    assert read_run(folder).metrics["train/loss"].steps == [1, 2]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", losses([0.7]))
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2: cannot be read"):
+        read_run(folder)
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"holds no run \(no config\.yaml\)\. Name the folder of a run"):
+        read_run(tmp_path)
+
+
+def test_a_run_that_has_only_begun_can_be_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [])
+    for name in ("evaluation.json", "rewards.npz", "samples.jsonl", "starts.jsonl", "state.json"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert run.status == "unknown"
+    assert "<h1>run</h1>" in page([run])
+    assert markdown([run]).startswith("## run\n")
+
+
+def test_runs_are_found_below_a_folder_but_not_inside_runs(tmp_path: Path) -> None:
+    inner = make_run(tmp_path / "a" / "b", losses([0.7]))
+    make_run(inner / "checkpoints" / "copy", losses([0.7]))
+    outer = make_run(tmp_path / "c", losses([0.7]))
+    make_run(tmp_path / "1" / "2" / "3" / "4", losses([0.7]))  # too deep
+    assert list(find_runs(tmp_path)) == [inner, outer]
+
+
+# --- state -------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_while_it_holds_its_state(tmp_path: Path) -> None:
+    with held_state(tmp_path) as write:
+        write(State("running", 3, 10))
+        assert read_state(tmp_path) == State("running", 3, 10)
+    killed = read_state(tmp_path)
+    assert killed is not None
+    assert (killed.outcome, killed.step) == ("failed", 3)
+    assert "without a word" in killed.error
+
+
+def test_a_shorter_state_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    with held_state(tmp_path) as write:
+        write(State("failed", 3, 10, 1.5, "a long reason"))
+        write(State("stopped", 4, 10))
+    assert read_state(tmp_path) == State("stopped", 4, 10)
+
+
+# --- numbers and markup ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.69314718, "0.6931"),
+        (-52.1, f"{MINUS}52.1"),
+        (1e-6, f"1e{MINUS}6"),
+        (1.23456e7, "1.235e7"),
+        (0.0, "0"),
+        (1234.5, "1234"),
+    ],
+)
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_fixed_figures() -> None:
+    assert [fixed(value, 2, "+") for value in (0.5, -0.5, 0.001, -0.001)] == ["+0.50", f"{MINUS}0.50", "0.00", "0.00"]
+
+
+def test_text_is_escaped_once_and_markup_is_not() -> None:
+    inner = element("b", "<i> & \x1b")
+    assert inner == "<b>&lt;i&gt; &amp; \\x1b</b>"
+    assert join(inner, "<") == "<b>&lt;i&gt; &amp; \\x1b</b>&lt;"
+    assert element("p", class_='"x"', data_a=1, title=None) == '<p class="&quot;x&quot;" data-a="1"></p>'
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    sample = {"prompt": HOSTILE, "greedy_before": HOSTILE, "greedy_after": HOSTILE}
+    state = State("failed", 1, 2, 1.0, HOSTILE)
+    folder = make_run(
+        tmp_path / "a<b>", losses([0.7]), settings={"model": {"path": HOSTILE}}, state=state, samples=[sample]
+    )
+    run = read_run(folder)
+    html = page([run])
+    assert html.count("<script") == 2  # the page's own: data, and code
+    assert "<img" not in html
+    assert "\x1b" not in html
+    assert "&lt;img src=x onerror=alert(2)&gt;" in html
+    text = markdown([run])
+    assert "<img" not in text
+    assert "\\| \\`code\\` \\[a\\](b) @\u200ball" in text
+    table = [line for line in text.splitlines() if "onerror" in line and line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in table)
+
+
+# --- charts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.0, 1.0], [0, 0.25, 0.5, 0.75, 1]),
+        ([0.12, 0.69], [0, 0.2, 0.4, 0.6, 0.8]),
+        ([-155.6, -30.0], [-200, -150, -100, -50, 0]),
+        ([1e-7, 3e-5], [0, 1e-5, 2e-5, 3e-5]),
+    ],
+)
+def test_scales_begin_and_end_on_round_ticks(values: list[float], ticks: list[float]) -> None:
+    scale = fitted(values, 100, 0)
+    assert scale.ticks == pytest.approx(ticks)
+    assert (scale(ticks[0]), scale(ticks[-1])) == pytest.approx((100, 0))
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.5], [0.0], [math.nan], [39.4, 39.4 + 1e-12]])
+def test_scales_of_one_value_have_a_width(values: list[float]) -> None:
+    scale = fitted(values, 0, 1)
+    assert scale.high > scale.low
+
+
+def commands(svg: str, style: str = "line") -> list[str]:
+    found = re.search(rf'<path d="([^"]*)" class="{style} ', svg)
+    assert found
+    return re.findall(r"[ML]", found[1])
+
+
+def test_every_point_of_a_line_is_drawn() -> None:
+    figure, data = over_steps("Loss", [Line("training", range(1, 2001), np.linspace(1, 0, 2000).tolist())], "loss")
+    assert commands(figure) == ["M"] + ["L"] * 1999
+    assert data["lines"][0]["x"] == list(range(1, 2001))
+
+
+def test_a_line_breaks_where_a_value_is_not_finite() -> None:
+    figure, data = over_steps("Loss", [Line("training", [1, 2, 3, 4], [1.0, math.nan, 0.5, 0.25])], "loss")
+    assert commands(figure) == ["M", "M", "L"]
+    assert json.loads(json.dumps(data, allow_nan=False))["lines"][0]["y"] == [1.0, None, 0.5, 0.25]
+
+
+def test_a_very_long_line_keeps_its_extremes_and_ends() -> None:
+    values = np.random.default_rng(0).normal(size=50_000)
+    values[[12_345, 40_001]] = 50, -60
+    _, data = over_steps("Loss", [Line("training", range(50_000), values.tolist())], "loss")
+    x, y = data["lines"][0]["x"], data["lines"][0]["y"]
+    assert len(x) <= charts.MOST_POINTS
+    assert x == sorted(x)
+    assert (x[0], x[-1]) == (0, 49_999)
+    assert (x[y.index(50)], x[y.index(-60)]) == (12_345, 40_001)
+
+
+def test_a_trend_is_the_mean_around_each_value() -> None:
+    values = [float(n % 2) for n in range(200)]  # 0 1 0 1: of a 25th, 4 on either side, a window has 4 or 5 ones
+    trend = Line("", range(200), values, noisy=True).trend
+    assert trend is not None
+    assert trend[100] == pytest.approx(4 / 9)
+    assert trend[101] == pytest.approx(5 / 9)
+    assert trend[0] == pytest.approx(2 / 5)  # 0 1 0 1 0
+    assert Line("", range(200), values).trend is None
+    assert Line("", range(100), values[:100], noisy=True).trend is None
+
+
+# --- several runs ------------------------------------------------------------------------------------
+
+
+def test_math_that_differs(tmp_path: Path) -> None:
+    first = read_run(make_run(tmp_path / "a", losses([0.7]), settings={"optim": {"lr": 1e-6}}))
+    settings: dict[str, dict[str, object]] = {
+        "optim": {"lr": 2e-6},
+        "layout": {"rows": "padded"},
+        "run": {"folder": "x"},
+    }
+    second = read_run(make_run(tmp_path / "b", losses([0.7]), settings=settings))
+    assert [(row.name, row.values) for row in math_that_differs([first, second])] == [("optim.lr", [1e-6, 2e-6])]
+    assert math_that_differs([first, first]) == []
+    layout = [row.name for row in field_rows([first, second], math=False) if row.differs]
+    assert layout == ["layout.rows", "run.folder"]
+    html = page([first, second])
+    assert html.count('<tr class="differs">') == 5  # the rate twice, the two of the layout, the run id
+    assert "The math that differs" in html
+
+
+def test_other_pairs_are_other_math(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, losses([0.7])) for name in "ab"]
+    starts = runs[1] / "starts.jsonl"
+    starts.write_text(starts.read_text().replace('"d1"', '"d2"'))
+    differing = math_that_differs([read_run(folder) for folder in runs])
+    assert [(row.name, row.values) for row in differing] == [("training pairs (digest)", ["d1", "d2"])]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "step"),
+    [("float64", 1e-5, 3), ("float32", 1e-5, None), ("float32", 1e-3, 3), ("bfloat16", 1e-2, None)],
+)
+def test_where_curves_part(tmp_path: Path, dtype: str, gap: float, step: int | None) -> None:
+    """From step 3 on they are `gap` apart; step 2 is missing in one of them."""
+    settings = {"model": {"dtype": dtype}}
+    a = make_run(tmp_path / "a", losses([0.7, 0.6, 0.5, 0.4]), settings=settings)
+    b = make_run(
+        tmp_path / "b",
+        [line for line in losses([0.7, 9.0, 0.5 + gap, 0.4 + gap]) if line["step"] != 2],
+        settings=settings,
+    )
+    found = parting(read_run(a), read_run(b))
+    assert found is not None
+    assert (found.num_steps, found.step) == (3, step)
+    assert found.largest == pytest.approx(gap)
+
+
+def test_a_loss_that_is_not_finite_parts_the_curves(tmp_path: Path) -> None:
+    a, b = (make_run(tmp_path / str(end), losses([0.7, end])) for end in (0.6, math.nan))
+    found = parting(read_run(a), read_run(b))
+    assert found is not None
+    assert found.step == 2
+
+
+def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "a", losses([0.7])))
+    with pytest.raises(RunError, match="7 runs are too many for one report, which tells 6 apart"):
+        page([run] * 7)
+
+
+def test_figures_in_markdown(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "my run", noisy_metrics(3)))
+    text = markdown([run])
+    assert "| preference accuracy | 0.500 (0.450 to 0.550) | 0.900 (0.850 to 0.950) |" in text
+    assert "| model.path | m |" in text
+    assert [row.label for row in figure_rows(run)] == ["preference accuracy", "loss"]
