@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from isopref.config.schema import Config, Section, SourceConfig
+from isopref.config.schema import Config, SourceConfig
+from isopref.config.section import Section
 
 _WORDS = {
     bool: "true or false",
