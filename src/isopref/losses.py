@@ -63,6 +63,7 @@ class PairLoss:
     nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
     ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
     wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
+    balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
 
     def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
         first, *others = (term(policy, ref, whole) for term in self.terms)
@@ -93,13 +94,20 @@ class PairLoss:
 
 
 def pair_loss(
-    loss: objectives.Loss, *, nll_weight: float = 0.0, ld_alpha: float = 1.0, wpo: bool = False, **params: Any
+    loss: objectives.Loss,
+    *,
+    nll_weight: float = 0.0,
+    ld_alpha: float = 1.0,
+    wpo: bool = False,
+    balance_weight: float = 0.0,
+    **params: Any,
 ) -> PairLoss:
     """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
 
     Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError.
     `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
     `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
+    `balance_weight` adds that much of the balance loss of a mixture of experts.
     """
     if wpo:
         for what in objectives.wpo_problems(loss):
@@ -108,7 +116,7 @@ def pair_loss(
     terms = (
         Term(FORMULAS[name], filled[name], objectives.OBJECTIVES[name], weight) for name, weight in weights.items()
     )
-    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo)
+    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo, balance_weight)
 
 
 def log_likelihood(policy: PairLogps) -> Tensor:

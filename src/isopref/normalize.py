@@ -51,6 +51,16 @@ def token_weight(own_P: FloatArray, num_tokens_P: IntArray) -> float:
     return float((own_P * num_tokens_P).sum(dtype=np.float64))
 
 
+def balance_coefficients(tokens_LE: Tensor, num_tokens: int) -> Tensor:
+    """What each unit of an expert's probability counts for in the balance loss of a global batch: L, E.
+
+    (1/L) sum_l E sum_e f_le P_le, where f is the share of the tokens that were sent to expert e in layer l, and P the
+    mean of its probability over tokens: `tokens` are those sent, `num_tokens` is their number in all.
+    """
+    num_layers, num_experts = tokens_LE.shape
+    return tokens_LE * (num_experts / (num_layers * num_tokens**2))
+
+
 def resampled_means(values_NK: FloatArray, weights_N: FloatArray, counts_RN: FloatArray) -> FloatArray:
     """Weighted means of K values of N pairs, where resample r has pair n `counts[r, n]` times: R, K.
 

@@ -20,13 +20,17 @@ from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
 WINDOW = 256  # pairs planned together when a whole table is scored
 
 
-def score(policy: nn.Module, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False) -> PairLogps:
+def score(
+    policy: nn.Module, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
+) -> PairLogps:
     """Log-probabilities of a microbatch, with gradient where gradients are on. The options are Policy.forward's."""
-    chosen, rejected, *more = policy(microbatch, ld_alpha=ld_alpha, wpo=wpo)
+    found = policy(microbatch, ld_alpha=ld_alpha, wpo=wpo, routed=routed)
+    rows, routing = found if routed else (found, None)
+    chosen, rejected, *more = rows
     whole_chosen = more[0] if ld_alpha != 1 else None
     weight = more[-1].detach() if wpo else None
     num_chosen, num_rejected = microbatch.num_completion_tokens
-    return PairLogps(chosen, rejected, num_chosen, num_rejected, whole_chosen, weight)
+    return PairLogps(chosen, rejected, num_chosen, num_rejected, whole_chosen, weight, routing)
 
 
 @dataclass(frozen=True)

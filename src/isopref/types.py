@@ -40,6 +40,7 @@ class PairLogps:
     num_rejected: Tensor  # P
     whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
     weight: Tensor | None = None  # P: WPO's weight of the pair, where it was asked for
+    routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Pass:
     predict_copies: Tensor  # 2, B*T: where among the C each position is, twice at most; -1 for a copy there is not
     target: Tensor  # C: the token
     completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
+    times: Tensor  # B*T: of how many sequences the token is a part: 2 in a shared prompt, 0 in the padding
     is_tail: Tensor  # C: whether the token is beyond the length of the pair's shorter completion
 
     def to(self, device: torch.device) -> Pass:

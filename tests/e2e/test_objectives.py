@@ -60,3 +60,9 @@ def test_a_parameter_of_another_loss_is_refused(shared: Project) -> None:
     message = shared.refused("run", "objective.loss=hinge", "objective.gamma=1")
     assert "objective.gamma: 1.0 does nothing with objective.loss: hinge, which takes beta. Remove gamma, or" in message
     assert not (shared.folder / "run").exists()
+
+
+def test_experts_that_there_are_not_are_refused(shared: Project) -> None:
+    message = shared.refused("run", "objective.balance_weight=0.01")
+    assert "objective.balance_weight: LlamaForCausalLM shows no router logits" in message
+    assert not (shared.folder / "run" / "config.yaml").exists()

@@ -26,6 +26,7 @@ from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.errors import ConfigError, FirstStepError
 from isopref.models import hf
+from isopref.models.experts import check_routers
 
 
 def train(config: Config, *, name: str, resume: bool = False) -> None:
@@ -109,6 +110,8 @@ def _train(run: Run, resume: bool) -> bool:
     elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
         ref = reference.of_other_model(run, tokenizer, scored, config.model.reference, setting="model.reference")
     policy = load_policy(run)
+    if run.loss.balance_weight:
+        check_routers(policy.model)
     for one in tables.all:
         hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None

@@ -102,7 +102,13 @@ def _compiles(run: Run, policy: Policy) -> bool:
         run.env.device.type == "cuda"
         and "bfloat16" in (model.compute_dtype or model.dtype)
         and layout.rows in ("shared", "packed")
+        and not run.loss.balance_weight
     )
+    if asked and run.loss.balance_weight:
+        raise ConfigError(
+            "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
+            "decide. Remove one of the two."
+        )
     if asked and not fit and layout.rows in ("shared", "packed"):
         raise ConfigError(
             f"layout.compile: true with layout.rows: {layout.rows} needs a CUDA GPU and bfloat16 "

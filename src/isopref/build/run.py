@@ -78,6 +78,7 @@ class Run:
             nll_weight=objective.nll_weight,
             ld_alpha=objective.ld_alpha,
             wpo=objective.wpo,
+            balance_weight=objective.balance_weight,
             **objective.params,
         )
 

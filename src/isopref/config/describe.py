@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from isopref.config.schema import Config
-from isopref.config.values import AdapterConfig, Section, SourceConfig
+from isopref.config.section import Section
+from isopref.config.values import AdapterConfig, SourceConfig
 
 _WORDS = {
     bool: "true or false",

@@ -75,9 +75,23 @@ sums go over the global batch. It is the loss of fine-tuning on the chosen answe
 logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
 adds a mean over each answer's own tokens; here a token counts the same in every answer.
 
+## The balance of experts
+
+`objective.balance_weight` adds, for a mixture of experts, the auxiliary loss of the Switch Transformer (Fedus et al.
+2021, 2101.03961, eqs. 4 to 6), on the mean over the layers that have experts:
+
+    balance_weight * mean over layers of E * sum over experts e of f_e P_e
+
+f_e is the share of the global batch's tokens that are sent to e, P_e the mean over them of its probability; E is the
+number of experts. The tokens are those of both sequences of every pair, prompts in each of the two, as if no layout
+shared them, and never padding. Every token counts the same, whatever its pair's weight. With k experts for a token the
+least is k. No gradient goes through f, so f comes from a first pass, as above, and P from the second: exact under every
+layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss does not. Models that do not show
+their routers' decisions (`router_logits` of transformers) are refused, and layers are not compiled with it.
+
 ## Length
 
-`objective.ld_alpha` is the alpha of LD-DPO (Liu et al. 2024, 2409.06411). With n tokens in the shorter answer of a pair,
+`objective.ld_alpha` is the alpha of LD-DPO (Liu et al. 2024, 2409.06411). With n tokens in a pair's shorter answer,
 
     log pi(y|x) = sum of the first n tokens' log-probabilities + alpha * sum of those after
 
@@ -113,6 +127,8 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
 - **aot, aot_unpaired** are the same on one batch with `weighting: pair`. TRL sorts inside each microbatch.
 - **bco_pair.** TRL 1.16 leaves the shift d out.
 - **ld_alpha, wpo** are the same for one pair. TRL divides by the pairs of a microbatch.
+- **balance_weight.** TRL and transformers throw all layers together before they multiply f and P, and balance each
+  microbatch. Here each layer is balanced, over the global batch. With one layer and one microbatch they agree.
 - **simpo** is the same. TRL also has smoothing for it.
 - **robust, hinge, nca_pair, sppo_hard, apo_zero, apo_down** are the same.
 - **orpo.** TRL adds the likelihood as a mean over the tokens of a microbatch, prompts included. Here it is the mean

@@ -12,24 +12,14 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from isopref import objectives
-from isopref.config.values import (
-    AdapterConfig,
-    Count,
-    Decay,
-    NonNegative,
-    Positive,
-    Section,
-    SourceConfig,
-    Sources,
-    Text,
-)
+from isopref.config.objective import ObjectiveConfig
+from isopref.config.section import Count, Decay, NonNegative, Positive, Section, Text
+from isopref.config.values import AdapterConfig, SourceConfig, Sources
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
 DType = Literal["float32", "bfloat16", "float64"]
 OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
-Weighting = Literal["token", "completion", "pair"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
 Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
@@ -105,58 +95,6 @@ class DataConfig(Section):
         description="Names of the columns in your data where they differ from ours, as ours: yours, "
         "for example {prompt: question}.",
     )
-
-
-class ObjectiveConfig(Section):
-    loss: objectives.Name | Annotated[dict[objectives.Name, Positive], Field(min_length=1)] = Field(
-        default="sigmoid",
-        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
-        "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
-    )
-    beta: Positive | None = Field(
-        default=None,
-        description="How strongly the model is held to the reference; higher: it stays closer. For some losses a scale "
-        "of their own. null: the loss's default, which is 0.1 for sigmoid.",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
-        default=None,
-        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust, exo_pair, aot and "
-        "aot_unpaired. null: the loss's default, which is 0 for sigmoid.",
-    )
-    gamma: NonNegative | None = Field(
-        default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."
-    )
-    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] | Annotated[float, Field(gt=0, lt=1)] | None = (
-        Field(
-            default=None,
-            description="What holds the model to the reference; a number is the alpha of the alpha-divergence. For "
-            "sigmoid. null: reverse_kl, as in the DPO paper.",
-        )
-    )
-    nll_weight: NonNegative = Field(
-        default=0.0,
-        description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
-        "per token over the global batch (fine-tuning on them, as in RPO).",
-    )
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0,
-        description="What a token beyond the length of the pair's shorter answer counts for, in model and reference "
-        "alike (LD-DPO): below 1, length weighs less. 1: all tokens alike.",
-    )
-    wpo: bool = Field(
-        default=False,
-        description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
-    )
-    weighting: Weighting = Field(
-        default="token",
-        description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
-        "prompt included; completion: the tokens of its two answers; pair: 1, as in the DPO paper.",
-    )
-
-    @property
-    def params(self) -> dict[str, float | str | None]:
-        """The parameters of the loss; None where its default is asked for."""
-        return {name: getattr(self, name) for name in ("beta", "label_smoothing", "gamma", "divergence")}
 
 
 class OptimConfig(Section):
@@ -345,11 +283,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"{data.truncation} does nothing without a limit. Set data.max_length, or remove truncation.",
         )
     yield from _source_conflicts(data)
-    told = {name: value for name, value in config.objective.params.items() if value is not None}
-    for name, what in objectives.problems(config.objective.loss, told):
+    for name, what in config.objective.problems():
         yield f"objective.{name}", what
-    for what in objectives.wpo_problems(config.objective.loss) if config.objective.wpo else ():
-        yield "objective.wpo", what
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",

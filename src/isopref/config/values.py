@@ -1,23 +1,10 @@
-"""What a field can hold beyond plain words and numbers: their limits, sources of data, an adapter.
-
-Shared by all sections of schema.py, which says what there is.
-"""
+"""What a field can hold beyond words and numbers: sources of data, an adapter. schema.py says what fields there are."""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """One section: no unknown fields, no conversions (`yes` is not a number), no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from isopref.config.section import Count, Positive, Section, Text
 
 
 class SourceConfig(Section):

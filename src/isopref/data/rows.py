@@ -94,7 +94,7 @@ class _Row:
 
     def finish(self, row_tokens: int | None) -> Pass:
         wanted = row_tokens or max(self.length, FILLER_TOKENS if self.length == 0 else 0)
-        padding = wanted - self.length
+        real, padding = self.length, wanted - self.length
         if padding < 0:
             raise ValueError(f"row_tokens is {row_tokens}, but the pairs of the row take {self.length}")
         if padding:
@@ -119,6 +119,8 @@ class _Row:
             predict_copies=torch.from_numpy(_copies(predict, self.length)),
             target=_tensor(self.target),
             completion=_tensor(self.completion),
+            # A token is a key once for every sequence it is a part of; but the padding is part of none.
+            times=torch.from_numpy(np.bincount(keys, minlength=self.length) * (np.arange(self.length) < real)),
             is_tail=_tensor(self.tail).bool(),
         )
 
@@ -158,10 +160,12 @@ def _packed_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
 def _padded(sequences: list[_Sequence]) -> Pass:
     width = max((len(one.prompt) + len(one.completion) for one in sequences), default=FILLER_TOKENS)
     ids = np.zeros((max(1, len(sequences)), width), np.int64)
+    times = np.zeros_like(ids)
     predict, target, completions = [], [], []
     for b, (prompt, completion, number, _) in enumerate(sequences):
         end = len(prompt) + len(completion)
         ids[b, :end] = np.concatenate([prompt, completion])
+        times[b, :end] = 1
         predict.append(np.arange(b * width + len(prompt) - 1, b * width + end - 1))
         target.append(completion)
         completions.append(np.full(len(completion), number))
@@ -174,6 +178,7 @@ def _padded(sequences: list[_Sequence]) -> Pass:
         predict_copies=torch.from_numpy(_copies(where, ids.size)),
         target=_tensor(target),
         completion=_tensor(completions),
+        times=torch.from_numpy(times.ravel()),
         is_tail=_tensor([one.tail for one in sequences]).bool(),
     )
 

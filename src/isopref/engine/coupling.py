@@ -1,11 +1,11 @@
-"""The first pass of a step whose loss couples the pairs of the global batch, such as aot.
+"""The first pass of a step whose loss couples what the microbatches hold, such as aot or the balance of experts.
 
-It has no gradient and gives the log-probabilities of all pairs on all ranks; from these follow the loss of the batch
+It has no gradient. It gives the log-probabilities of all pairs on all ranks; from these follow the loss of the batch
 and its slope, the derivative by each log-probability. The second pass is the usual one and back-propagates
-sum(slope * logp), which has the gradient of the loss. So a step takes one forward pass more, and stays exact however it
-is cut.
+sum(slope * logp), which has the gradient of the loss. The share of the tokens that each expert gets, which has no
+gradient, comes from the first pass too. So a step takes one forward pass more, and stays exact however it is cut.
 
-N: pairs of the global batch, P: pairs of a microbatch.
+N: pairs of the global batch, P: pairs of a microbatch, L: layers with experts, E: experts.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from isopref.engine.step import Linear, Step, Work
 from isopref.losses import PairLoss, Whole
+from isopref.normalize import balance_coefficients
 from isopref.types import PairLogps
 
 Score = Callable[[Work], tuple[PairLogps, PairLogps]]  # work on the device -> policy and reference
 
 
 class Coupling:
-    """Makes steps linear in their log-probabilities, and remembers what a loss keeps from batch to batch."""
+    """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
 
     def __init__(self, objective: PairLoss, device: torch.device):
         self.objective = objective
@@ -31,21 +32,15 @@ class Coupling:
         self._next = self.past
 
     def linear(self, step: Step, score: Score) -> Step:
-        """The same step with the slope of its loss in every microbatch. All ranks call this together."""
-        policy, ref, share = self._gather(step, score)
-        whole = Whole(share, self.past)
-        leaves = policy.chosen.requires_grad_(), policy.rejected.requires_grad_()
-        loss_N = self.objective(policy, ref, whole=whole)
-        slope_2N = torch.stack(torch.autograd.grad((share * loss_N).sum(), leaves))
-        with torch.no_grad():
-            self._next = whole.with_this(policy, ref)
-            at_reference_N = self.objective(ref, ref, whole=whole)
-        work = (
-            replace(one, linear=Linear(slope_2N[:, at], loss_N.detach()[at], at_reference_N[at]))
-            for one in step.work
-            for at in (one.place.to(self.past.device),)
-        )
-        return replace(step, work=tuple(work))
+        """The same step, with what the batch's loss needs to know in every microbatch. All ranks call this together."""
+        table_7N, tokens_LE = self._first_pass(step, score)
+        work = step.work
+        if self.objective.coupled:
+            work = self._slopes(work, table_7N)
+        if tokens_LE is not None:
+            share_LE = balance_coefficients(tokens_LE, step.num_tokens)
+            work = tuple(replace(one, balance_share=share_LE) for one in work)
+        return replace(step, work=work)
 
     def keep(self) -> None:
         """The last step that was made linear is trained: what it adds to the past counts from now on, if finite."""
@@ -55,19 +50,39 @@ class Coupling:
         return {"past": self.past.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.past = state["past"].to(self.past.device)
+        self.past = self._next = state["past"].to(self.past.device)
 
     @torch.no_grad()
-    def _gather(self, step: Step, score: Score) -> tuple[PairLogps, PairLogps, Tensor]:
-        """Log-probabilities of policy and reference and the shares of all pairs, in the order of the global batch."""
+    def _first_pass(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
+        """What is known of all pairs in the order of the global batch, and the tokens that each expert got."""
         table_7N = torch.zeros(7, step.num_pairs, dtype=torch.float64, device=self.past.device)
+        routings = []
         for one in step.work:
             work = one.to(self.past.device)
             policy, ref = score(work)
             columns = (policy.chosen, policy.rejected, ref.chosen, ref.rejected, policy.num_chosen, policy.num_rejected)
             table_7N[:, work.place] = torch.stack([column.double() for column in (*columns, work.loss_share)])
+            if policy.routing is not None:
+                routings.append(policy.routing[0].double())
+        tokens_LE = torch.stack(routings).sum(dim=0) if routings else None
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(table_7N)  # every pair is on one rank, and zero on the others
+            if tokens_LE is not None:
+                dist.all_reduce(tokens_LE)
+        return table_7N, tokens_LE
+
+    def _slopes(self, every: tuple[Work, ...], table_7N: Tensor) -> tuple[Work, ...]:
         chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected, share = table_7N
-        counts = num_chosen, num_rejected
-        return PairLogps(chosen, rejected, *counts), PairLogps(ref_chosen, ref_rejected, *counts), share
+        policy = PairLogps(chosen.requires_grad_(), rejected.requires_grad_(), num_chosen, num_rejected)
+        ref = PairLogps(ref_chosen, ref_rejected, num_chosen, num_rejected)
+        whole = Whole(share, self.past)
+        loss_N = self.objective(policy, ref, whole=whole)
+        slope_2N = torch.stack(torch.autograd.grad((share * loss_N).sum(), (policy.chosen, policy.rejected)))
+        with torch.no_grad():
+            self._next = whole.with_this(policy, ref)
+            at_reference_N = self.objective(ref, ref, whole=whole)
+        return tuple(
+            replace(work, linear=Linear(slope_2N[:, at], loss_N.detach()[at], at_reference_N[at]))
+            for work in every
+            for at in (work.place.to(self.past.device),)
+        )

@@ -1,9 +1,9 @@
 """Training metrics: sums on the device, one reduction over ranks on a step that logs, then one division.
 
 Each microbatch adds, for each metric, the values of its pairs times their share of the global batch (`train/loss` by
-the objective's weighting, `train/nll` each chosen token alike, all others each pair alike), so that the sum over
-microbatches and ranks is the mean over the batch. Between two logs the sums of the steps add up; what is logged is the
-mean over those steps.
+the objective's weighting, `train/nll` each chosen token and `train/balance` each token alike, all others each pair
+alike), so that the sum over microbatches and ranks is the mean over the batch. Between two logs the sums of the steps
+add up; what is logged is the mean over those steps.
 """
 
 import torch
@@ -23,6 +23,7 @@ NAMES = (
     "margin",
     "accuracy",
     "nll",
+    "balance",
 )
 # Not logged: what the first step is checked against.
 CHECKS = ("loss_at_reference", "gap_per_token")
@@ -37,11 +38,15 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
     at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
-    weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + objective.nll_weight * nll
+    balance = nll.new_zeros(1)
+    if policy.routing is not None and work.balance_share is not None:
+        balance = (policy.routing[1] * work.balance_share).sum()[None]
+    terms = objective.nll_weight * nll + objective.balance_weight * balance
+    weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + terms
     beta = objective.beta
     values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
     means = torch.stack([value.double() for value in values]) @ work.mean_share
-    return torch.cat([weighted[:1], means[:-1], nll[:1], weighted[1:], means[-1:]])
+    return torch.cat([weighted[:1], means[:-1], nll[:1], balance, weighted[1:], means[-1:]])
 
 
 def over_ranks(sums: Tensor) -> Tensor:

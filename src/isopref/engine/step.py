@@ -37,6 +37,7 @@ class Work:
     mean_share: Tensor  # P: one over the pairs of the global batch
     nll_share: Tensor  # P: what the chosen answer counts for in a mean over the chosen tokens of the global batch
     linear: Linear | None = None  # where the objective is coupled
+    balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
 
     def to(self, device: torch.device) -> "Work":
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

@@ -85,7 +85,8 @@ class DPOTrainModule(TrainModule):
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
         self.reference_2N = self._table(reference)
-        self.coupling = Coupling(objective, self.device) if objective.coupled else None
+        first_pass = objective.coupled or objective.balance_weight > 0
+        self.coupling = Coupling(objective, self.device) if first_pass else None
         self._window = MetricWindow(self.device)
         self.guard = Guard(self.device)
         self._sums = self._window.sums  # this rank's, of the last step
@@ -97,6 +98,8 @@ class DPOTrainModule(TrainModule):
                 f"{self.num_ranks} ranks, but the model is not spread over them, so their gradients would never meet. "
                 'Pass what parallelize(policy, "ddp", ...) or "fsdp" returns.'
             )
+        if self.objective.balance_weight and not unwrap(self.model).experts_per_token:
+            raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
         reshard(self.model)
         own = {id(parameter) for parameter in self.model.parameters()}
         if not all(id(parameter) in own for group in self.optim.param_groups for parameter in group["params"]):
@@ -171,6 +174,9 @@ class DPOTrainModule(TrainModule):
         if self.objective.nll_weight:
             nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
+        if policy.routing is not None and work.balance_share is not None:
+            balance = share_of_loss(policy.routing[1], work.balance_share, num_ranks=self.num_ranks)
+            share = share + self.objective.balance_weight * balance
         poisoned(share).backward()
         with torch.no_grad():
             # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
@@ -180,7 +186,13 @@ class DPOTrainModule(TrainModule):
     def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:
         """The log-probabilities of the policy, and those it is compared with."""
         objective = self.objective
-        policy = score(self.model, work.microbatch, ld_alpha=objective.ld_alpha, wpo=objective.wpo)
+        policy = score(
+            self.model,
+            work.microbatch,
+            ld_alpha=objective.ld_alpha,
+            wpo=objective.wpo,
+            routed=objective.balance_weight > 0,
+        )
         return policy, self._reference(policy, work.index)
 
     def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
@@ -197,7 +209,7 @@ class DPOTrainModule(TrainModule):
 
     def _record(self, step: Step) -> None:
         means = self._window.reduce()
-        for name in NAMES:
+        for name in NAMES if self.objective.balance_weight else NAMES[:-1]:  # the last is the balance of experts
             self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
         self.record_metric("train/pair_count", step.num_pairs)

@@ -8,12 +8,14 @@ Dimensions: P pairs, B sequences, T tokens, C completion tokens, D hidden width.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
+from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -31,32 +33,41 @@ class Policy(nn.Module):
         self.own_attention: str = model.config._attn_implementation
         assert self.own_attention != NAME, "the model is in a policy already"
         config = model.config.get_text_config()
+        self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 0
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def forward(self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False) -> Tensor:
+    def forward(
+        self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Summed log-probabilities of the completions: 2, P (chosen, rejected), float32 or wider.
 
         With `ld_alpha` below 1, tokens beyond the length of the pair's shorter completion count that much (LD-DPO, Liu
         et al. 2024), and a third row is the sum for chosen of all tokens alike. With `wpo`, the last row is the weight
-        of each pair (WPO, Zhou et al. 2024), without gradient.
+        of each pair (WPO, Zhou et al. 2024), without gradient. With `routed`, a second tensor is what `routing` says of
+        all tokens: 2, L, E.
         """
         num_pairs = microbatch.num_pairs
-        passes = [self._completions(one, 2 * num_pairs, ld_alpha, wpo) for one in microbatch.passes]
-        sums_K2P = torch.stack(passes).sum(dim=0).unflatten(1, (2, num_pairs))
+        sums, routes = [], []
+        for one in microbatch.passes:
+            hidden_BTD, router_logits = self._hidden(one, routed)
+            sums.append(self._completions(hidden_BTD.flatten(0, 1), one, 2 * num_pairs, ld_alpha, wpo))
+            if routed:
+                routes.append(routing(router_logits, self.experts_per_token, one.times))
+        sums_K2P = torch.stack(sums).sum(dim=0).unflatten(1, (2, num_pairs))
         rows = [*sums_K2P[0]]
         if ld_alpha != 1:
             rows.append(sums_K2P[1, 0])
         if wpo:
             rows.append((sums_K2P[-1] / microbatch.num_completion_tokens).sum(dim=0).exp())
-        return torch.stack(rows)
+        found = torch.stack(rows)
+        return (found, torch.stack(routes).sum(dim=0)) if routed else found
 
-    def _completions(self, one: Pass, num_completions: int, ld_alpha: float, wpo: bool) -> Tensor:
+    def _completions(self, hidden: Tensor, one: Pass, num_completions: int, ld_alpha: float, wpo: bool) -> Tensor:
         """Sums over the tokens of each completion: of its log-probabilities, and of what else was asked for: K, 2 P."""
-        hidden = self._hidden_BTD(one).flatten(0, 1)
         head = self.model.get_output_embeddings()
         predictions = (
             take(hidden, one.predict_index, one.predict_copies),
@@ -78,12 +89,15 @@ class Policy(nn.Module):
         sums = logp_C.new_zeros(len(columns), num_completions)
         return sums.index_add(1, one.completion, torch.stack(columns))
 
-    def _hidden_BTD(self, one: Pass) -> Tensor:  # noqa: N802
+    def _hidden(self, one: Pass, routed: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The last hidden states (B, T, D), and what the routers of experts said, where that is asked for."""
         packed = one.segments is not None
         self._use_attention(NAME if packed else self.own_attention)
-        where = {"position_ids": one.position_ids, "segments": one.segments} if packed else {}
-        hidden: Tensor = self.model.base_model(input_ids=one.input_ids, use_cache=False, **where).last_hidden_state
-        return hidden
+        more: dict[str, Any] = {"position_ids": one.position_ids, "segments": one.segments} if packed else {}
+        if routed:
+            more["output_router_logits"] = True
+        output = self.model.base_model(input_ids=one.input_ids, use_cache=False, **more)
+        return output.last_hidden_state, output.router_logits if routed else ()
 
     def _use_attention(self, name: str) -> None:
         if self.model.config._attn_implementation != name:

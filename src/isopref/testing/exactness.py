@@ -54,6 +54,7 @@ class Cell:
     ld_alpha: float = 1.0
     wpo: bool = False
     adapter: Kind | None = None
+    balance_weight: float = 0.0
 
     def __str__(self) -> str:
         default = Cell()
@@ -96,7 +97,7 @@ def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], Ta
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
         *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
-        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.adapter),
+        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter),
     )
 
 
@@ -111,6 +112,7 @@ def _expected(
     nll_weight: float,
     ld_alpha: float,
     wpo: bool,
+    balance_weight: float,
     adapter: Kind | None,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
@@ -119,10 +121,15 @@ def _expected(
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, told), factors) + nll_weight * nll
+    metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
+    if balance_weight:
+        balance = oracle.balance(model, pairs)
+        loss = loss + balance_weight * balance
+        metrics["train/balance"] = float(balance.detach())
     return (
         float(loss.detach()),
         oracle.gradient(model, loss, again=True),
-        {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())},
+        metrics,
         TableLogps(ref.chosen.double().numpy(), ref.rejected.double().numpy()),
     )
 
@@ -198,7 +205,13 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        objective=pair_objective(cell.objective, nll_weight=cell.nll_weight, ld_alpha=cell.ld_alpha, wpo=cell.wpo),
+        objective=pair_objective(
+            cell.objective,
+            nll_weight=cell.nll_weight,
+            ld_alpha=cell.ld_alpha,
+            wpo=cell.wpo,
+            balance_weight=cell.balance_weight,
+        ),
         rank_microbatch_size=4096,
         reference=reference,
         weighting=cell.weighting,

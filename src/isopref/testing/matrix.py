@@ -87,6 +87,9 @@ def _architectures(base: Cell) -> Iterator[Cell]:
             yield replace(model, rows=rows)
             yield replace(model, rows=rows, cut="pair", weighting="pair", own_weights=True, grad_sync="every")
             yield replace(model, rows=rows, cut="whole", weighting="completion", checkpointing=True, num_pairs=3)
+            if architecture == MOE:
+                yield replace(model, rows=rows, balance_weight=20.0)
+                yield replace(model, rows=rows, balance_weight=20.0, cut="pair", objective="aot", checkpointing=True)
 
 
 def _objectives(base: Cell) -> Iterator[Cell]:

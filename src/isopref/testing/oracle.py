@@ -66,6 +66,29 @@ def wpo_weights(model: Any, pairs: Sequence[PairTokens]) -> list[float]:
     return [weight(pair.prompt, pair.chosen) * weight(pair.prompt, pair.rejected) for pair in pairs]
 
 
+def balance(model: Any, pairs: Sequence[PairTokens]) -> Tensor:
+    """Switch Transformer's auxiliary loss (Fedus et al. 2021, eqs. 4 to 6), each token of both sequences of each pair.
+
+    E sum_e f_e P_e, on the mean over layers. A token that goes to several experts counts in the f of each.
+    """
+    layers: dict[int, list[Tensor]] = {}
+    for pair in pairs:
+        for completion in (pair.chosen, pair.rejected):
+            ids = torch.tensor([[*map(int, pair.prompt), *map(int, completion)]])
+            for layer, logits in enumerate(model(input_ids=ids, output_router_logits=True).router_logits):
+                layers.setdefault(layer, []).extend(logits.double().softmax(dim=-1))
+    losses = []
+    for probabilities in layers.values():
+        num_tokens, num_experts = len(probabilities), len(probabilities[0])
+        sent = [0] * num_experts
+        for p in probabilities:
+            for expert in p.detach().argsort(descending=True)[: model.config.num_experts_per_tok]:
+                sent[int(expert)] += 1
+        mean = torch.stack(probabilities).sum(dim=0) / num_tokens
+        losses.append(num_experts * sum((sent[e] / num_tokens * mean[e] for e in range(num_experts)), torch.zeros(())))
+    return torch.stack(losses).mean()
+
+
 def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | None = None) -> list[float]:
     """w_p by its definition."""
     each = []
