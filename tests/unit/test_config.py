@@ -343,6 +343,8 @@ def another(section: str, name: str, value: Any) -> Any:
             return not value
         case int() | float():
             return value + 1
+        case []:
+            return ["other"]
         case tuple():
             return value[::-1]
         case dict():
