@@ -1,6 +1,6 @@
 """What other trainers call our fields, for errors; docs/coming-from.md has the names by trainer.
 
-Only names whose values mean the same: a hint must not lead to another number.
+Left out: names whose number means something else here, such as open-instruct's gamma_beta_ratio.
 """
 
 PEERS: dict[str, tuple[str, ...]] = {
