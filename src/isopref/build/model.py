@@ -43,16 +43,21 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     return policy
 
 
-def spread(run: Run, policy: Policy) -> nn.Module:
-    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for."""
+def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
+    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for.
+
+    One that is not trained is not wrapped by DDP, which would keep room for its gradients.
+    """
     own = own_logps(policy)
     if _compiles(run, policy):
         compile_layers(policy)
+    mode = _parallel(run, policy)
+    whole = mode == "ddp" and not trained
     model = parallelize(
         policy,
-        _parallel(run, policy),
+        "single" if whole else mode,
         device=run.env.device,
-        world_size=run.env.world_size,
+        world_size=1 if whole else run.env.world_size,
         compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
     )
@@ -144,7 +149,9 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
         return "fsdp"
     if run.env.world_size == 1:
         return "single"
-    state = 4 * sum(p.numel() * p.element_size() for p in policy.parameters())  # weights, gradients, two moments
+    # Weights, gradients, two moments; and the weights of a reference that moves.
+    copies = 4 if run.config.objective.reference_moves is None else 5
+    state = copies * sum(p.numel() * p.element_size() for p in policy.parameters())
     room = device_memory(run.env.device)
     chosen: Parallel = "ddp" if state < 0.4 * room else "fsdp"
     run.display.say(

@@ -20,6 +20,7 @@ from isopref.engine.callbacks import (
     ProgressCallback,
 )
 from isopref.engine.loader import PairLoader
+from isopref.engine.moving import MovingReference
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError
 from isopref.models.flops import UsefulFlops, peak_flops
@@ -28,7 +29,12 @@ from isopref.score import TableLogps
 
 
 def build_trainer(
-    run: Run, model: nn.Module, table: PairTable, reference: TableLogps, held_out: HeldOut | None, resume: bool
+    run: Run,
+    model: nn.Module,
+    table: PairTable,
+    reference: TableLogps | MovingReference,
+    held_out: HeldOut | None,
+    resume: bool,
 ) -> Trainer:
     """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder, if there is one.
 
@@ -72,7 +78,7 @@ def fit(trainer: Trainer) -> None:
         )
 
 
-def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int) -> DPOTrainModule:
+def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingReference, steps: int) -> DPOTrainModule:
     optim, objective = run.config.optim, run.config.objective
     return DPOTrainModule(
         model,

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from isopref.engine.coupling import Coupling
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
+from isopref.engine.moving import MovingReference
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
@@ -42,8 +43,8 @@ class DPOTrainModule(TrainModule):
     :param objective: one loss per pair, from `isopref.losses.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
     :param weighting: what a pair counts for in the loss.
-    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. None for an
-        objective without a reference.
+    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. Or one that
+        moves (moving.py). None for an objective without a reference.
     :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
     :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
     :param compute_dtype: what the model computes in, where that is not its weights' dtype.
@@ -56,7 +57,7 @@ class DPOTrainModule(TrainModule):
         *,
         objective: PairLoss,
         rank_microbatch_size: int,
-        reference: TableLogps | None = None,
+        reference: TableLogps | MovingReference | None = None,
         weighting: Weighting = "token",
         scheduler: Scheduler | None = None,
         max_grad_norm: float | None = None,
@@ -82,6 +83,9 @@ class DPOTrainModule(TrainModule):
         self.device = next(model.parameters()).device
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
+        self.moving = reference if isinstance(reference, MovingReference) else None
+        if self.moving is not None:
+            self.moving.check(model)
         self.reference_2N = self._table(reference)
         first_pass = objective.coupled or objective.balance_weight > 0
         self.coupling = Coupling(objective, self.device) if first_pass else None
@@ -104,8 +108,8 @@ class DPOTrainModule(TrainModule):
                 "parallelize, from what that returned."
             )
 
-    def _table(self, reference: TableLogps | None) -> Tensor | None:
-        if not self.objective.needs_reference:
+    def _table(self, reference: TableLogps | MovingReference | None) -> Tensor | None:
+        if not self.objective.needs_reference or isinstance(reference, MovingReference):
             return None
         if reference is None:
             raise ConfigError(
@@ -181,14 +185,16 @@ class DPOTrainModule(TrainModule):
             wpo=objective.wpo,
             routed=objective.balance_weight > 0,
         )
-        return policy, self._reference(policy, work.index)
+        return policy, self._reference(policy, work)
 
-    def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
+    def _reference(self, policy: PairLogps, work: Work) -> PairLogps:
         """The reference's log-probabilities; zeros stand for a reference that there is not."""
-        if self.reference_2N is None:
-            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
+        if self.moving is not None:
+            chosen, rejected = self.moving.score(work.microbatch, ld_alpha=self.objective.ld_alpha)
+        elif self.reference_2N is not None:
+            chosen, rejected = self.reference_2N[:, work.index].to(policy.chosen.dtype)
         else:
-            chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
+            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
         return replace(policy, chosen=chosen, rejected=rejected)
 
     def _logs_now(self) -> bool:
@@ -244,6 +250,8 @@ class DPOTrainModule(TrainModule):
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
         self.optim.step()
+        if self.moving is not None:
+            self.moving.follow(self.model, step=self.trainer.global_step)
 
     def zero_grads(self) -> None:
         self.optim.zero_grad(set_to_none=True)
@@ -256,6 +264,8 @@ class DPOTrainModule(TrainModule):
         }
         if self.coupling is not None:
             state["coupling"] = self.coupling.state_dict()
+        if self.moving is not None:
+            state["reference"] = self.moving.state_dict()
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
         return state
@@ -266,6 +276,8 @@ class DPOTrainModule(TrainModule):
         self._window.load_state_dict(state_dict["metrics"])
         if self.coupling is not None:
             self.coupling.load_state_dict(state_dict["coupling"])
+        if self.moving is not None:
+            self.moving.load_state_dict(state_dict["reference"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
 
