@@ -7,6 +7,7 @@ import torch
 from isopref.engine.moving import MovingReference
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
+from isopref.losses import pair_loss
 from isopref.models.policy import Policy
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell, pair_objective
@@ -48,6 +49,18 @@ def test_another_shape_is_refused() -> None:
             objective=pair_objective(),
             rank_microbatch_size=4096,
             reference=other,
+        )
+
+
+def test_without_a_reference_there_is_none_to_move() -> None:
+    policy, other = (Policy(tiny_model("gpt2")) for _ in range(2))
+    with pytest.raises(ConfigError, match="a moving reference does nothing"):
+        DPOTrainModule(
+            policy,
+            torch.optim.SGD(policy.parameters()),
+            objective=pair_loss("simpo"),
+            rank_microbatch_size=4096,
+            reference=MovingReference(other, every=1, mix=0.5),
         )
 
 

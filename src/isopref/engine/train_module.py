@@ -109,6 +109,8 @@ class DPOTrainModule(TrainModule):
             )
 
     def _table(self, reference: TableLogps | MovingReference | None) -> Tensor | None:
+        if isinstance(reference, MovingReference) and not self.objective.needs_reference:
+            raise ConfigError("a moving reference does nothing for an objective without one. Leave `reference` out.")
         if not self.objective.needs_reference or isinstance(reference, MovingReference):
             return None
         if reference is None:
@@ -203,8 +205,9 @@ class DPOTrainModule(TrainModule):
 
     def _record(self, step: Step) -> None:
         means = self._window.reduce()
-        for name in NAMES if self.objective.balance_weight else NAMES[:-1]:  # the last is the balance of experts
-            self.record_metric(f"train/{name}", means[name])
+        for name in NAMES:
+            if name != "balance" or self.objective.balance_weight:
+                self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
         self.record_metric("train/pair_count", step.num_pairs)
         self.record_metric("train/padding_fraction", step.padding_fraction)
