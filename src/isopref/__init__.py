@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from isopref.data.packing import Budget
     from isopref.data.table import PairTable
+    from isopref.engine.moving import MovingReference
     from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
     from isopref.engine.train_module import DPOTrainModule
     from isopref.losses import pair_loss
@@ -23,6 +24,7 @@ __all__ = [
     "Budget",
     "DPOTrainModule",
     "DataCollatorForSeq2SeqDPO",
+    "MovingReference",
     "PairTable",
     "PairTokens",
     "Policy",
@@ -37,6 +39,7 @@ _HOME = {
     "Budget": "data.packing",
     "DPOTrainModule": "engine.train_module",
     "DataCollatorForSeq2SeqDPO": "engine.padded",
+    "MovingReference": "engine.moving",
     "PairTable": "data.table",
     "PairTokens": "types",
     "Policy": "models.policy",

@@ -156,8 +156,10 @@ OBJECTIVES: dict[Name, Objective] = {
 
 
 def weights(loss: Loss) -> dict[Name, float]:
-    """The objectives that are added, with their weights. Raises ConfigError for an unknown name."""
+    """The objectives that are added, with their weights. Raises ConfigError for what cannot be added."""
     named = {loss: 1.0} if isinstance(loss, str) else dict(loss)
+    if not named or not all(weight > 0 for weight in named.values()):
+        raise ConfigError(f"objective.loss: {named} must name at least one loss, each with a weight above 0.")
     for name in named:
         if name not in OBJECTIVES:
             raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(OBJECTIVES)}.")

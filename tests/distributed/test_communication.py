@@ -1,5 +1,6 @@
 """What a step costs besides computing: collectives and waits of the host."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,8 +54,17 @@ def test_metrics_take_one_collective_and_only_when_logged(two_ranks: Ranks, para
     assert {**logged, "all_reduce": 0} == {**silent, "all_reduce": 0}
 
 
-def test_a_step_never_waits_for_the_device() -> None:
-    assert [count_step(Cell(cut="pair"), logs)[1] for logs in (False, True)] == [0, 0]
+def test_a_first_pass_takes_one_collective(two_ranks: Ranks) -> None:
+    plain, coupled = (
+        two_ranks(count_step, replace(cells("ddp")[1], objective=objective), False)[0][0]
+        for objective in ("sigmoid", "aot")
+    )
+    assert coupled["all_reduce"] == plain.get("all_reduce", 0) + 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective": "several_coupled"}, {"ld_alpha": 0.5, "wpo": True}])
+def test_a_step_never_waits_for_the_device(changes: dict[str, Any]) -> None:
+    assert [count_step(Cell(cut="pair", **changes), logs)[1] for logs in (False, True)] == [0, 0]
 
 
 @pytest.mark.parametrize("read", [float, bool, int, "item", "tolist", "cpu", "numpy", "nonzero"])
@@ -65,5 +75,6 @@ def test_host_reads_are_counted(read: Any) -> None:
     assert reads.count == 1
 
 
-def test_dry_run_leaves_no_trace() -> None:
-    assert dry_run_traces(Cell()) == []
+@pytest.mark.parametrize("objective", ["sigmoid", "bco_pair"])
+def test_dry_run_leaves_no_trace(objective: str) -> None:
+    assert dry_run_traces(Cell(objective=objective)) == []

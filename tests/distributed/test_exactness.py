@@ -49,6 +49,7 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "nll_weight",
         "ld_alpha",
         "wpo",
+        "balance_weight",
     ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
     for parallel in matrix.SPREADS[ranks]:

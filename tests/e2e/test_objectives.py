@@ -40,6 +40,7 @@ def test_simpo_and_the_likelihood_term_by_hand(
         ["objective.loss=orpo"],
         ["objective.loss=ipo", "objective.nll_weight=0.5"],
         ["objective.loss={aot: 1, bco_pair: 0.5}"],
+        ["objective.reference_moves=[2, 0.5]"],
         ["objective.ld_alpha=0.5", "objective.wpo=true", "objective.nll_weight=0.2"],
         ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
     ],
@@ -63,6 +64,6 @@ def test_a_parameter_of_another_loss_is_refused(shared: Project) -> None:
 
 
 def test_experts_that_there_are_not_are_refused(shared: Project) -> None:
-    message = shared.refused("run", "objective.balance_weight=0.01")
-    assert "objective.balance_weight: LlamaForCausalLM shows no router logits" in message
-    assert not (shared.folder / "run" / "config.yaml").exists()
+    message = shared.refused("experts", "objective.balance_weight=0.01")
+    assert "objective.balance_weight: GPT2LMHeadModel shows no router logits" in message
+    assert not (shared.folder / "experts" / "config.yaml").exists()

@@ -116,17 +116,18 @@ def test_after_a_crash_the_weights_are_bit_identical(
     assert checkpoints(run) == checkpoints(whole) == ["step10", "step9"]
 
 
-def test_what_a_loss_remembers_is_in_the_checkpoint(
-    project: Project, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+@pytest.mark.parametrize("setting", ["objective.loss=bco_pair", "objective.reference_moves=[2, 0.6]"])
+def test_what_an_objective_remembers_is_in_the_checkpoint(
+    project: Project, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights, setting: str
 ) -> None:
-    """bco_pair shifts rewards by their mean since the first step."""
-    bco = (*SAVE, "objective.loss=bco_pair", "objective.beta=1.0")
+    """bco_pair shifts rewards by their mean since the first step; a moving reference is somewhere on its way."""
+    told = (*SAVE, setting, "objective.beta=1.0")
     stop(4, pull_plug)
     with pytest.raises(PulledPlugError):
-        project.train("run", *bco)
-    outcome = project.isopref("train", "my.yaml", "run.folder=run", *bco, "--resume")
+        project.train("run", *told)
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *told, "--resume")
     assert outcome.code == 0, outcome.err
-    run, whole = project.folder / "run", project.train("whole", *bco)
+    run, whole = project.folder / "run", project.train("whole", *told)
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert same(read_metrics(run)) == same(read_metrics(whole))

@@ -180,6 +180,11 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             "optim: {betas: [1, 2]}",
             "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
         ),
+        (
+            "objective: {reference_moves: [8, 1.5]}",
+            "objective.reference_moves: must be [a whole number, at least 1; a number, above 0, at most 1], or null; "
+            "found [8, 1.5].",
+        ),
         ("optim: {schedule: step}", 'optim.schedule: must be one of linear, cosine, constant; found "step".'),
         (
             "objective: {loss: dpo}",
@@ -290,6 +295,7 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
         (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
         (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another objective.loss."),
+        (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
     ],
 )
@@ -320,6 +326,7 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
         ["objective.loss=exo_pair"],
         ["objective.wpo=true", "objective.ld_alpha=0.5"],
+        ["objective.reference_moves=[8, 1]", "objective.loss={simpo: 1, hinge: 1}"],
         ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],
         ["objective.loss.aot=1.5", "objective.loss.hinge=1"],
         ["objective.divergence=0.5", "objective.label_smoothing=0.1"],

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isopref.engine.moving import MovingReference
 from isopref.losses import Whole, pair_loss
+from isopref.models.policy import Policy
+from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 
 pytest.importorskip("trl")
@@ -199,3 +202,13 @@ def test_orpo() -> None:
         )  # TRL subtracts it from the NLL
         expected = -float(pair[0].mean()) - float(ratio)
         assert ours(pair, reference(pair, number), "orpo", beta=0.4) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_moving_reference() -> None:
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    model, theirs, own = (tiny_model("gpt2", seed=seed) for seed in (0, 1, 1))
+    SyncRefModelCallback._sync_target_model(model, theirs, 0.6)
+    MovingReference(policy := Policy(own), every=2, mix=0.6).follow(Policy(model), step=4)
+    for one, other in zip(policy.model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -49,6 +49,11 @@ def fill_cache(config: Config, *, name: str) -> None:
                 f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to fill. "
                 "Go on with isopref train."
             )
+        if config.objective.reference_moves is not None:
+            raise ConfigError(
+                f"objective.reference_moves is {list(config.objective.reference_moves)}: what a moving reference says "
+                "of the training pairs cannot be known ahead of time. Go on with isopref train."
+            )
         tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         path, setting = _reference_path(config)
         tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
@@ -121,6 +126,7 @@ def _train(run: Run, resume: bool) -> bool:
     with policy.plain() as plain:
         before = result.sample(run, plain, tokenizer, prompts)
     model = spread(run, policy)
+    moving = None if config.objective.reference_moves is None else reference.moving(run)
     run = fit_layout(run, model, table)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
@@ -128,10 +134,10 @@ def _train(run: Run, resume: bool) -> bool:
         ref = reference.in_store(run, store, scored, lambda: model)
     held_out = None
     if eval_table is not None:
-        held_out = evaluation.HeldOut(run, eval_table, ref.logps[1])
+        held_out = evaluation.HeldOut(run, eval_table, ref.logps[-1])
         known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
-        start = ref.logps[1] if known else score_all(run, model, eval_table, "held-out")
-    trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
+        start = ref.logps[-1] if known else score_all(run, model, eval_table, "held-out")
+    trainer = build_trainer(run, model, table, moving or ref.logps[0], held_out, resume)
     claim_folder(run, ref.key)
     with recorded(run, trainer, table, ref.key):
         try:
@@ -163,8 +169,9 @@ def _with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
 
 
 def _scored(run: Run, tables: Tables) -> list[NamedTable]:
-    """The pairs to train on and, if there are any, the held-out ones, as the reference scores them."""
-    named = [NamedTable("training", tables.train)]
+    """The pairs that the reference scores ahead of time: those to train on, unless it moves; held-out ones, if any."""
+    moves = run.config.objective.reference_moves is not None
+    named = [] if moves else [NamedTable("training", tables.train)]
     if tables.held_out is not None:
         named.append(NamedTable("held-out", tables.held_out))
     for one in named:

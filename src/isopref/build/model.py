@@ -76,16 +76,21 @@ def add_adapter(run: Run, policy: Policy) -> None:
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
 
 
-def spread(run: Run, policy: Policy) -> nn.Module:
-    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for."""
+def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
+    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for.
+
+    One that is not trained is not wrapped by DDP, which would keep room for its gradients.
+    """
     own = own_logps(policy)
     if _compiles(run, policy):
         compile_layers(policy)
+    mode = _parallel(run, policy)
+    whole = mode == "ddp" and not trained
     model = parallelize(
         policy,
-        _parallel(run, policy),
+        "single" if whole else mode,
         device=run.env.device,
-        world_size=run.env.world_size,
+        world_size=1 if whole else run.env.world_size,
         compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
         offload=run.config.layout.offload,
@@ -176,8 +181,9 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     if asked != "auto":
         return asked
     mixed, offload, ranks = run.config.model.is_mixed, run.config.layout.offload, run.env.world_size
-    # Weights; of what is trained also the gradient and two moments.
-    state = sum((4 if p.requires_grad else 1) * p.numel() * p.element_size() for p in policy.parameters())
+    # Weights, also those of a reference that moves; of what is trained the gradient and two moments.
+    weights = 1 if run.config.objective.reference_moves is None else 2
+    state = sum((weights + 3 * p.requires_grad) * p.numel() * p.element_size() for p in policy.parameters())
     room = device_memory(run.env.device)
     chosen = auto.parallel(state, room, is_mixed=mixed, offload=offload, ranks=ranks)
     if mixed or offload:

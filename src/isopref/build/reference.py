@@ -16,6 +16,7 @@ from isopref.build.model import load_policy, pair_progress, spread
 from isopref.build.run import Run
 from isopref.config.load import to_yaml
 from isopref.data.table import PairTable
+from isopref.engine.moving import MovingReference
 from isopref.errors import CacheError, ConfigError
 from isopref.models import hf
 from isopref.models.policy import Policy
@@ -124,6 +125,16 @@ def _load_and_look_up(
 def in_store(run: Run, store: Store, tables: Sequence[NamedTable], model: Callable[[], nn.Module]) -> Reference:
     """The reference of some tables, in the store of the model that `model` makes ready to score."""
     return Reference(store.key, [look_up_or_score(run, store, table, model) for table in tables])
+
+
+def moving(run: Run) -> MovingReference:
+    """A second model that begins where the reference is and moves."""
+    model, moves = run.config.model, run.config.objective.reference_moves
+    assert moves is not None
+    path, setting = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
+    every, mix = moves
+    run.display.say(f"reference: moves {mix:g} of the way to the model every {every} steps; a second model in memory")
+    return MovingReference(spread(run, load_policy(run, path, setting=setting), trained=False), every=every, mix=mix)
 
 
 def none_needed(tables: Sequence[NamedTable]) -> Reference:

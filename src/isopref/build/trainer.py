@@ -21,6 +21,7 @@ from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, Pair
 from isopref.engine.checkpoints import KeepingCheckpointerCallback, newest_whole, sweep
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
+from isopref.engine.moving import MovingReference
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
@@ -35,7 +36,12 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errn
 
 
 def build_trainer(
-    run: Run, model: nn.Module, table: PairTable, reference: TableLogps, held_out: HeldOut | None, resume: bool
+    run: Run,
+    model: nn.Module,
+    table: PairTable,
+    reference: TableLogps | MovingReference,
+    held_out: HeldOut | None,
+    resume: bool,
 ) -> Trainer:
     """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder, if there is one.
 
@@ -120,7 +126,7 @@ def fit(run: Run, trainer: Trainer) -> bool:
     return False
 
 
-def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int) -> DPOTrainModule:
+def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingReference, steps: int) -> DPOTrainModule:
     optim, objective = run.config.optim, run.config.objective
     return DPOTrainModule(
         model,

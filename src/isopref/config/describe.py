@@ -82,7 +82,8 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     elif annotation is AdapterConfig:
         words = f"an adapter ({', '.join(adapter_fields())})"
     elif origin is tuple:
-        words = f"a list of {len(args)}, each {_words(args[0])}"
+        same = len(set(args)) == 1
+        words = f"a list of {len(args)}, each {_words(args[0])}" if same else f"[{'; '.join(map(_words, args))}]"
     elif origin is dict:
         words = f"mapping from {'text' if args[0] is str else 'these'} to {_words(args[1])}"
     else:

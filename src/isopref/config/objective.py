@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isopref import objectives
-from isopref.config.section import NonNegative, Positive, Section
+from isopref.config.section import Count, NonNegative, Positive, Section
 
 Weighting = Literal["token", "completion", "pair"]
 
@@ -56,6 +56,13 @@ class ObjectiveConfig(Section):
         default=False,
         description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
     )
+    # Not strict: YAML has lists where Python has tuples. The two numbers in it stay strict.
+    reference_moves: tuple[Count, Annotated[float, Field(gt=0, le=1)]] | None = Field(
+        default=None,
+        strict=False,
+        description="Move the reference towards the model as it trains (TR-DPO): [64, 0.6] is every 64 steps, 0.6 of "
+        "the way. Keeps a second model in memory. null: it stays where it is.",
+    )
     weighting: Weighting = Field(
         default="token",
         description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
@@ -73,3 +80,7 @@ class ObjectiveConfig(Section):
         yield from objectives.problems(self.loss, told)
         for what in objectives.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
+        names = objectives.weights(self.loss)
+        if self.reference_moves and not any(objectives.OBJECTIVES[name].needs_reference for name in names):
+            moves, loss = list(self.reference_moves), ", ".join(names)
+            yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."

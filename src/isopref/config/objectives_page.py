@@ -40,7 +40,7 @@ accuracy in the metrics are those of the first.
 `bco_pair`, `aot` and `aot_unpaired` look at all pairs of a global batch. Each step first scores all its pairs without a
 gradient and gathers their log-probabilities from all ranks: that gives the loss of the batch and what each
 log-probability counts for in it. A second pass back-propagates that. So the loss is the same under every layout, for a
-forward pass more, a third of a step's work. Held-out pairs are evaluated as one batch.
+forward pass more, which is a third more work. Held-out pairs are evaluated as one batch.
 
 **aot.** `sorted` pairs the two sides off by their ranks in the batch. Where pairs have weights, by
 `objective.weighting` or in the data, both sides are distributions with these weights, and mass moves from one to the
@@ -109,6 +109,18 @@ of the model as it is at this step; no gradient goes through it. A token that th
 denominator of the loss stays the sum of w_p, and neither the likelihood term nor the held-out loss has these weights.
 It costs one pass more over the logits. Losses that couple a batch have no loss of one pair, and are refused with it.
 
+## A reference that moves
+
+`objective.reference_moves: [k, a]` (TR-DPO, Gorbatovski et al. 2024, 2404.09656) moves the weights of the reference
+after every k-th step:
+
+    ref = a * model + (1 - a) * ref
+
+It begins where `model.reference` says. It costs a second set of weights in memory and in every checkpoint, sharded as
+the model is (whole on every rank under DDP), and a forward pass for each microbatch (two where the loss has a first
+pass), in place of log-probabilities that are known ahead of time. Held-out pairs are compared with the reference as it
+was at the start, so that the figures of a run can be compared.
+
 {notes}"""
 
 NOTES = """\
@@ -126,6 +138,7 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
   is one exponential.
 - **aot, aot_unpaired** are the same on one batch with `weighting: pair`. TRL sorts inside each microbatch.
 - **bco_pair.** TRL 1.16 leaves the shift d out.
+- **reference_moves.** The same weights after the same steps (`sync_ref_model`).
 - **ld_alpha, wpo** are the same for one pair. TRL divides by the pairs of a microbatch.
 - **balance_weight.** TRL and transformers throw all layers together before they multiply f and P, and balance each
   microbatch. Here each layer is balanced, over the global batch. With one layer and one microbatch they agree.

@@ -267,6 +267,11 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"needs FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
         )
     yield from _adapter_conflicts(model)
+    if model.adapter is not None and config.objective.reference_moves is not None:
+        yield (
+            "objective.reference_moves",
+            "does not go with model.adapter: the weights of the reference are not those that are trained. Remove one.",
+        )
     if config.optim.kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
         yield "optim.kind", f"{config.optim.kind} steps in float32, but model.dtype is float64. Use adamw."
     if config.optim.kind == "muon" and layout.offload:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from isopref.engine.coupling import Coupling
 from isopref.engine.guard import Guard, poisoned
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
+from isopref.engine.moving import MovingReference
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
@@ -44,8 +45,8 @@ class DPOTrainModule(TrainModule):
     :param objective: one loss per pair, from `isopref.losses.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
     :param weighting: what a pair counts for in the loss.
-    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. None for an
-        objective without a reference.
+    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. Or one that
+        moves (moving.py). None for an objective without a reference.
     :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
     :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
     :param compute_dtype: what the model computes in, where that is not its weights' dtype.
@@ -58,7 +59,7 @@ class DPOTrainModule(TrainModule):
         *,
         objective: PairLoss,
         rank_microbatch_size: int,
-        reference: TableLogps | None = None,
+        reference: TableLogps | MovingReference | None = None,
         weighting: Weighting = "token",
         scheduler: Scheduler | None = None,
         max_grad_norm: float | None = None,
@@ -84,6 +85,9 @@ class DPOTrainModule(TrainModule):
         self.device = device_of(model)
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._check_model()
+        self.moving = reference if isinstance(reference, MovingReference) else None
+        if self.moving is not None:
+            self.moving.check(model)
         self.reference_2N = self._table(reference)
         first_pass = objective.coupled or objective.balance_weight > 0
         self.coupling = Coupling(objective, self.device) if first_pass else None
@@ -108,8 +112,10 @@ class DPOTrainModule(TrainModule):
                 "parallelize, from what that returned."
             )
 
-    def _table(self, reference: TableLogps | None) -> Tensor | None:
-        if not self.objective.needs_reference:
+    def _table(self, reference: TableLogps | MovingReference | None) -> Tensor | None:
+        if isinstance(reference, MovingReference) and not self.objective.needs_reference:
+            raise ConfigError("a moving reference does nothing for an objective without one. Leave `reference` out.")
+        if not self.objective.needs_reference or isinstance(reference, MovingReference):
             return None
         if reference is None:
             raise ConfigError(
@@ -193,14 +199,16 @@ class DPOTrainModule(TrainModule):
             wpo=objective.wpo,
             routed=objective.balance_weight > 0,
         )
-        return policy, self._reference(policy, work.index)
+        return policy, self._reference(policy, work)
 
-    def _reference(self, policy: PairLogps, index: Tensor) -> PairLogps:
+    def _reference(self, policy: PairLogps, work: Work) -> PairLogps:
         """The reference's log-probabilities; zeros stand for a reference that there is not."""
-        if self.reference_2N is None:
-            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
+        if self.moving is not None:
+            chosen, rejected = self.moving.score(work.microbatch, ld_alpha=self.objective.ld_alpha)
+        elif self.reference_2N is not None:
+            chosen, rejected = self.reference_2N[:, work.index].to(policy.chosen.dtype)
         else:
-            chosen, rejected = self.reference_2N[:, index].to(policy.chosen.dtype)
+            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
         return replace(policy, chosen=chosen, rejected=rejected)
 
     def _logs_now(self) -> bool:
@@ -209,8 +217,9 @@ class DPOTrainModule(TrainModule):
 
     def _record(self, step: Step) -> None:
         means = self._window.reduce()
-        for name in NAMES if self.objective.balance_weight else NAMES[:-1]:  # the last is the balance of experts
-            self.record_metric(f"train/{name}", means[name])
+        for name in NAMES:
+            if name != "balance" or self.objective.balance_weight:
+                self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
         self.record_metric("train/pair_count", step.num_pairs)
         self.record_metric("train/padding_fraction", step.padding_fraction)
@@ -267,6 +276,8 @@ class DPOTrainModule(TrainModule):
         self.guard.step(self.optim, norm, number=self.trainer.global_step)
         if isinstance(self.optim, SkippingAdamW) and self._logs_now():
             self.record_metric("optim/skipped", self.optim.step_skipped)
+        if self.moving is not None:
+            self.moving.follow(self.model, step=self.trainer.global_step)
 
     def _with_gradient(self) -> list[nn.Parameter]:
         trained = (parameter for group in self.optim.param_groups for parameter in group["params"])
@@ -286,6 +297,8 @@ class DPOTrainModule(TrainModule):
         }
         if self.coupling is not None:
             state["coupling"] = self.coupling.state_dict()
+        if self.moving is not None:
+            state["reference"] = self.moving.state_dict()
         if optim is not False:
             state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
             if isinstance(self.optim, SkippingAdamW):
@@ -300,6 +313,8 @@ class DPOTrainModule(TrainModule):
         self._window.load_state_dict(state_dict["metrics"])
         if self.coupling is not None:
             self.coupling.load_state_dict(state_dict["coupling"])
+        if self.moving is not None:
+            self.moving.load_state_dict(state_dict["reference"])
         if "optim" in state_dict:
             checkpoint_state.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
             if isinstance(self.optim, SkippingAdamW):

@@ -171,9 +171,9 @@ rows with and without a shared prompt, padded batches in one forward and in two;
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
-layouts, and the likelihood of chosen answers added; all weights trained, or an adapter (LoRA, DoRA, rsLoRA). The
-oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
-once more, and sums by the definition.
+layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
+WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA). The oracle computes one sequence at a time with
+the model's own forward pass, takes each objective from its paper's equation once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

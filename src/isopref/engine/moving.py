@@ -1,0 +1,73 @@
+"""A reference that moves towards the policy (TR-DPO, Gorbatovski et al. 2024): a second model in memory."""
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict as checkpoint_state
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from isopref.errors import ConfigError
+from isopref.models.parallel import reshard, unwrap
+from isopref.score import score
+from isopref.types import Microbatch
+
+
+class MovingReference:
+    """Scores what the policy is compared with, and every so many steps goes a part of the way to the policy.
+
+    :param model: a `Policy` of the same shape as the one that is trained, spread over the ranks in the same way; but
+        one that is trained under DDP has a plain `Policy` beside it, on every rank. No gradient ever reaches it.
+    :param every: steps between two moves.
+    :param mix: how far it goes: the new weights are `mix` of the policy's and 1 - `mix` of its own.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int, mix: float):
+        if every < 1 or not 0 < mix <= 1:
+            raise ConfigError(f"a moving reference needs every >= 1 and 0 < mix <= 1; found {every} and {mix}.")
+        self.model = model.requires_grad_(False).eval()
+        self.every, self.mix = every, mix
+
+    @torch.no_grad()
+    def score(self, microbatch: Microbatch, *, ld_alpha: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of chosen and rejected: P, P."""
+        logps = score(self.model, microbatch, ld_alpha=ld_alpha)
+        return logps.chosen, logps.rejected
+
+    def check(self, policy: nn.Module) -> None:
+        """Raise ConfigError for a policy that it could not follow."""
+        reshard(self.model)
+        own, other = (_shapes(model) for model in (self.model, unwrap(policy)))
+        different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        if different:
+            raise ConfigError(
+                f"objective.reference_moves: the reference cannot go towards the model: '{different[0]}' is not the "
+                "same in both. Use a model.reference of the model's shape, or one that stays (reference_moves: null)."
+            )
+
+    @torch.no_grad()
+    def follow(self, policy: nn.Module, *, step: int) -> None:
+        """Move, if it is time to after `step`."""
+        if step % self.every:
+            return
+        reshard(self.model)  # until then its parameters are gathered copies
+        for own, other in zip(self.model.parameters(), unwrap(policy).parameters(), strict=True):
+            _local(own).lerp_(_local(other), self.mix)
+
+    def state_dict(self) -> dict[str, Any]:
+        reshard(self.model)
+        options = checkpoint_state.StateDictOptions(full_state_dict=False, cpu_offload=True)
+        return checkpoint_state.get_model_state_dict(self.model, options=options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        reshard(self.model)
+        checkpoint_state.set_model_state_dict(self.model, state, options=checkpoint_state.StateDictOptions(strict=True))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """The shape of each parameter, and whether it is sharded."""
+    return {name: (one.shape, isinstance(one, DTensor)) for name, one in model.named_parameters()}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,84 @@
+"""Steps with a reference that moves: by a loop over whole batches, and through the train module under a layout."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isopref.data.table import PairTable
+from isopref.engine.moving import MovingReference
+from isopref.engine.step import build_step
+from isopref.engine.train_module import DPOTrainModule
+from isopref.models.parallel import full, parallelize
+from isopref.models.policy import Policy
+from isopref.testing import oracle
+from isopref.testing.equations import batch_loss
+from isopref.testing.exactness import Cell, StubTrainer, batch, pair_objective, plan
+from isopref.testing.models import tiny_model
+
+STEPS, LR = 5, 0.05
+
+Weights = dict[str, Tensor]
+
+
+def by_oracle(every: int, mix: float) -> tuple[Weights, Weights]:
+    """Policy and reference after some steps of plain gradient descent on one batch."""
+    policy, reference = (tiny_model("gpt2", dtype=torch.float64) for _ in range(2))
+    pairs = batch(8)[0]
+    for step in range(1, STEPS + 1):
+        with torch.no_grad():
+            ref = oracle.pair_logps(reference, pairs)
+        loss = batch_loss("sigmoid", oracle.pair_logps(policy, pairs), ref, oracle.weights(pairs, "token"))
+        gradient = oracle.gradient(policy, loss)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                parameter.sub_(LR * gradient[name])
+            if step % every == 0:
+                for own, other in zip(reference.parameters(), policy.parameters(), strict=True):
+                    own.copy_(mix * other + (1 - mix) * own)
+    return _weights(policy), _weights(reference)
+
+
+def trained(cell: Cell, every: int, mix: float, *, stop_after: int | None = None) -> tuple[Weights, Weights]:
+    """The same through the train module; with `stop_after`, a new one goes on from the first one's state."""
+    module, trainer = _module(cell, every, mix)
+    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    rank = dist.get_rank() if cell.ranks > 1 else 0
+    step = build_step(table, np.arange(cell.num_pairs), plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
+    for number in range(1, STEPS + 1):
+        trainer.global_step = number
+        module.train_batch({"step": step})
+        module.optim_step()
+        module.zero_grads()
+        if number == stop_after:
+            state = module.state_dict(optim=False)
+            module, trainer = _module(cell, every, mix)
+            module.load_state_dict(state)
+    assert module.moving is not None
+    return _weights(module.model), _weights(module.moving.model)
+
+
+def _module(cell: Cell, every: int, mix: float) -> tuple[DPOTrainModule, StubTrainer]:
+    policy, other = (Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype))) for _ in range(2))
+    device = torch.device("cpu")
+    model = parallelize(policy, cell.parallel, device=device, world_size=cell.ranks)
+    reference = (
+        other if cell.parallel == "ddp" else parallelize(other, cell.parallel, device=device, world_size=cell.ranks)
+    )
+    module = DPOTrainModule(
+        model,
+        torch.optim.SGD(model.parameters(), lr=LR),
+        objective=pair_objective(cell.objective),
+        rank_microbatch_size=4096,
+        reference=MovingReference(reference, every=every, mix=mix),
+        weighting=cell.weighting,
+        grad_sync=cell.grad_sync,
+    )
+    trainer = StubTrainer()
+    module._attach_trainer(trainer)  # type: ignore[arg-type]
+    return module, trainer
+
+
+def _weights(model: nn.Module) -> Weights:
+    found = ((name.removeprefix("module.").removeprefix("model."), one) for name, one in model.named_parameters())
+    return {name: full(parameter).detach().clone() for name, parameter in found}
