@@ -204,6 +204,10 @@ def test_values_under_the_pointer(tab: Tab, run: Path, read_metrics: Callable[[P
         assert found.split() == ["step", str(step), "chosen", chosen, "rejected", rejected]
     tab.point_at(0, 0)
     assert tip(tab, "log-probabilities") is None
+    for step, held_out in ((2, []), (3, ["held", "out", shown(lines[2]["eval/loss"])])):
+        point_at_step(tab, "loss", (step - 1) / (STEPS - 1))
+        training = ["step", str(step), "training", shown(lines[step - 1]["train/loss"])]
+        assert (tip(tab, "loss") or "").split() == training + held_out
     assert tab.problems == []
 
 

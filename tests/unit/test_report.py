@@ -73,6 +73,7 @@ def test_runs_are_found_below_a_folder_but_not_inside_runs(tmp_path: Path) -> No
     inner = make_run(tmp_path / "a" / "b", losses([0.7]))
     make_run(inner / "checkpoints" / "copy", losses([0.7]))
     outer = make_run(tmp_path / "c", losses([0.7]))
+    make_run(outer / "copy", losses([0.7]))
     make_run(tmp_path / "1" / "2" / "3" / "4", losses([0.7]))  # too deep
     assert list(find_runs(tmp_path)) == [inner, outer]
 
@@ -143,6 +144,14 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "\\| \\`code\\` \\[a\\](b) @\u200ball" in text
     table = [line for line in text.splitlines() if "onerror" in line and line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in table)
+
+
+def test_a_name_that_would_end_the_script(tmp_path: Path) -> None:
+    """Two runs of one name are told apart by their paths, and a path can hold what ends a script."""
+    runs = [read_run(make_run(tmp_path / name / "script>", losses([0.7]))) for name in ("a<", "b<")]
+    html = page(runs)
+    assert html.count("</script>") == html.count("<script") == 2
+    assert "a\\u003c/script>" in html
 
 
 # --- charts ------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Display:
         )
         progress = Progress(*columns, console=self.console)
         task = progress.add_task(what, total=total, note="")
-        under = Text()
+        under = Text(no_wrap=False, overflow="fold")  # the console itself wraps nothing
 
         def advance(count: int, note: str) -> None:
             if below:
