@@ -12,13 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from isopref.data.packing import Budget, Group, RowKind, plan_step
 from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
-from isopref.models.adapter import Kind
+from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
@@ -52,6 +53,7 @@ class Cell:
     objective: str = "sigmoid"  # of equations.CASES
     nll_weight: float = 0.0
     adapter: Kind | None = None
+    quantize: bool = False  # the base in four bits
 
     def __str__(self) -> str:
         default = Cell()
@@ -94,7 +96,7 @@ def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], Ta
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
         *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
-        *(cell.objective, cell.nll_weight, cell.adapter),
+        *(cell.objective, cell.nll_weight, cell.adapter, cell.quantize),
     )
 
 
@@ -108,9 +110,10 @@ def _expected(
     objective: str,
     nll_weight: float,
     adapter: Kind | None,
+    quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
-    model, policy, ref = _scored(architecture, dtype, num_pairs, adapter)
+    model, policy, ref = _scored(architecture, dtype, num_pairs, adapter, quantize)
     told = own if own_weights else None
     nll = oracle.token_nll(policy, told)
     loss = oracle.global_loss(by_equation(*CASES[objective])(policy, ref), oracle.weights(pairs, weighting, told))
@@ -125,13 +128,12 @@ def _expected(
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, adapter: Kind | None
+    architecture: str, dtype: str, num_pairs: int, adapter: Kind | None, quantize: bool
 ) -> tuple[nn.Module, PairLogps, PairLogps]:
     """A model, its log-probabilities of the batch with their graph, and those of the reference."""
     pairs, _ = batch(num_pairs)
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
-    if adapter is not None:
-        with_adapter(model, adapter)
+    _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs)
     return model, oracle.pair_logps(model, pairs), ref
@@ -185,7 +187,7 @@ def measure(cell: Cell) -> Found:
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
     hf_model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
-    policy = Policy(hf_model if cell.adapter is None else with_adapter(hf_model, cell.adapter))
+    policy = Policy(_adapt(hf_model, cell.adapter, cell.quantize))
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
@@ -203,6 +205,12 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     trainer = StubTrainer()
     module._attach_trainer(trainer)  # type: ignore[arg-type]
     return module, trainer
+
+
+def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
+    if quantize:
+        quantize_nf4(model, torch.device("cpu"))
+    return model if adapter is None else with_adapter(model, adapter)
 
 
 def plan(cell: Cell, lengths: Any) -> list[list[Group]]:

@@ -115,6 +115,7 @@ def _adapters(base: Cell) -> Iterator[Cell]:
     yield replace(lora, architecture="llama")
     for kind in get_args(Kind):
         yield replace(lora, adapter=kind, architecture="llama", dtype="float32", num_pairs=3)
+    yield replace(lora, quantize=True, architecture="llama", dtype="float32")
     if base.ranks > 1:
         yield replace(lora, split="uneven")
         yield replace(lora, split="idle")
@@ -166,8 +167,8 @@ rows with and without a shared prompt, padded batches in one forward and in two;
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
-layouts, and the likelihood of chosen answers added; all weights trained, or an adapter (LoRA, DoRA, rsLoRA). The
-oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
+layouts, and the likelihood of chosen answers added; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a
+model that is whole or in four bits. The oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
 once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
