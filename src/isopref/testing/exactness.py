@@ -54,6 +54,7 @@ class Cell:
     nll_weight: float = 0.0
     adapter: Kind | None = None
     quantize: bool = False  # the base in four bits
+    offload: bool = False
 
     def __str__(self) -> str:
         default = Cell()
@@ -191,7 +192,14 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
-    model = parallelize(policy, cell.parallel, device=torch.device("cpu"), world_size=cell.ranks, hsdp_shard=shard)
+    model = parallelize(
+        policy,
+        cell.parallel,
+        device=torch.device("cpu"),
+        world_size=cell.ranks,
+        hsdp_shard=shard,
+        offload=cell.offload,
+    )
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
@@ -209,7 +217,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
 
 def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
     if quantize:
-        quantize_nf4(model, torch.device("cpu"))
+        quantize_nf4(model, torch.device("cpu"), head=model.get_output_embeddings())
     return model if adapter is None else with_adapter(model, adapter)
 
 
