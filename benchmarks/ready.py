@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import workload
 from olmo_core.train import Trainer
+from transformers import PreTrainedModel
 
 from isopref.build.fit import fit_layout
-from isopref.build.model import score_all, spread
+from isopref.build.model import add_adapter, score_all, spread
 from isopref.build.run import Run
 from isopref.build.trainer import build_trainer
 from isopref.config.schema import Config
@@ -35,6 +36,7 @@ class Cell:
     dtype: str = "bfloat16"
     warmup: int = 3
     steps: int = 8
+    adapter: dict[str, Any] | None = None  # as model.adapter takes it
 
 
 @dataclass
@@ -51,14 +53,20 @@ class Ready:
 
 
 @contextmanager
-def ready_trainer(cell: Cell, *, mixed: bool = False, layout: dict[str, Any] | None = None) -> Iterator[Ready]:
-    """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section."""
+def ready_trainer(
+    cell: Cell,
+    *,
+    mixed: bool = False,
+    layout: dict[str, Any] | None = None,
+    make: Callable[..., PreTrainedModel] = workload.model,
+) -> Iterator[Ready]:
+    """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section. `make`: the model."""
     count = (cell.warmup + cell.steps) * cell.batch_pairs
     precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
     with tempfile.TemporaryDirectory() as folder:
         config = Config.model_validate(
             {
-                "model": {"path": "random", **precision},
+                "model": {"path": "random", **precision, "adapter": cell.adapter},
                 "data": {"train": "random"},
                 "optim": {"batch_pairs": cell.batch_pairs},
                 "layout": {"microbatch_tokens": cell.microbatch_tokens, "checkpointing": "none", **(layout or {})},
@@ -67,9 +75,12 @@ def ready_trainer(cell: Cell, *, mixed: bool = False, layout: dict[str, Any] | N
         )
         with environment(device="auto", seed=0, process_group=mixed) as env:
             run = Run(config, Path(folder), env, Display())
-            made = workload.model(cell.shape, dtype=getattr(torch, config.model.dtype), device=env.device)
+            frozen = cell.adapter is not None
+            dtype = getattr(torch, run.compute_dtype if frozen else config.model.dtype)
+            made = make(cell.shape, dtype=dtype, device=env.device)
             table = PairTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
             policy = Policy(made)
+            add_adapter(run, policy)
             model = spread(run, policy)
             run = fit_layout(run, model, table)
             reference = score_all(run, model, table, "reference")

@@ -37,8 +37,14 @@ CELLS = {
     "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_pairs=8, warmup=2, steps=5),
     "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
+    "8b-lora": Cell(
+        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=4, warmup=2, steps=3, adapter={"rank": 16, "alpha": 32}
+    ),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=2),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
+    "smoke-lora": Cell(
+        "tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2, adapter={"rank": 4}
+    ),
 }
 # isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute.
 SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "trl", "trl-liger")
@@ -152,11 +158,23 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
             train_dataset=Dataset.from_dict(columns),
             processing_class=byte_tokenizer(),
             callbacks=[PeerClock(clock)],
+            peft_config=_peft_config(cell),
         )
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
     return clock.result()
+
+
+def _peft_config(cell: Cell) -> Any:
+    """The cell's adapter as a peer is given it: on all linear layers, as isopref's."""
+    if cell.adapter is None:
+        return None
+    from peft import LoraConfig
+
+    rank = cell.adapter["rank"]
+    alpha = cell.adapter.get("alpha", 2 * rank)
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,17 @@ def in_order(every: list[Item]) -> list[Item]:
 def versions() -> dict[str, str]:
     """Date, hardware and versions: what a figure means nothing without."""
     cuda = torch.cuda.is_available()
-    wanted = ("torch", "triton", "transformers", "ai2-olmo-core", "trl", "liger-kernel", "flash-attn-4")
+    wanted = (
+        "torch",
+        "triton",
+        "transformers",
+        "ai2-olmo-core",
+        "trl",
+        "liger-kernel",
+        "flash-attn-4",
+        "peft",
+        "torchao",
+    )
     installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
     return {
         "date": date.today().isoformat(),

@@ -1,15 +1,39 @@
-"""The example scripts run as they are."""
+"""The example script runs as it is, each example config for two steps on a tiny model."""
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from isopref.testing.models import tiny_folder
 
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Project
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+
+
+def test_every_example_is_there() -> None:
+    assert CONFIGS == ["full.yaml", "lora.yaml", "mixing.yaml", "qlora.yaml", "simpo.yaml"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config(project: Project, models: Callable[[str], Path], name: str) -> None:
+    """As the file says, but for the model, the number of steps and what is shown at the end; on the demo's pairs."""
+    (project.folder / "examples").symlink_to(EXAMPLES)
+    changes = [f"model.path={models('llama')}", "optim.max_steps=2", "optim.batch_pairs=8", "run.sample_tokens=2"]
+    outcome = project.isopref("train", f"examples/{name}", *changes, "run.folder=run", "run.device=cpu")
+    assert outcome.code == 0, outcome.err
+    assert "step 2/2 " in outcome.out
+    exported = {path.name for path in (project.folder / "run" / "model").iterdir()}
+    assert ("adapter_model.safetensors" in exported) == (name in ("lora.yaml", "qlora.yaml"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -144,5 +144,5 @@ def test_train(tmp_path: Path, compute_dtype: str | None, monkeypatch: pytest.Mo
     )
     train(load_config(config), name="run")
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert result["before"]["accuracy"] == 0.5
-    assert result["after"]["accuracy"] > 0.9
+    assert result["before"]["accuracy"]["value"] == 0.5
+    assert result["after"]["accuracy"]["value"] > 0.9

@@ -60,13 +60,14 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
     asked = run.config.layout.grad_sync
     if asked != "auto":
         return asked
-    # Of frozen weights it is the weights themselves that `last` keeps whole.
+    # Where weights are frozen it is they that `last` keeps whole.
+    what = "gradient" if all(p.requires_grad for p in model.parameters()) else "model"
     kept, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
     sharded = isinstance(model, FSDPModule)
     chosen = auto.grad_sync(kept, room, sharded=sharded, offload=run.config.layout.offload)
     if sharded:
         run.display.say(
-            f"layout.grad_sync: auto is {chosen}: the whole gradient takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
+            f"layout.grad_sync: auto is {chosen}: the whole {what} takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
         )
     return chosen
 

@@ -48,7 +48,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     )
     if frozen and asked is not None:
         if asked.quantize is not None:
-            adapter.quantize_nf4(loaded, run.env.device)
+            adapter.quantize_nf4(loaded, run.env.device, head=loaded.get_output_embeddings())
         if asked.path is not None:
             adapter.load_adapter(loaded, asked.path, dtype=getattr(torch, model.dtype), setting="model.adapter.path")
     policy = Policy(loaded)

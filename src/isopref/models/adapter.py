@@ -117,7 +117,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
     save_file({PREFIX + name: tensor.contiguous() for name, tensor in names.items()}, folder / WEIGHTS_FILE)
 
 
-def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
+def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | None = None) -> None:
     """Hold every linear layer but the head in four bits, on the device; one at a time, so that no more must fit there.
 
     torchao rather than bitsandbytes: plain PyTorch operations, so that the same numbers come out on a CPU, and layers
@@ -125,8 +125,7 @@ def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
     nf4: Any = optional.require("torchao.quantization", extra="adapters", why="model.adapter.quantize is nf4").NF4Tensor
-    head = model.get_output_embeddings()
-    for name, layer in model.named_modules():
+    for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear) or layer is head:
             continue
         scales, rest = divmod(layer.weight.numel(), NF4_BLOCK)

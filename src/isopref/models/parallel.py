@@ -44,8 +44,14 @@ def parallelize(
             raise ConfigError(f'parallelize: "single" on {world_size} ranks would never reduce gradients. Use "ddp".')
         return policy
     if mode == "ddp":
-        ids = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(policy, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            policy,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # To send a weight in four bits it would be quantised a second time, to other numbers.
+            init_sync=not any(_is_quantised(parameter) for parameter in policy.parameters()),
+        )
     shard = world_size if mode == "fsdp" else check_shard(hsdp_shard, world_size)
     sizes = (shard,) if mode == "fsdp" else (world_size // shard, shard)
     mesh = _mesh(device.type, sizes, dist.group.WORLD)
@@ -65,8 +71,11 @@ def parallelize(
 
 def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:
     """Whether FSDP leaves a frozen weight as it is: in four bits it is small, and one rank has nobody to share with."""
-    quantised = type(parameter) is not nn.Parameter
-    return not parameter.requires_grad and (quantised or (world_size == 1 and not offload))
+    return not parameter.requires_grad and (_is_quantised(parameter) or (world_size == 1 and not offload))
+
+
+def _is_quantised(parameter: nn.Parameter) -> bool:
+    return type(parameter) is not nn.Parameter
 
 
 @cache

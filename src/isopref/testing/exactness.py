@@ -12,13 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from isopref.data.packing import Budget, Group, RowKind, plan_step
 from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
-from isopref.models.adapter import Kind
+from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
@@ -55,6 +56,8 @@ class Cell:
     wpo: bool = False
     adapter: Kind | None = None
     balance_weight: float = 0.0
+    quantize: bool = False  # the base in four bits
+    offload: bool = False
 
     def __str__(self) -> str:
         default = Cell()
@@ -97,7 +100,7 @@ def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], Ta
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
         *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
-        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter),
+        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
 
@@ -114,9 +117,10 @@ def _expected(
     wpo: bool,
     balance_weight: float,
     adapter: Kind | None,
+    quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     pairs, own = batch(num_pairs)
-    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha, adapter)
+    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha, adapter, quantize)
     told = own if own_weights else None
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
@@ -136,13 +140,12 @@ def _expected(
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, ld_alpha: float, adapter: Kind | None
+    architecture: str, dtype: str, num_pairs: int, ld_alpha: float, adapter: Kind | None, quantize: bool
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps]:
     """A model, its log-probabilities of the batch with their graph, those as LD-DPO has them, and the reference's."""
     pairs, _ = batch(num_pairs)
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
-    if adapter is not None:
-        with_adapter(model, adapter)
+    _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
     return model, oracle.pair_logps(model, pairs), oracle.pair_logps(model, pairs, ld_alpha), ref
@@ -197,11 +200,18 @@ def measure(cell: Cell) -> Found:
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
     hf_model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
-    policy = Policy(hf_model if cell.adapter is None else with_adapter(hf_model, cell.adapter))
+    policy = Policy(_adapt(hf_model, cell.adapter, cell.quantize))
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
-    model = parallelize(policy, cell.parallel, device=torch.device("cpu"), world_size=cell.ranks, hsdp_shard=shard)
+    model = parallelize(
+        policy,
+        cell.parallel,
+        device=torch.device("cpu"),
+        world_size=cell.ranks,
+        hsdp_shard=shard,
+        offload=cell.offload,
+    )
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
@@ -221,6 +231,12 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     trainer = StubTrainer()
     module._attach_trainer(trainer)  # type: ignore[arg-type]
     return module, trainer
+
+
+def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
+    if quantize:
+        quantize_nf4(model, torch.device("cpu"), head=model.get_output_embeddings())
+    return model if adapter is None else with_adapter(model, adapter)
 
 
 def plan(cell: Cell, lengths: Any) -> list[list[Group]]:

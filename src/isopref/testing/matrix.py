@@ -74,6 +74,8 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
             yield replace(kind, split="uneven")
             yield replace(kind, split="uneven", nll_weight=0.7)
             yield replace(kind, split="idle")
+        if base.parallel in ("fsdp", "hsdp"):
+            yield replace(kind, offload=True)
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
@@ -120,6 +122,7 @@ def _adapters(base: Cell) -> Iterator[Cell]:
     yield replace(lora, architecture="llama")
     for kind in get_args(Kind):
         yield replace(lora, adapter=kind, architecture="llama", dtype="float32", num_pairs=3)
+    yield replace(lora, quantize=True, architecture="llama", dtype="float32")
     if base.ranks > 1:
         yield replace(lora, split="uneven")
         yield replace(lora, split="idle")
@@ -169,11 +172,13 @@ The global batch defines the math; the layout never changes it. This page is tha
 One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed
 rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
 at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
-gradients reduced at the end or after every microbatch; activations kept or recomputed; pairs in order and in reverse;
+gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
+recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
-WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA). The oracle computes one sequence at a time with
-the model's own forward pass, takes each objective from its paper's equation once more, and sums by the definition.
+WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits. The
+oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
+once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

@@ -1,0 +1,76 @@
+"""On a CUDA device: adapters in compiled layers, a base in four bits, optimizers and offloading, by the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isopref.build import train
+from isopref.config.load import load_config
+from isopref.demo import write
+from isopref.models.adapter import quantize_nf4
+from isopref.models.parallel import compile_layers
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.testing.models import tiny_folder, tiny_model, with_adapter
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+WIDE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_compiled_layers_with_an_adapter_score_as_the_model_does(quantize: bool) -> None:
+    torch._dynamo.reset()
+    model = tiny_model("llama", dtype=torch.bfloat16, **WIDE)
+    if quantize:
+        quantize_nf4(model, CUDA, head=model.get_output_embeddings())
+    policy = Policy(with_adapter(model, "lora")).to(CUDA)
+    compile_layers(policy)
+    check_layout(policy, "shared")
+
+
+def test_four_bits_are_the_same_numbers_as_on_the_cpu() -> None:
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        model = tiny_model("llama", **WIDE)
+        quantize_nf4(model, device, head=model.get_output_embeddings())
+        layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+        found.append(layer.weight.to(torch.float32).cpu())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.adapter={rank: 8}", "model.compute_dtype=bfloat16"],
+        ["model.adapter={rank: 8}", "model.dtype=bfloat16"],
+        ["model.adapter={rank: 8, quantize: nf4}", "model.compute_dtype=bfloat16"],
+        ["model.adapter={rank: 8, kind: dora}", "model.compute_dtype=bfloat16"],
+        ["optim.kind=adamw_8bit_sr", "model.dtype=bfloat16"],
+        ["optim.kind=adamw_skip"],
+        ["optim.kind=muon", "model.compute_dtype=bfloat16"],
+        ["layout.offload=true", "model.compute_dtype=bfloat16"],
+        ["layout.offload=true", "model.adapter={rank: 8}", "model.compute_dtype=bfloat16"],
+    ],
+    ids=" ".join,
+)
+def test_train(tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command: from chance to nearly all pairs."""
+    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "data")
+    model = tiny_folder(tmp_path / "model", **WIDE)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\n"
+        f"data: {{train: {tmp_path}/data/train.jsonl, eval: {tmp_path}/data/eval.jsonl}}\n"
+        "optim: {lr: 3e-3, batch_pairs: 32}\n"
+        f"run: {{folder: {tmp_path}/run, device: cuda, samples: 0}}\n"
+    )
+    train(load_config(config, changes), name="run")
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert result["before"]["accuracy"]["value"] == 0.5
+    assert result["after"]["accuracy"]["value"] > 0.8
