@@ -15,7 +15,16 @@ from isopref.build.data import Tables, held_out_table, pair_tables, sample_promp
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import check_parallel, load_policy, score_all, spread
 from isopref.build.reference import NamedTable
-from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
+from isopref.build.run import (
+    Resume,
+    Run,
+    check_same_reference,
+    claim_folder,
+    goes_on,
+    is_finished,
+    open_folder,
+    quiet_libraries,
+)
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget, tokens_alone
@@ -26,13 +35,17 @@ from isopref.errors import ConfigError, FirstStepError
 from isopref.models import hf
 
 
-def train(config: Config, *, name: str, resume: bool = False) -> None:
+def train(config: Config, *, name: str, resume: Resume = "no") -> None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder."""
     started = time.perf_counter()
     with _run(config, name) as run:
-        open_folder(run, resume)
-        if _train(run, resume):
-            result.say_end(run, time.perf_counter() - started)
+        again = goes_on(run, resume)
+        if again and resume == "auto" and is_finished(run):
+            run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
+            return
+        with open_folder(run, again):
+            if _train(run, again):
+                result.say_end(run, time.perf_counter() - started)
 
 
 def fill_cache(config: Config, *, name: str) -> None:
