@@ -62,7 +62,8 @@ KINDS = {
 def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model made on the device layer by layer, so that it never takes more there than it does in the end."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
+        empty: Any = LlamaForCausalLM(config)
+    model: LlamaForCausalLM = empty.to(dtype)
     with device:
         rotary = type(model.model.rotary_emb)(config)  # its frequencies are computed, not loaded
     model.model.rotary_emb = rotary

@@ -40,3 +40,9 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
     while found is not None:
         yield found
         found = found.__cause__ or found.__context__
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an exception only says that another rank is gone, which is not what a user should read."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ProcessGroup")
+    return any(sign in str(one) for one in chain_of(error) for sign in signs)

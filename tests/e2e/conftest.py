@@ -11,7 +11,11 @@ import logging
 import os
 import random
 import re
+import signal
+import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"device": "cpu", "samples": 0},
 }
 NUM_TRAIN, NUM_EVAL = 23, 8
+SCRIPT = Path(sys.executable).with_name("isopref")
+TIMEOUT_S = 150
 
 
 def make_pairs(count: int, seed: int) -> list[Record]:
@@ -197,3 +203,77 @@ def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
         return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
     return read
+
+
+@dataclass
+class Command:
+    """A started command, and every process that it started."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def family(self) -> dict[int, dict[str, str]]:
+        """The living processes of the command by their ids, with their environments."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                text = (folder / "environ").read_text(errors="replace")
+                alive = " Z " not in (folder / "stat").read_text()
+            except OSError:  # ended meanwhile, or not ours to read
+                continue
+            if alive and self.mark in text:
+                found[int(folder.name)] = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+        return found
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank."""
+        (found,) = (pid for pid, env in self.family().items() if env.get("RANK") == str(number))
+        return found
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until the command has made a file."""
+        give_up = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < give_up, f"no {path}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End every process of the command at once, without a warning."""
+        for pid in self.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end of the command: its exit code, output and errors."""
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Command]]:
+    """Starts `isopref COMMAND my.yaml --nproc 2 ...` in a project; what is left of it at the end is killed.
+
+    `launcher`, such as torchrun and its options, starts the processes instead.
+    """
+    started: list[Command] = []
+
+    def begin(
+        project: Project, *arguments: str, command: str = "train", launcher: Sequence[str] | None = None
+    ) -> Command:
+        mark = f"isopref-test-{uuid.uuid4().hex}"
+        process = subprocess.Popen(
+            [*(launcher or [str(SCRIPT)]), command, "my.yaml", *(() if launcher else ("--nproc", "2")), *arguments],
+            cwd=project.folder,
+            env={**project.env, "ISOPREF_TEST_MARK": mark, "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(Command(process, mark))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        command.kill()
+        command.process.communicate()

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +14,8 @@ import pytest
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+    from tests.e2e.conftest import Command, MakeProject, Project, Weights
 
-SCRIPT = Path(sys.executable).with_name("isopref")
-TIMEOUT_S = 150
 LoadWeights = Callable[[Path], "Weights"]
 
 # They start processes that start processes; two such tests at once would take memory and time from each other.
@@ -30,62 +23,6 @@ pytestmark = [
     pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
 ]
-
-
-@dataclass
-class Command:
-    """A started command, and every process that it started."""
-
-    process: subprocess.Popen[str]
-    mark: str
-
-    def family(self) -> dict[int, dict[str, str]]:
-        """The living processes of the command by their ids, with their environments."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                text = (folder / "environ").read_text(errors="replace")
-                alive = " Z " not in (folder / "stat").read_text()
-            except OSError:  # ended meanwhile, or not ours to read
-                continue
-            if alive and self.mark in text:
-                found[int(folder.name)] = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
-        return found
-
-    def rank(self, number: int) -> int:
-        """The process id of a rank."""
-        (found,) = (pid for pid, env in self.family().items() if env.get("RANK") == str(number))
-        return found
-
-    def end(self) -> tuple[int, str, str]:
-        """Wait for the end of the command: its exit code, output and errors."""
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
-        return self.process.returncode, out, err
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Command]]:
-    """Starts `isopref COMMAND my.yaml --nproc 2 ...` in a project; what is left of it at the end is killed."""
-    started: list[Command] = []
-
-    def begin(project: Project, *arguments: str, command: str = "train") -> Command:
-        mark = f"isopref-test-{uuid.uuid4().hex}"
-        process = subprocess.Popen(
-            [str(SCRIPT), command, "my.yaml", "--nproc", "2", *arguments],
-            cwd=project.folder,
-            env={**project.env, "ISOPREF_TEST_MARK": mark, "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(Command(process, mark))
-        return started[-1]
-
-    yield begin
-    for command in started:
-        for pid in command.family():
-            os.kill(pid, signal.SIGKILL)
-        command.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +102,7 @@ def test_a_rank_that_dies_ends_the_others_and_one_process_goes_on(
     """Killed while it trains sharded on two ranks; resumed on one, in other rows."""
     settings = ("optim.epochs=20", "run.save_every=2", "data.eval=null")  # 100 steps: enough to be killed in
     command = start(project, "run.folder=run", *settings, "layout.parallel=fsdp")
-    checkpoints = project.folder / "run" / "checkpoints"
-    give_up = time.monotonic() + TIMEOUT_S
-    while not (checkpoints / "step4" / ".metadata.json").exists():
-        assert command.process.poll() is None, command.end()
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    command.wait_for(project.folder / "run" / "checkpoints" / "step4" / "seal.json")
     os.kill(command.rank(1), signal.SIGKILL)
     code, _, err = command.end()
     assert code != 0

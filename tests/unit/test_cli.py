@@ -115,8 +115,8 @@ REPORT = "def train(config, *, name, resume): print(config.optim.lr, config.data
 def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: Path) -> None:
     result = isopref("train", config_file.name, "optim.lr=2e-6", "data.columns.prompt=q", "--resume", build=REPORT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "2e-06 {'prompt': 'q'} my.config True\n"
-    assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config False\n"
+    assert result.stdout == "2e-06 {'prompt': 'q'} my.config must\n"
+    assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config no\n"
 
 
 def test_user_error_is_one_message_and_exit_code_1(isopref: Isopref, config_file: Path) -> None:

@@ -16,7 +16,16 @@ from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
-from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
+from isopref.build.run import (
+    Resume,
+    Run,
+    check_same_reference,
+    claim_folder,
+    goes_on,
+    is_finished,
+    open_folder,
+    quiet_libraries,
+)
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config, run_id
@@ -29,14 +38,18 @@ from isopref.models import hf
 from isopref.models.experts import check_routers
 
 
-def train(config: Config, *, name: str, resume: bool = False) -> None:
+def train(config: Config, *, name: str, resume: Resume = "no") -> None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder."""
     started = time.perf_counter()
     with _run(config, name) as run:
-        open_folder(run, resume)
-        if _train(run, resume):
-            result.write_report(run)
-            result.say_end(run, time.perf_counter() - started)
+        again = goes_on(run, resume)
+        if again and resume == "auto" and is_finished(run):
+            run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
+            return
+        with open_folder(run, again):
+            if _train(run, again):
+                result.write_report(run)
+                result.say_end(run, time.perf_counter() - started)
 
 
 def fill_cache(config: Config, *, name: str) -> None:

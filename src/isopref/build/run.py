@@ -2,11 +2,16 @@
 
 import json
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
+from isopref.build.lock import locked
 from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
@@ -20,6 +25,9 @@ from isopref.places import write_whole
 SCORE_TOKENS = 16384
 
 REFERENCE_FILE = "reference.json"
+CONFIG_FILE = "config.yaml"
+
+Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 
 
 @dataclass(frozen=True)
@@ -83,27 +91,54 @@ class Run:
         )
 
 
-def open_folder(run: Run, resume: bool) -> None:
-    """Make the run's folder, or refuse one that holds another run; send the engine's log into it.
+def goes_on(run: Run, resume: Resume) -> bool:
+    """Whether a run begins with a checkpoint rather than anew. A process that torchrun started again goes on."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if resume == "must":
+        return True
+    return (resume == "auto" or restarted) and (run.folder / CONFIG_FILE).exists()
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the folder holds the result of a run already."""
+    return run.config.run.export and run.model_folder.exists() and (run.folder / CONFIG_FILE).exists()
+
+
+@contextmanager
+def open_folder(run: Run, resume: bool) -> Iterator[None]:
+    """Make the run's folder, or refuse one that holds another run; hold it, and send the engine's log into it.
 
     What makes a folder a run is its config.yaml, which `claim_folder` writes.
     """
     _refuse_folder(run, resume)
     run.env.barrier()
-    if run.env.is_first:
-        try:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            handler = logging.FileHandler(run.folder / "engine.log")
-        except OSError as error:
-            raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(handler)
-        for name in ("olmo_core", "isopref"):
-            logging.getLogger(name).setLevel(logging.INFO)
-    quiet_libraries()
-    run.env.barrier()
-    ranks = f"{run.env.world_size} x {run.env.device.type}"
-    run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
+    with ExitStack() as stack:
+        if run.env.is_first:
+            try:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(run.folder))
+                stack.enter_context(_engine_log(run.folder / "engine.log"))
+            except OSError as error:
+                raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
+        quiet_libraries()
+        run.env.barrier()
+        ranks = f"{run.env.world_size} x {run.env.device.type}"
+        run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
+        yield
+
+
+@contextmanager
+def _engine_log(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    for name in ("olmo_core", "isopref"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def quiet_libraries() -> None:
@@ -139,12 +174,12 @@ def claim_folder(run: Run, key: str | None) -> None:
     """
     if run.env.is_first:
         write_whole(run.folder / REFERENCE_FILE, (json.dumps({"key": key}) + "\n").encode())
-        write_whole(run.folder / "config.yaml", dump_config(run.config).encode())
+        write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
 
 
 def _refuse_folder(run: Run, resume: bool) -> None:
     """Raise RunError where the folder's content and `resume` do not go together."""
-    has_run = (run.folder / "config.yaml").exists()
+    has_run = (run.folder / CONFIG_FILE).exists()
     if run.config.run.export and run.model_folder.exists():
         what = "a finished run" if has_run else "a folder 'model', where the tuned model is to go"
         raise RunError(f"{run.folder} holds {what}. Start in another folder: set run.folder, or remove that one.")
@@ -162,7 +197,7 @@ def _refuse_folder(run: Run, resume: bool) -> None:
 
 def _refuse_other_math(run: Run) -> None:
     """Raise RunError where the run in the folder has another model, objective or optimizer (data: see PairLoader)."""
-    before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / "config.yaml"), run.config))
+    before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
     changed = [
         f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
         for section in ("model", "objective", "optim")

@@ -18,7 +18,7 @@ from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
 from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
-from isopref.engine.checkpoints import KeepingCheckpointerCallback, newest_whole, sweep
+from isopref.engine.checkpoints import UNFINISHED, KeepingCheckpointerCallback, newest_whole, sweep
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
 from isopref.engine.moving import MovingReference
@@ -76,11 +76,11 @@ def build_trainer(
 def _resume(run: Run, trainer: Trainer) -> None:
     """Go on from the last whole checkpoint, if there is one."""
     checkpoint, damaged = newest_whole(Path(trainer.save_folder))
-    for problem in damaged:
-        run.display.say(f"resume skips {problem}")
+    for path, problem in damaged.items():
+        run.display.say(f"resume skips {path}: {problem}")
     if checkpoint is not None:
         restore(trainer, checkpoint)
-    elif damaged:
+    elif list(damaged.values()) not in ([], [UNFINISHED]):  # one that was not finished: the first, cut short
         raise RunError(
             f"--resume: no checkpoint in {trainer.save_folder} is whole. To start from the first step, remove that "
             "folder and use --resume again."

@@ -1,15 +1,46 @@
-"""torchrun without its traceback: when a rank fails, the rank has said why, and that is what a user should read."""
+"""torchrun as a run needs it: a signal lets ranks finish their step, and a failure is told by the rank that failed.
+
+torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
+own. `python -m isopref.cli.elastic` takes torchrun's arguments.
+"""
 
 import logging
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def pass_on(signum: int, _frame: FrameType | None) -> None:
+    """Ask every rank to stop: they save, and end by themselves."""
+    for child in children():
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM if signum == signal.SIGHUP else signum)
+
+
+def children() -> Iterator[int]:
+    """The processes that this one started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                yield int(path.parent.name)
+
+
 if __name__ == "__main__":
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for one in STOP:
+        signal.signal(one, pass_on)
     try:
-        main(sys.argv[1:])
+        main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those of STOP are handled here
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:  # it could not say why itself

@@ -6,6 +6,7 @@
 import os
 import sys
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,17 @@ from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_eng
 from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
-from isopref.errors import ConfigError, UserError
+from isopref.errors import ConfigError, UserError, is_echo
 
 OTHER_RANKS_WAIT_S = 3
+ECHO_WAIT_S = 15
+
+
+class Resume(Enum):
+    no = "no"
+    must = "must"
+    auto = "auto"
+
 
 app = typer.Typer(
     add_completion=False,
@@ -38,7 +47,7 @@ app.command("compare")(report.compare)
 def main() -> None:
     """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
     try:
-        app(prog_name="isopref")
+        app(_spelled_out(sys.argv[1:]), prog_name="isopref")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
@@ -46,6 +55,17 @@ def main() -> None:
             time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
         sys.exit(1)
+    except Exception as error:
+        if "RANK" in os.environ and is_echo(error):
+            time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why
+        raise
+
+
+def _spelled_out(arguments: list[str]) -> list[str]:
+    """`--resume` as an option with a value, which a command line cannot have beside one without."""
+    following = [*arguments[1:], ""]
+    alone = (one == "--resume" and after != "auto" for one, after in zip(arguments, following, strict=True))
+    return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,8 +97,13 @@ def train(
     config_file: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")
-    ] = False,
+        Resume,
+        typer.Option(
+            metavar="[auto]",
+            help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
+            show_default=False,
+        ),
+    ] = Resume.no,
     nproc: NumProcesses = 1,
 ) -> None:
     """Train a model as the config file says.
@@ -91,6 +116,7 @@ def train(
       isopref train my.yaml data.columns.prompt=question
       isopref train my.yaml layout.microbatch_tokens=16384 --nproc 8
       isopref train my.yaml --resume
+      isopref train my.yaml --resume auto
 
     On several machines, start it by torchrun on each of them:
 
@@ -98,10 +124,10 @@ def train(
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
     """
     config = load_config(config_file, overrides or ())
-    start_processes(nproc, ["train", *(["--resume"] if resume else []), str(config_file), *(overrides or ())])
+    start_processes(nproc, ["train", f"--resume={resume.value}", str(config_file), *(overrides or ())])
     from isopref.build import train as train_run
 
-    train_run(config, name=config_file.stem, resume=resume)
+    train_run(config, name=config_file.stem, resume=resume.value)
 
 
 @app.command("eval")

@@ -6,6 +6,7 @@ without one, or with other bytes than its seal says, is not whole, and no run go
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from olmo_core.train.callbacks import CheckpointerCallback
@@ -23,12 +24,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.engine.callbacks import EvaluateCallback
 from isopref.engine.together import Together
-from isopref.errors import RunError
+from isopref.errors import RunError, is_echo
 from isopref.places import write_whole
 
 SEAL = "seal.json"
+UNFINISHED = "it was not finished"
 NAME = re.compile(r"step(\d+)")
 CHUNK = 2**24
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -55,9 +59,9 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         for signum in (signal.SIGTERM, signal.SIGINT):  # the engine puts the old handlers back
             signal.signal(signum, self._note)
         self._saved_at = self.clock()
-        found = {number: path for number, path in _numbered(Path(self.save_folder)) if number <= self.step}
-        self._checkpoints = [str(path) for path in found.values()]
-        self._latest_checkpoint_step = max(found, default=-1)
+        found = [(number, path) for number, path in _numbered(Path(self.save_folder)) if number <= self.step]
+        self._checkpoints = [str(path) for _, path in found]
+        self._latest_checkpoint_step = found[-1][0] if found else -1
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self._asked = signal.Signals(signum).name
@@ -80,6 +84,12 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     def post_train(self) -> None:
         if self.step > max(0, self._latest_checkpoint_step):
             self._save()
+
+    def on_error(self, exc: BaseException) -> None:
+        if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._asked == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _save(self) -> None:
         with _refusing(self.save_folder, self.step):
@@ -111,7 +121,7 @@ def sweep(folder: Path) -> None:
 
 def seal(folder: Path) -> None:
     """Write the digests of all files of a checkpoint. All ranks call this together and share the reading."""
-    digests = _digests(folder, _files(folder))
+    digests = _digests(folder, _from_first(_files, folder))
     if _rank_and_size()[0] == 0:
         write_whole(folder / SEAL, json.dumps(digests, indent=1).encode())
     if dist.is_initialized():
@@ -120,35 +130,41 @@ def seal(folder: Path) -> None:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None for a whole one. All ranks call this together and share the reading."""
-    try:
-        expected: dict[str, str] = dict(json.loads((folder / SEAL).read_bytes()))
-    except FileNotFoundError:
-        return "it was not finished"
-    except (OSError, ValueError, TypeError) as error:
-        return f"{SEAL} cannot be read ({error})"
-    missing = sorted(set(expected) - set(_files(folder)))
-    if missing:
-        return f"{missing[0]} is missing"
+    expected = _from_first(_sealed, folder)
+    if isinstance(expected, str):
+        return expected
     found = _digests(folder, sorted(expected))
     changed = [name for name in sorted(expected) if found[name] != expected[name]]
     return f"{changed[0]} is damaged" if changed else None
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_whole(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     """The last whole checkpoint in a folder, and what is wrong with those after it. All ranks call this together."""
-    wrong: list[str] = []
-    for _, path in reversed(list(_numbered(folder))):
+    wrong: dict[Path, str] = {}
+    for _, path in reversed(_from_first(_numbered, folder)):
         problem = damage(path)
         if problem is None:
             return path, wrong
-        wrong.append(f"{path}: {problem}")
+        wrong[path] = problem
     return None, wrong
 
 
-def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """Checkpoints of a folder with their steps, in their order."""
     found = ((NAME.fullmatch(path.name), path) for path in folder.glob("step*"))
-    yield from sorted((int(match[1]), path) for match, path in found if match)
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _sealed(folder: Path) -> dict[str, str] | str:
+    """The digests that a checkpoint should have, or what is wrong with it at first sight."""
+    try:
+        expected: dict[str, str] = dict(json.loads((folder / SEAL).read_bytes()))
+    except FileNotFoundError:
+        return UNFINISHED
+    except (OSError, ValueError, TypeError) as error:
+        return f"{SEAL} cannot be read ({error})"
+    missing = sorted(set(expected) - set(_files(folder)))
+    return f"{missing[0]} is missing" if missing else expected
 
 
 def _files(folder: Path) -> list[str]:
@@ -179,6 +195,16 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _from_first(look: Callable[[Path], Found], folder: Path) -> Found:
+    """What the first rank sees, for all: others may look a moment earlier or later."""
+    rank, size = _rank_and_size()
+    seen: list[Any] = [look(folder) if rank == 0 else None]
+    if size > 1:
+        dist.broadcast_object_list(seen)
+    found: Found = seen[0]
+    return found
+
+
 def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -189,6 +215,8 @@ def _refusing(folder: str, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
+        if is_echo(error):
+            raise
         if _rank_and_size()[0] == 0:
             sweep(Path(folder))
         reason = " ".join(str(error).split())[:300]

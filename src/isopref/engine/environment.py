@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.utils import init_distributed
 from olmo_core.utils import seed_all
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from isopref.errors import ConfigError
 
@@ -34,6 +36,20 @@ class Environment:
             dist.barrier()
 
 
+def _store(world_size: int) -> dict[str, Any]:
+    """Where ranks that torchrun started again find one another.
+
+    It keeps one store over all attempts (torch 2.13), in which they would find the addresses of ranks that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT)
+    own = PrefixStore(f"attempt {attempt}", store)
+    return {"store": own, "rank": int(os.environ["RANK"]), "world_size": world_size}
+
+
 @contextmanager
 def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Environment]:
     """Set up device, seeds and, under torchrun or if `process_group` asks for it, the process group.
@@ -51,7 +67,7 @@ def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Envi
         )
     if world_size > 1 or process_group:
         # The engine's default backend string needs CUDA; gloo alone serves CPU ranks.
-        init_distributed(backend="cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+        init_distributed(backend="cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **_store(world_size))
     seed_all(seed)
     where = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     try:

@@ -1,0 +1,77 @@
+"""Processes that are stopped and killed: the run ends as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+
+Start = Callable[..., "Command"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+SETTINGS = ("run.folder=run", "optim.epochs=6", "run.save_every=2", "data.eval=null")  # 30 steps
+
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
+]
+
+
+def sealed(project: Project, step: int) -> Path:
+    return project.folder / "run" / "checkpoints" / f"step{step}" / "seal.json"
+
+
+def same(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in line.items() if not name.startswith("speed/")} for line in metrics]
+
+
+def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
+    project: Project,
+    make_project: MakeProject,
+    start: Start,
+    load_weights: Callable[[Path], Weights],
+    read_metrics: Callable[[Path], list[dict[str, float]]],
+) -> None:
+    """Two ranks: SIGTERM to all, then kill -9 of all, then kill -9 of one, after which torchrun starts them again."""
+    other = make_project()
+    whole = start(other, *SETTINGS)
+    assert whole.end()[0] == 0
+
+    command = start(project, *SETTINGS, "--resume", "auto")
+    command.wait_for(sealed(project, 4))
+    command.process.send_signal(signal.SIGTERM)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert out.count("\nStopped by SIGTERM after step ") == 1
+    assert out.endswith(" of 30, with a checkpoint. Go on with the same command and --resume.\n")
+    assert command.family() == {}
+    (at,) = (int(line.split()[5]) for line in out.splitlines() if line.startswith("Stopped by"))
+    assert sealed(project, at).exists()
+
+    command = start(project, *SETTINGS, "--resume", "auto")
+    command.wait_for(sealed(project, at + at % 2 + 4))
+    command.kill()
+    assert command.end()[0] != 0
+
+    command = start(project, *SETTINGS, "--resume", launcher=[*TORCHRUN, "--max-restarts", "1", "-m", "isopref"])
+    command.wait_for(sealed(project, at + at % 2 + 10))
+    os.kill(command.rank(1), signal.SIGKILL)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert out.count("resume after step ") == 2
+    assert command.family() == {}
+
+    found, expected = (load_weights(one.folder / "run" / "model") for one in (project, other))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(read_metrics(project.folder / "run")) == same(read_metrics(other.folder / "run"))
+    left = {path.name for path in (project.folder / "run").iterdir()}
+    assert left == {path.name for path in (other.folder / "run").iterdir()}
+    assert {path.name for path in sealed(project, 0).parents[1].iterdir()} == {"step28", "step30"}
