@@ -41,10 +41,10 @@ class Scored:
         self.num_pairs = 0
         original = Policy.forward
 
-        def forward(policy: Policy, microbatch: Any) -> Any:
+        def forward(policy: Policy, microbatch: Any, **options: Any) -> Any:
             if not policy.training:
                 self.num_pairs += microbatch.num_pairs
-            return original(policy, microbatch)
+            return original(policy, microbatch, **options)
 
         monkeypatch.setattr(Policy, "forward", forward)
 
@@ -67,7 +67,7 @@ def stores(project: Project) -> list[Path]:
 
 SAME_REFERENCE = [
     ["optim.lr=0.5", "optim.seed=3"],
-    ["objective.beta=2", "objective.weighting=pair", "objective.label_smoothing=0.2"],
+    ["objective.beta=2", "objective.weighting=pair", "objective.label_smoothing=0.2", "objective.wpo=true"],
     ["optim.batch_pairs=3", "optim.epochs=1"],
     ["layout.rows=packed"],
     ["layout.rows=padded", "layout.microbatch_pairs=1"],

@@ -67,3 +67,23 @@ def test_experts_that_there_are_not_are_refused(shared: Project) -> None:
     message = shared.refused("experts", "objective.balance_weight=0.01")
     assert "objective.balance_weight: GPT2LMHeadModel shows no router logits" in message
     assert not (shared.folder / "experts" / "config.yaml").exists()
+
+
+def test_each_ld_alpha_has_a_store_of_its_own(project: Project) -> None:
+    stores = []
+    for number, alpha in enumerate((0.5, 1.0, 0.5)):
+        project.train(f"run{number}", *SHORT, f"objective.ld_alpha={alpha}")
+        stores.append(len(list((project.folder / "cache" / "reference").iterdir())))
+    assert stores == [1, 2, 2]
+
+
+def test_a_moving_reference_is_not_scored_ahead(project: Project) -> None:
+    moves = "objective.reference_moves=[2, 0.5]"
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SHORT, moves)
+    assert outcome.code == 0, outcome.err
+    assert "reference: moves 0.5 of the way to the model every 2 steps; a second model in memory" in outcome.out
+    assert "held-out pairs have their reference" in outcome.out
+    assert "training pairs have their reference" not in outcome.out
+    outcome = project.isopref("cache", "my.yaml", moves)
+    assert outcome.code == 1
+    assert "objective.reference_moves is [2, 0.5]: what a moving reference says of the training pairs" in outcome.err

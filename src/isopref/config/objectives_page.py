@@ -84,10 +84,11 @@ adds a mean over each answer's own tokens; here a token counts the same in every
 
 f_e is the share of the global batch's tokens that are sent to e, P_e the mean over them of its probability; E is the
 number of experts. The tokens are those of both sequences of every pair, prompts in each of the two, as if no layout
-shared them, and never padding. Every token counts the same, whatever its pair's weight. With k experts for a token the
-least is k. No gradient goes through f, so f comes from a first pass, as above, and P from the second: exact under every
-layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss does not. Models that do not show
-their routers' decisions (`router_logits` of transformers) are refused, and layers are not compiled with it.
+shared them, and never padding. Every token counts the same, whatever its pair's weight. With k experts for a token and
+all of them busy alike it is k. No gradient goes through f, so f comes from a first pass, as above, and P from the
+second: exact under every layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss does not.
+Models that do not show their routers' decisions (`router_logits` of transformers) are refused, and layers are not
+compiled with it.
 
 ## Length
 
