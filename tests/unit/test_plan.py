@@ -23,6 +23,7 @@ from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
 from isopref.testing.models import VOCABULARY, tiny_folder, tiny_model
 
+BUSY = ("products", "attention", "elementwise", "imbalance")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, keys, MLP, heads
 SINGLE = Layout("shared", "single", 1, 1, "last", compiled=True, recompute=0, weight_bytes=2, compute_bytes=2)
@@ -202,6 +203,7 @@ def test_recomputing_costs_one_more_forward_pass(llama: Shape) -> None:
     card, network, row = CARDS["H200"], Network.of(CARDS["H200"]), load(1000.0, 1000.0, 0.0, 128.0**2)
     plain, again = (step_time(llama, layout(recompute=count), card, row, network) for count in (0, 2))
     assert again.products == pytest.approx(4 / 3 * plain.products)
+    assert plain.forward == pytest.approx((plain.products + plain.attention + plain.elementwise) / 3)
     assert again.attention == pytest.approx(4.5 / 3.5 * plain.attention)
 
 
@@ -299,6 +301,7 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--json"], catch_exceptions=False)
     found = json.loads(result.output)
     assert found["pairs"] == 2
+    assert found["score_hours"] * 3600 == pytest.approx(sum(found["run"]["time"][n] for n in BUSY) / 3)
     assert found["steps"] == 1
     assert "float32" in found["notes"][0]
 

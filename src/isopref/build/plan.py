@@ -74,7 +74,8 @@ class RunPlan:
     usable: float  # bytes of a rank that a run may take
     fits: bool
     run: Forecast
-    hours: float
+    hours: float  # of all steps
+    score_hours: float  # of scoring every pair once, as for the reference
     notes: list[str]
     alternatives: list[Alternative]
     scale: list[Forecast]
@@ -121,6 +122,7 @@ class Planner:
             fits=fits,
             run=run,
             hours=steps * run.time.total / 3600,
+            score_hours=len(self.lengths) / run.batch_pairs * run.time.forward / 3600,
             notes=list(self._notes(layout, why_not)),
             alternatives=[] if fits else list(self._alternatives()),
             scale=[one for count in ranks for one in self._at(count)],

@@ -95,6 +95,7 @@ def _show_time(plan: RunPlan, console: Console) -> None:
         {
             "a step": f"{time.total:.3f} s: {shares}",
             "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
+            "the reference": f"{_duration(3600 * plan.score_hours)} to score all pairs, if they are not in the cache",
             "the run": f"{_duration(3600 * plan.hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
         },
     )
