@@ -16,7 +16,7 @@ from isopref.report.elements import element, fixed, join, number
 from isopref.report.figures import field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import METRICS_FILE, find_runs, read_run
+from isopref.report.read import METRICS_FILE, find_runs, read_run, write_rewards
 from isopref.report.state import State, held_state, read_state
 from isopref.testing.runs import make_run, noisy_metrics
 
@@ -216,6 +216,23 @@ def test_a_trend_is_the_mean_around_each_value() -> None:
     assert trend[0] == pytest.approx(2 / 5)  # 0 1 0 1 0
     assert Line("", range(200), values).trend is None
     assert Line("", range(100), values[:100], noisy=True).trend is None
+
+
+def test_a_run_that_diverged_can_be_shown(tmp_path: Path) -> None:
+    """Just then one looks. A drawing has no place for what is not finite."""
+    lines = [{**line, "train/loss": math.nan, "train/margin": -math.inf} for line in noisy_metrics(5)]
+    folder = make_run(tmp_path / "run", lines)
+    figures = json.loads((folder / "evaluation.json").read_text())
+    figures["after"]["loss"] = dict.fromkeys(("value", "low", "high"), math.nan)
+    (folder / "evaluation.json").write_text(json.dumps(figures))
+    after = np.ones((40, 2))
+    after[:3, 0] = math.nan
+    write_rewards(folder, np.full((40, 2), 7), np.zeros((40, 2)), after)
+    html = page([read_run(folder)])
+    assert not re.findall(r'="[^"]*\b(?:nan|inf)', html)
+    assert "3 pairs with rewards that are not finite are left out." in html
+    assert "<td>nan<small>nan to nan</small></td>" in html
+    assert "nan" in markdown([read_run(folder)])
 
 
 # --- several runs ------------------------------------------------------------------------------------
