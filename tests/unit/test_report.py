@@ -207,6 +207,13 @@ def test_a_very_long_line_keeps_its_extremes_and_ends() -> None:
     assert (x[y.index(50)], x[y.index(-60)]) == (12_345, 40_001)
 
 
+def test_the_trend_of_a_very_long_line_is_that_of_all_its_points() -> None:
+    """Nine in ten values are 0, one is 1: the mean is 0.1, though half of the points that are drawn are 1."""
+    values = [float(n % 10 == 0) for n in range(50_000)]
+    figure, _ = over_steps("Loss", [Line("training", range(50_000), values, noisy=True)], "loss")
+    assert re.findall(r'class="end [^"]*">([^<]*)<', figure) == ["0.0999"]  # 100 ones of the last 1,001
+
+
 def test_a_trend_is_the_mean_around_each_value() -> None:
     values = [float(n % 2) for n in range(200)]  # 0 1 0 1: of a 25th, 4 on either side, a window has 4 or 5 ones
     trend = Line("", range(200), values, noisy=True).trend

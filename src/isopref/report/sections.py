@@ -69,8 +69,9 @@ def _tiles(run: RunRecord) -> Html:
         note = "" if mfu is None else f"MFU {100 * _median(mfu):.0f}%, "
         tiles.append(_tile("pairs per second", number(_median(speed)), f"{note}median of all steps"))
     steps = run.state.steps if run.state is not None else run.last_step
-    note = duration(run.state.seconds) if run.state is not None and run.state.seconds else ""
-    tiles.append(_tile("steps", f"{run.last_step:,}", f"of {steps:,}{f', {note}' if note else ''}"))
+    took = f", {duration(run.state.seconds)}" if run.state is not None and run.state.seconds else ""
+    since = " since the last start" * bool(took and len(run.starts) > 1)
+    tiles.append(_tile("steps", f"{run.last_step:,}", f"of {steps:,}{took}{since}"))
     return element("dl", *tiles, class_="tiles")
 
 
