@@ -6,13 +6,14 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format exactness docs clean
+.PHONY: help install demo test lint format exactness docs picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
 	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
+	@echo "make picture  write docs/report.png from the demo's report (needs Chromium)"
 	@echo "make lint     lint, types and import contract only"
 	@echo "make format   rewrite the code in the project's style"
 	@echo "make clean    remove .venv and caches (runs/ stays)"
@@ -54,6 +55,9 @@ exactness: $(READY)
 docs: $(READY)
 	$(BIN)/python -m isopref.config.starter > docs/config.md
 	$(BIN)/python -m isopref.config.objectives_page > docs/objectives.md
+
+picture: $(READY)
+	$(BIN)/python -m isopref.testing.browser runs/demo/report.html docs/report.png
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

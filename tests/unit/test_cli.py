@@ -16,6 +16,7 @@ from isopref import __version__
 from isopref.cli.launch import launch, torchrun
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
+from isopref.testing.runs import make_run, noisy_metrics
 
 SCRIPT = Path(sys.executable).with_name("isopref")
 Isopref = Callable[..., subprocess.CompletedProcess[str]]
@@ -65,8 +66,25 @@ def config_file(tmp_path: Path) -> Path:
 HELP = [["--help"], ["train", "--help"], ["init", "-h"], ["config", "--help"], ["eval", "-h"], ["cache", "--help"]]
 
 
-@pytest.mark.parametrize("arguments", [*HELP, ["cache", "ls", "-h"], ["data", "-h"]])
+HELP += [["cache", "ls", "-h"], ["data", "-h"], ["report", "-h"], ["ls", "-h"], ["compare", "-h"]]
+
+
+@pytest.mark.parametrize("arguments", HELP)
 def test_help_needs_no_torch(arguments: list[str]) -> None:
+    result = run_without_torch(arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Usage: isopref")
+
+
+def test_looking_at_runs_needs_no_torch(tmp_path: Path) -> None:
+    run = str(make_run(tmp_path / "run", noisy_metrics(2)))
+    for arguments in (["ls", str(tmp_path)], ["report", run], ["compare", run, run]):
+        result = run_without_torch(arguments)
+        assert result.returncode == 0, result.stderr
+
+
+def run_without_torch(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process that fails if something heavy was imported."""
     code = f"""
 import sys
 sys.argv = ["isopref", *{arguments!r}]
@@ -78,9 +96,7 @@ except SystemExit as end:
 heavy = {{"torch", "transformers", "olmo_core", "pyarrow", "datasets"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Usage: isopref")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
 def test_help_shows_overrides(isopref: Isopref) -> None:

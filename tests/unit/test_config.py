@@ -356,6 +356,8 @@ def another(section: str, name: str, value: Any) -> Any:
             return value[::-1]
         case dict():
             return {**value, "prompt": "question"}
+        case list():
+            return [*value, "other"]
     raise AssertionError(f"{section}.{name}: {value!r}")
 
 

@@ -16,7 +16,7 @@ from isopref.report.elements import element, fixed, join, number
 from isopref.report.figures import field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import METRICS_FILE, find_runs, read_run
+from isopref.report.read import METRICS_FILE, find_runs, read_run, write_rewards
 from isopref.report.state import State, held_state, read_state
 from isopref.testing.runs import make_run, noisy_metrics
 
@@ -207,6 +207,13 @@ def test_a_very_long_line_keeps_its_extremes_and_ends() -> None:
     assert (x[y.index(50)], x[y.index(-60)]) == (12_345, 40_001)
 
 
+def test_the_trend_of_a_very_long_line_is_that_of_all_its_points() -> None:
+    """Nine in ten values are 0, one is 1: the mean is 0.1, though half of the points that are drawn are 1."""
+    values = [float(n % 10 == 0) for n in range(50_000)]
+    figure, _ = over_steps("Loss", [Line("training", range(50_000), values, noisy=True)], "loss")
+    assert re.findall(r'class="end [^"]*">([^<]*)<', figure) == ["0.0999"]  # 100 ones of the last 1,001
+
+
 def test_a_trend_is_the_mean_around_each_value() -> None:
     values = [float(n % 2) for n in range(200)]  # 0 1 0 1: of a 25th, 4 on either side, a window has 4 or 5 ones
     trend = Line("", range(200), values, noisy=True).trend
@@ -216,6 +223,23 @@ def test_a_trend_is_the_mean_around_each_value() -> None:
     assert trend[0] == pytest.approx(2 / 5)  # 0 1 0 1 0
     assert Line("", range(200), values).trend is None
     assert Line("", range(100), values[:100], noisy=True).trend is None
+
+
+def test_a_run_that_diverged_can_be_shown(tmp_path: Path) -> None:
+    """Just then one looks. A drawing has no place for what is not finite."""
+    lines = [{**line, "train/loss": math.nan, "train/margin": -math.inf} for line in noisy_metrics(5)]
+    folder = make_run(tmp_path / "run", lines)
+    figures = json.loads((folder / "evaluation.json").read_text())
+    figures["after"]["loss"] = dict.fromkeys(("value", "low", "high"), math.nan)
+    (folder / "evaluation.json").write_text(json.dumps(figures))
+    after = np.ones((40, 2))
+    after[:3, 0] = math.nan
+    write_rewards(folder, np.full((40, 2), 7), np.zeros((40, 2)), after)
+    html = page([read_run(folder)])
+    assert not re.findall(r'="[^"]*\b(?:nan|inf)', html)
+    assert "3 pairs with rewards that are not finite are left out." in html
+    assert "<td>nan<small>nan to nan</small></td>" in html
+    assert "nan" in markdown([read_run(folder)])
 
 
 # --- several runs ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from isopref.errors import RunError
 from isopref.places import write_whole
 from isopref.report.compare import compute_dtype, final_figures, math_that_differs, parting
 from isopref.report.elements import number
-from isopref.report.figures import names, shown
+from isopref.report.figures import entries, shown
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.report.read import REPORT_FILE, RunRecord, find_runs, read_run
@@ -95,7 +95,7 @@ def compare(a: RunFolder, b: RunFolder) -> None:
       isopref compare runs/one-gpu runs/eight-gpus
     """
     runs = [read_run(a), read_run(b)]
-    labels = names(runs)
+    labels = [entry.label for entry in entries(runs)]
     differing = math_that_differs(runs)
     if differing:
         print(f"Different math, in {len(differing)} {'place' if len(differing) == 1 else 'places'}:")

@@ -68,7 +68,7 @@ def fitted(values: Sequence[float], start: float, end: float, *, wanted: int = 4
     """A scale for some values that begins and ends on a tick."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
@@ -85,10 +85,7 @@ def over_steps(
     steps = [step for line in lines for step in line.x]
     x = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, RIGHT)
     y = fitted([value for line in lines for value in line.y], BOTTOM, TOP)
-    thin = [_thinned(line) for line in lines]
-    parts = [_grid(x, y), _step_labels(x)]
-    parts += [_line(line, x, y) for line in thin]
-    parts += _end_labels(thin, y)
+    parts = [_grid(x, y), _step_labels(x), *(_line(line, x, y) for line in lines), *_end_labels(lines, y)]
     svg = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex="0", aria_label=f"{title} over steps",
         data_chart=key,
@@ -98,14 +95,14 @@ def over_steps(
         "y": [y.low, y.high, y.start, y.end],
         "lines": [
             {"label": line.label, "style": line.style, "x": list(line.x), "y": [_finite(value) for value in line.y]}
-            for line in thin
+            for line in map(_thinned, lines)
         ],
     }
     return _figure(title, svg, unit, legend), data
 
 
 def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Html:
-    """How the second of two values is spread over one range: the share of each set in every bin."""
+    """How the y of a few sets are spread over one range: the share of each set in every bin."""
     edges = np.linspace(low, high, NUM_BINS + 1)
     shares = [np.histogram(side.y, edges)[0] / max(1, len(side.y)) for side in sides]
     x = Scale(low, high, LEFT, WIDTH - 8)
@@ -123,7 +120,7 @@ def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Htm
 
 
 def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
-    """Dots of a few sets of (x, y); of very many, every so manieth."""
+    """Dots of a few sets of (x, y); of very many, one in so many."""
     every = max(1, math.ceil(sum(len(side.x) for side in sides) / MOST_DOTS))
     x = fitted([float(end) for side in sides for end in (side.x.min(), side.x.max())], LEFT, WIDTH - 8)
     parts = [_grid(x, y), _value_labels(x)]
@@ -138,8 +135,8 @@ def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high:
     """A strip with a dot and a whisker for each figure, one above the other; each has a class for its colour."""
     x, row = Scale(low, high, 4, 116), 11
     parts = [element("line", x1=x(0), x2=x(0), y1=0, y2=row * len(figures), class_="zero") if low < 0 < high else None]
-    for number_, (figure, style) in enumerate(figures):
-        y = row * number_ + row / 2
+    for place, (figure, style) in enumerate(figures):
+        y = row * place + row / 2
         whisker = element("line", x1=f"{x(figure['low']):.1f}", x2=f"{x(figure['high']):.1f}", y1=y, y2=y)
         dot = element("circle", cx=f"{x(figure['value']):.1f}", cy=y, r=3)
         parts.append(element("g", whisker, dot, class_=f"whisker {style}"))
@@ -159,20 +156,20 @@ def _static(title: str, parts: Sequence[Html], sides: Sequence[Side]) -> Html:
 
 def _line(line: Line, x: Scale, y: Scale) -> Html:
     style = f"{line.style}{' dashed' * line.dashed}"
-    trend = line.trend
-    drawn = element("path", d=_path(line.x, line.y, x, y), class_=f"line {style}{' faint' * (trend is not None)}")
+    trend = line.trend  # of all points, before any is left out
+    drawn = element("path", d=_path(_thinned(line), x, y), class_=f"line {style}{' faint' * (trend is not None)}")
     if line.marks or len(line.x) == 1:
         marks = (element("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.5) for a, b in _points(line))
         return element("g", drawn, *marks, class_=f"marks {line.style}")
     if trend is None:
         return drawn
-    return join(drawn, element("path", d=_path(line.x, trend, x, y), class_=f"trend {style}"))
+    return join(drawn, element("path", d=_path(_thinned(replace(line, y=trend)), x, y), class_=f"trend {style}"))
 
 
-def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale) -> str:
+def _path(line: Line, x: Scale, y: Scale) -> str:
     """A line through the points, broken where a value is not finite."""
     commands, pen = [], "M"
-    for a, b in zip(xs, ys, strict=True):
+    for a, b in zip(line.x, line.y, strict=True):
         if not math.isfinite(b):
             pen = "M"
             continue

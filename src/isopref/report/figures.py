@@ -42,10 +42,19 @@ class FieldRow(NamedTuple):
         return any(value != self.values[0] for value in self.values[1:])
 
 
-def names(runs: Sequence[RunRecord]) -> list[str]:
-    """Short names of runs, all different."""
+class Entry(NamedTuple):
+    """A run among those that are shown together: its name there, and the style of its colour."""
+
+    run: RunRecord
+    label: str
+    style: str
+
+
+def entries(runs: Sequence[RunRecord]) -> list[Entry]:
+    """Runs under short names, all different."""
     short = [run.name for run in runs]
-    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+    labels = short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+    return [Entry(run, label, f"slot{slot}") for slot, (run, label) in enumerate(zip(runs, labels, strict=True))]
 
 
 def figure_rows(run: RunRecord) -> Iterator[FigureRow]:

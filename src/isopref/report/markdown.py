@@ -8,7 +8,7 @@ from isopref import __version__
 from isopref.engine.display import visible
 from isopref.report.compare import final_figures, math_that_differs
 from isopref.report.elements import fixed, number
-from isopref.report.figures import Interval, field_rows, figure_rows, is_default, names, range_text, shown
+from isopref.report.figures import Entry, Interval, entries, field_rows, figure_rows, is_default, range_text, shown
 from isopref.report.read import RunRecord
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
@@ -17,15 +17,16 @@ _LONGEST = 600  # characters of an answer
 
 def markdown(runs: Sequence[RunRecord]) -> str:
     """One run, or several beside each other."""
-    labels = names(runs)
-    lines = [f"## {_text(labels[0])}" if len(runs) == 1 else f"## {len(runs)} runs", ""]
-    lines += [f"{_text(label)}: {_text(_about(run))}  " for run, label in zip(runs, labels, strict=True)]
-    lines += ["", *_finals(runs, labels), ""]
-    for run, label in zip(runs, labels, strict=True):
-        if run.evaluation:
-            title = f"{run.evaluation['after']['pairs']} held-out pairs, with 95% intervals"
-            lines += [f"### {title}{f': {_text(label)}' if len(runs) > 1 else ''}", "", *_evaluation(run), ""]
-    lines += [*_math(runs, labels), *_answers(runs, labels), f"Made by isopref {__version__}."]
+    every = entries(runs)
+    lines = [f"## {_text(every[0].label)}" if len(every) == 1 else f"## {len(every)} runs", ""]
+    lines += [f"{_text(entry.label)}: {_text(_about(entry.run))}  " for entry in every]
+    lines += ["", *_finals(every), ""]
+    for entry in every:
+        if entry.run.evaluation:
+            whose = f": {_text(entry.label)}" if len(every) > 1 else ""
+            pairs = entry.run.evaluation["after"]["pairs"]
+            lines += [f"### {pairs} held-out pairs, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
+    lines += [*_math(every), *_answers(every), f"Made by isopref {__version__}."]
     return "\n".join(lines) + "\n"
 
 
@@ -36,12 +37,12 @@ def _about(run: RunRecord) -> str:
     return ", ".join(part for part in (run.status, run_id, device, *versions) if part)
 
 
-def _finals(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
-    every = [final_figures(run) for run in runs]
-    yield from _table_head(["at the end", *labels])
-    for label in every[0]:
-        if any(figures[label] is not None for figures in every):
-            yield _row([label, *(number(figures[label]) for figures in every)])
+def _finals(every: Sequence[Entry]) -> Iterator[str]:
+    ends = [final_figures(entry.run) for entry in every]
+    yield from _table_head(["at the end", *(entry.label for entry in every)])
+    for name in ends[0]:
+        if any(end[name] is not None for end in ends):
+            yield _row([name, *(number(end[name]) for end in ends)])
 
 
 def _evaluation(run: RunRecord) -> Iterator[str]:
@@ -54,28 +55,30 @@ def _cell(figure: Interval | None, sign: str) -> str:
     return "-" if figure is None else f"{fixed(figure['value'], 3, sign)} ({range_text(figure, sign)})"
 
 
-def _math(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
+def _math(every: Sequence[Entry]) -> Iterator[str]:
+    runs = [entry.run for entry in every]
     if len(runs) > 1:
-        rows = math_that_differs(list(runs))
+        rows = math_that_differs(runs)
         yield "### The math that differs" if rows else "### All have the same math"
     else:
         rows = [row for row in field_rows(runs, math=True) if not is_default(row.name, row.values[0])]
         yield "### The math, where it is not the default"
     yield ""
     if rows:
-        yield from _table_head(["field", *labels])
+        yield from _table_head(["field", *(entry.label for entry in every)])
         for row in rows:
             yield _row([row.name, *map(shown, row.values)])
         yield ""
 
 
-def _answers(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
-    if not any(run.samples for run in runs):
+def _answers(every: Sequence[Entry]) -> Iterator[str]:
+    sampled = [entry for entry in every if entry.run.samples]
+    if not sampled:
         return
     yield from ("<details><summary>Answers to held-out prompts</summary>", "")
-    for run, label in zip(runs, labels, strict=True):
-        yield from _table_head(["prompt", "before", f"after{f', {label}' if len(runs) > 1 else ''}"])
-        for sample in run.samples:
+    for entry in sampled:
+        yield from _table_head(["prompt", "before", "after" if len(every) == 1 else f"after, {entry.label}"])
+        for sample in entry.run.samples:
             yield _row([_cut(sample[name]) for name in ("prompt", "greedy_before", "greedy_after")])
         yield ""
     yield from ("</details>", "")

@@ -1,10 +1,14 @@
-"""A real browser for tests of the report: headless Chromium, driven by the DevTools protocol over two pipes."""
+"""A real browser for tests of the report: headless Chromium, driven by the DevTools protocol over two pipes.
+
+`python -m isopref.testing.browser report.html picture.png` takes the picture of a report for the docs.
+"""
 
 import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,9 +78,9 @@ class Tab:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
-    def picture(self, *, whole: bool = True) -> bytes:
-        """A PNG of the page."""
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
+    def picture(self) -> bytes:
+        """A PNG of the window."""
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
     def pdf(self) -> bytes:
         """The page as it is printed."""
@@ -129,3 +133,10 @@ def browser() -> Iterator[Tab]:
         finally:
             process.terminate()
             process.wait(timeout=30)
+
+
+if __name__ == "__main__":
+    report, picture = map(Path, sys.argv[1:])
+    with browser() as tab:
+        tab.show(report, width=1180, height=1250)
+        picture.write_bytes(tab.picture())
