@@ -155,6 +155,20 @@ def test_a_resumed_run_ends_in_the_same_bits(make_project: MakeProject, wide: Pa
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("objective", [["objective.loss=simpo"], []], ids=["no reference", "its own reference"])
+def test_a_resume_on_another_base_is_refused(make_project: MakeProject, tmp_path: Path, objective: list[str]) -> None:
+    """A checkpoint has the adapter alone, so the model under it must be what it was."""
+    project = make_project(model={"dtype": "float32"})
+    arguments = [f"model.path={tmp_path}/base", LORA, *SAVE, *objective]
+    tiny_folder(tmp_path / "base")
+    run = project.train("run", *arguments)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(tmp_path / "base")
+    tiny_folder(tmp_path / "base", seed=1)
+    what = "the model under the adapter" if objective else "the reference"
+    assert project.refused("run", *arguments, "--resume").startswith(f"--resume: {what}")
+
+
 def test_a_base_in_four_bits(make_project: MakeProject, wide: Path, read_metrics: ReadMetrics) -> None:
     """It is a reference of its own; what is trained is exported, and merges into the base as it was."""
     project = make_project(model={"dtype": "float32"})

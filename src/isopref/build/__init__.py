@@ -15,7 +15,7 @@ from isopref.build.data import Tables, held_out_table, pair_tables, sample_promp
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
 from isopref.build.reference import NamedTable
-from isopref.build.run import Run, check_same_reference, claim_folder, open_folder, quiet_libraries
+from isopref.build.run import Keys, Run, check_same_models, claim_folder, open_folder, quiet_libraries
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import check_budget, tokens_alone
@@ -108,7 +108,9 @@ def _train(run: Run, resume: bool) -> None:
     for one in tables.all:
         hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
-    check_same_reference(run, ref.key if store is None else store.key, resume)
+    # Without a store nothing else knows the model under an adapter.
+    keys = Keys(ref.key, reference.frozen_key(run, policy)) if store is None else Keys(store.key)
+    check_same_models(run, keys, resume)
     add_adapter(run, policy)  # after the store: its key is that of the model without
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
@@ -125,7 +127,7 @@ def _train(run: Run, resume: bool) -> None:
         start = ref.logps[1] if store is not None else score_all(run, model, eval_table, "held-out")
         at_start = held_out.of(start)
     trainer = build_trainer(run, model, table, ref.logps[0], held_out, resume)
-    claim_folder(run, ref.key)
+    claim_folder(run, keys)
     try:
         fit(trainer)
     except FirstStepError as error:
