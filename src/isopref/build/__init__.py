@@ -138,7 +138,7 @@ def _train(run: Run, resume: bool) -> None:
         evaluation.say_effect(run, at_start, held_out.at_step(trainer.global_step, model))
     if config.run.export:
         result.export(run, model, tokenizer)
-        result.say_answers(run, tokenizer, prompts, before)
+        result.say_answers(run, model, tokenizer, prompts, before)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The optimizers that a run can choose from, each right when parameters are sharded (DTensor) and when they are not.
 
 AdamW is torch's. Its 8-bit and stochastically rounded forms are torchao's, the one that skips steps is OLMo-core's.
-Muon is our own: OLMo-core's needs a package that is not on PyPI, and torch's would orthogonalise bfloat16 shards.
+Muon is our own: OLMo-core's takes its own model class alone, and torch's orthogonalises in bfloat16 whatever is asked.
 """
 
 import logging
@@ -95,7 +95,8 @@ class SkippingAdamW(SkipStepAdamW):
 
     def observe(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Loss and gradient norm of the global batch, the same on all ranks."""
-        self.latest_loss, self.latest_grad_norm = loss.double(), grad_norm.double()
+        self.latest_loss = loss.to(self.device, torch.float64)  # the host's, where weights are offloaded
+        self.latest_grad_norm = grad_norm.to(self.device, torch.float64)
 
     def history(self) -> Tensor:
         """What was observed, oldest first, filled up with NaN: 2, HISTORY + 1."""
