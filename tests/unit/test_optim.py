@@ -49,7 +49,7 @@ def test_they_are_adamw(kind: Kind, bound: float) -> None:
     start = weights(models[0])
     with torch.compiler.set_stance("force_eager"):
         for model, one in zip(models, ("adamw", kind), strict=True):
-            train(build(one, model))  # type: ignore[arg-type]
+            train(build(one, model))
     for before, expected, found in zip(start, *map(weights, models), strict=True):
         assert (found - expected).norm() <= bound * (expected - before).norm()
 
@@ -81,7 +81,7 @@ def test_stochastic_rounding_keeps_small_updates() -> None:
     for kind in ("adamw", "adamw_sr"):
         model = One()
         optimizer = build_optimizer(
-            kind,  # type: ignore[arg-type]
+            kind,
             model,
             lr=spacing / steps,
             compute_dtype=torch.bfloat16,

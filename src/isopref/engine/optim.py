@@ -146,10 +146,11 @@ class Muon(AdamW):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Near U V^T of the matrix U S V^T: its singular values brought to about 1 by a Newton-Schulz iteration."""
     wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix if wide else matrix.mT
+    x: Tensor = matrix if wide else matrix.mT
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x if wide else x.mT
+    turned: Tensor = x if wide else x.mT
+    return turned
