@@ -62,8 +62,8 @@ KINDS = {
 def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model made on the device layer by layer, so that it never takes more there than it does in the end."""
     with torch.device("meta"):
-        empty: Any = LlamaForCausalLM(config)
-    model: LlamaForCausalLM = empty.to(dtype)
+        model: Any = LlamaForCausalLM(config)
+        model.to(dtype)
     with device:
         rotary = type(model.model.rotary_emb)(config)  # its frequencies are computed, not loaded
     model.model.rotary_emb = rotary
@@ -77,6 +77,7 @@ def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device
         for module, source in zip(layer.modules(), first.modules(), strict=True):
             for key, weight in source.named_parameters(recurse=False):
                 setattr(module, key, nn.Parameter(_copied(weight), requires_grad=weight.requires_grad))
+    assert isinstance(model, PreTrainedModel)
     return model
 
 

@@ -38,7 +38,7 @@ CELLS = {
     "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
     "8b-lora": Cell(
-        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=4, warmup=2, steps=3, adapter={"rank": 16, "alpha": 32}
+        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=2, warmup=2, steps=3, adapter={"rank": 16, "alpha": 32}
     ),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=2),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from isopref.testing.models import tiny_folder
+from isopref.testing.oracle import relative_error
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project
@@ -153,6 +154,34 @@ def test_a_resumed_run_ends_in_the_same_bits(make_project: MakeProject, wide: Pa
     assert "resume after step 3\n" in outcome.out
     found, expected = adapter(run), adapter(whole)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_goes_on_sharded(lora: tuple[Project, Path]) -> None:
+    """From a checkpoint of one process under FSDP, cut otherwise: the same weights to rounding."""
+    project, whole = lora
+    run = project.folder / "sharded"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "step10")
+    layout = ["layout.parallel=fsdp", "layout.rows=packed", "layout.microbatch_tokens=200"]
+    outcome = project.isopref("train", "my.yaml", "run.folder=sharded", LORA, *SAVE, *layout, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "resume after step 9\n" in outcome.out
+    assert relative_error(adapter(run), adapter(whole)) <= 1e-8
+
+
+@pytest.mark.parametrize("objective", [["objective.loss=simpo"], []], ids=["no reference", "its own reference"])
+def test_a_resume_on_another_base_is_refused(make_project: MakeProject, tmp_path: Path, objective: list[str]) -> None:
+    """A checkpoint has the adapter alone, so the model under it must be what it was."""
+    project = make_project(model={"dtype": "float32"})
+    arguments = [f"model.path={tmp_path}/base", LORA, *SAVE, *objective]
+    tiny_folder(tmp_path / "base")
+    run = project.train("run", *arguments)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(tmp_path / "base")
+    tiny_folder(tmp_path / "base", seed=1)
+    what = "the model under the adapter" if objective else "the reference"
+    assert project.refused("run", *arguments, "--resume").startswith(f"--resume: {what}")
 
 
 def test_a_base_in_four_bits(make_project: MakeProject, wide: Path, read_metrics: ReadMetrics) -> None:

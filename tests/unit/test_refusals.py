@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.build.run import _read_key
+from isopref.build.run import Keys, _read_keys
 from isopref.config.schema import Config
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError
@@ -37,9 +37,9 @@ def test_a_damaged_key_of_the_reference(tmp_path: Path, content: str) -> None:
     path = tmp_path / "reference.json"
     path.write_text(content)
     with pytest.raises(RunError, match=r"reference\.json: damaged .* Remove it"):
-        _read_key(path)
+        _read_keys(path)
     path.write_text(json.dumps({"key": "abc"}))
-    assert _read_key(path) == "abc"
+    assert _read_keys(path) == Keys("abc", None)
 
 
 def test_a_step_without_gradients_is_not_taken() -> None:

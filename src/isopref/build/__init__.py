@@ -17,9 +17,10 @@ from isopref.build.model import add_adapter, check_parallel, load_policy, score_
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import (
+    Keys,
     Resume,
     Run,
-    check_same_reference,
+    check_same_models,
     claim_folder,
     goes_on,
     is_finished,
@@ -133,7 +134,9 @@ def _train(run: Run, resume: bool) -> bool:
     for one in tables.all:
         hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
-    check_same_reference(run, ref.key if store is None else store.key, resume)
+    # Without a store nothing else knows the model under an adapter.
+    keys = Keys(ref.key, reference.frozen_key(run, policy)) if store is None else Keys(store.key)
+    check_same_models(run, keys, resume)
     add_adapter(run, policy)  # after the store: its key is that of the model without
     prompts = sample_prompts(run, eval_table)
     with policy.plain() as plain:
@@ -151,7 +154,7 @@ def _train(run: Run, resume: bool) -> bool:
         known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
         start = ref.logps[-1] if known else score_all(run, model, eval_table, "held-out")
     trainer = build_trainer(run, model, table, moving or ref.logps[0], held_out, resume)
-    claim_folder(run, ref.key)
+    claim_folder(run, keys)
     with recorded(run, trainer, table, ref.key):
         try:
             finished = fit(run, trainer)
@@ -164,7 +167,7 @@ def _train(run: Run, resume: bool) -> bool:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
         if config.run.export:
             result.export(run, model, tokenizer)
-            result.say_answers(run, tokenizer, prompts, before)
+            result.say_answers(run, model, tokenizer, prompts, before)
     return True
 
 

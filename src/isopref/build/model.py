@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from isopref.build import auto
 from isopref.build.fit import device_memory
@@ -38,22 +39,40 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
 
     `setting` names it in messages.
     """
-    model, asked = run.config.model, run.config.model.adapter
-    frozen = asked is not None and path is None
-    loaded = hf.load_model(
-        path or model.path,
-        dtype=getattr(torch, run.compute_dtype if frozen else model.dtype),
-        trust_remote_code=model.trust_remote_code,
-        setting=setting,
-    )
-    if frozen and asked is not None:
-        if asked.quantize is not None:
-            adapter.quantize_nf4(loaded, run.env.device, head=loaded.get_output_embeddings())
-        if asked.path is not None:
-            adapter.load_adapter(loaded, asked.path, dtype=getattr(torch, model.dtype), setting="model.adapter.path")
-    policy = Policy(loaded)
+    asked, model = run.config.model.adapter, run.config.model
+    if path is None and asked is not None:
+        policy = Policy(_load_base(run, asked.path, "model.adapter.path"))
+    else:
+        policy = Policy(
+            hf.load_model(
+                path or model.path,
+                dtype=getattr(torch, model.dtype),
+                trust_remote_code=model.trust_remote_code,
+                setting=setting,
+            )
+        )
     policy.to(run.env.device)
     return policy
+
+
+def load_exported(run: Run) -> PreTrainedModel:
+    """What the run has written, as a user would load it: an adapter merged, but on a base in 4 bits as it is."""
+    asked, model = run.config.model.adapter, run.config.model
+    if asked is not None and asked.quantize is not None:
+        return _load_base(run, str(run.model_folder), "run.folder")
+    dtype = getattr(torch, model.dtype if asked is None else run.compute_dtype)
+    return hf.load_model(str(run.model_folder), dtype=dtype, trust_remote_code=model.trust_remote_code)
+
+
+def _load_base(run: Run, path: str | None, setting: str) -> PreTrainedModel:
+    """The model under an adapter, in 4 bits if that is asked for, with the adapter in the folder `path`, if any."""
+    model = run.config.model
+    base = hf.load_model(model.path, dtype=getattr(torch, run.compute_dtype), trust_remote_code=model.trust_remote_code)
+    if model.adapter is not None and model.adapter.quantize is not None:
+        adapter.quantize_nf4(base, run.env.device, head=base.get_output_embeddings())
+    if path is not None:
+        adapter.load_adapter(base, path, dtype=getattr(torch, model.dtype), setting=setting)
+    return base
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

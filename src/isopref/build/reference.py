@@ -23,7 +23,7 @@ from isopref.models.policy import Policy
 from isopref.places import reference_folder
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.key import identity
-from isopref.reference.store import Store
+from isopref.reference.store import Store, key_of
 from isopref.score import TableLogps
 
 
@@ -58,9 +58,17 @@ def open_store(run: Run, policy: Policy, path: str) -> Store:
         "written_by": f"isopref {isopref.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, on {platform.node()}",
     }
+    return Store.open(reference_folder(), _content(run, policy), hints)
+
+
+def frozen_key(run: Run, policy: Policy) -> str | None:
+    """The key of a model that an adapter is to be trained on, which no checkpoint will hold."""
+    return None if run.config.model.adapter is None else key_of(_content(run, policy))
+
+
+def _content(run: Run, policy: Policy) -> dict[str, Any]:
     with policy.plain() as model:  # its config must not name our attention
-        content = identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha)
-    return Store.open(reference_folder(), content, hints)
+        return identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha)
 
 
 def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module]) -> TableLogps:

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from isopref.build.model import load_exported
 from isopref.build.run import Run
 from isopref.models import hf
 from isopref.models.generate import Answer, answers
@@ -33,14 +33,18 @@ def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
     run.env.barrier()
 
 
-def say_answers(run: Run, tokenizer: Any, prompts: Sequence[IntArray], before: Sequence[Answer]) -> None:
-    """Answers of the exported model, loaded as a user would load it, beside those from before."""
+def say_answers(
+    run: Run, model: nn.Module, tokenizer: Any, prompts: Sequence[IntArray], before: Sequence[Answer]
+) -> None:
+    """Answers of the exported model, loaded as a user would load it, beside those from before.
+
+    The model that was trained leaves the device to it.
+    """
     if not prompts or not run.env.is_first:
         return
-    settings = run.config.model
-    dtype = getattr(torch, run.compute_dtype if settings.adapter else settings.dtype)
-    model: Any = hf.load_model(str(run.model_folder), dtype=dtype, trust_remote_code=settings.trust_remote_code)
-    after = sample(run, model.to(run.env.device), tokenizer, prompts)
+    model.to("cpu")
+    exported: Any = load_exported(run)
+    after = sample(run, exported.to(run.env.device), tokenizer, prompts)
     questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
     every = list(zip(questions, before, after, strict=True))
     with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers.utils import logging as transformers_logging
 
@@ -147,33 +147,47 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def check_same_reference(run: Run, key: str | None, resume: bool) -> None:
-    """Raise RunError where a run is to go on with another reference than it began with: its key says so."""
+class Keys(NamedTuple):
+    """What a run may not change unnoticed, by content: its reference, and the model under an adapter (None: none)."""
+
+    reference: str | None
+    frozen: str | None = None
+
+
+def check_same_models(run: Run, keys: Keys, resume: bool) -> None:
+    """Raise RunError where a run is to go on with other models than it began with: their keys say so."""
     path = run.folder / REFERENCE_FILE
-    if resume and path.exists() and _read_key(path) != key:
-        name = run.config.model.reference or run.config.model.path
+    if not (resume and path.exists()):
+        return
+    before, model = _read_keys(path), run.config.model
+    what = {
+        f"the reference {model.reference or model.path}": before.reference != keys.reference,
+        f"the model under the adapter, {model.path},": before.frozen != keys.frozen,
+    }
+    for name in (name for name, differs in what.items() if differs):
         raise RunError(
-            f"--resume: the reference {name} is another model now than when the run in {run.folder} began. Put the "
-            "first one back, or start anew in another run.folder."
+            f"--resume: {name} is another model now than when the run in {run.folder} began. Put the first one back, "
+            "or start anew in another run.folder."
         )
 
 
-def _read_key(path: Path) -> str | None:
+def _read_keys(path: Path) -> Keys:
     try:
-        key: str | None = json.loads(path.read_text(encoding="utf-8"))["key"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the reference the config names.") from error
-    return key
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Keys(found["key"], found.get("frozen"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the models the config names.") from error
 
 
-def claim_folder(run: Run, key: str | None) -> None:
-    """Write the resolved config and the reference's key: the folder holds this run from here on.
+def claim_folder(run: Run, keys: Keys) -> None:
+    """Write the resolved config and the models' keys: the folder holds this run from here on.
 
     Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
-        write_whole(run.folder / REFERENCE_FILE, (json.dumps({"key": key}) + "\n").encode())
+        frozen = {} if keys.frozen is None else {"frozen": keys.frozen}
+        write_whole(run.folder / REFERENCE_FILE, (json.dumps({"key": keys.reference, **frozen}) + "\n").encode())
         write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
 
 

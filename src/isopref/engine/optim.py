@@ -1,7 +1,7 @@
 """The optimizers that a run can choose from, each right when parameters are sharded (DTensor) and when they are not.
 
 AdamW is torch's. Its 8-bit and stochastically rounded forms are torchao's, the one that skips steps is OLMo-core's.
-Muon is our own: OLMo-core's needs a package that is not on PyPI, and torch's would orthogonalise bfloat16 shards.
+Muon is our own: OLMo-core's takes its own model class alone, and torch's orthogonalises in bfloat16 whatever is asked.
 """
 
 import logging
@@ -95,8 +95,9 @@ class SkippingAdamW(SkipStepAdamW):
 
     def observe(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Loss and gradient norm of the global batch, the same on all ranks. In place of one not finite, the last."""
-        self.latest_loss = _finite(loss.double(), self._losses)
-        self.latest_grad_norm = _finite(grad_norm.double(), self._grad_norms)
+        # On the host, where weights are offloaded.
+        self.latest_loss = _finite(loss.to(self.device, torch.float64), self._losses)
+        self.latest_grad_norm = _finite(grad_norm.to(self.device, torch.float64), self._grad_norms)
 
     def history(self) -> Tensor:
         """What was observed, oldest first, filled up with NaN: 2, HISTORY + 1."""
@@ -150,7 +151,7 @@ class Muon(AdamW):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Near U V^T of the matrix U S V^T: its singular values brought to about 1 by a Newton-Schulz iteration."""
     wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix if wide else matrix.mT
+    x: Tensor = matrix if wide else matrix.mT
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
