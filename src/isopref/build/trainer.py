@@ -19,6 +19,7 @@ from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, Pair
 from isopref.engine.checkpoints import UNFINISHED, KeepingCheckpointerCallback, newest_whole, sweep
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
+from isopref.engine.memory import Memory
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
 from isopref.engine.watch import WatchCallback
@@ -57,7 +58,9 @@ def build_trainer(
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),
     )
-    trainer = config.build(_train_module(run, model, reference, steps), _loader(run, model, table))
+    module, loader = _train_module(run, model, reference, steps), _loader(run, model, table)
+    module.memory = _memory(run, model, loader)
+    trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
     return trainer
@@ -131,6 +134,12 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int)
         check_first_step=run.starts_at_reference,
         compute_dtype=compute_dtype(run),
     )
+
+
+def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
+    layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
+    asked = {**layout, "ranks": run.env.world_size}
+    return Memory(model, loader, asked=asked, folder=run.folder, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.engine.guard import Guard, poisoned
+from isopref.engine.memory import Before, Memory
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums
 from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
@@ -84,6 +85,7 @@ class DPOTrainModule(TrainModule):
         self.reference_2N = self._table(reference)
         self._window = MetricWindow(self.device)
         self.guard = Guard(self.device)
+        self.memory: Memory | None = None  # does a step again in smaller microbatches, where it runs out of memory
 
     def _check_model(self) -> None:
         """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
@@ -118,7 +120,9 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
-        sums = self._accumulate(step)
+        sums = (
+            self._accumulate(step) if self.memory is None else self.memory.run(step, self._accumulate, self.zero_grads)
+        )
         if dry_run:
             self.zero_grads()
             return
@@ -128,10 +132,11 @@ class DPOTrainModule(TrainModule):
         if self._logs_now():
             self._record(step)
 
-    def _accumulate(self, step: Step) -> Tensor:
+    def _accumulate(self, step: Step, before: Before = lambda _: None) -> Tensor:
         """Forward and backward of all microbatches. Returns what the step adds to the metrics."""
         sums = torch.zeros_like(self._window.sums)
         for n, work in enumerate(step.work):
+            before(n)
             with self._train_microbatch_context(n, len(step.work)):
                 sums += self._train_microbatch(work.to(self.device))
         return sums
