@@ -24,7 +24,7 @@ def test_one_rank(tmp_path: Path, microbatch: int) -> None:
 def test_two_ranks_shrink_together(two_ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1 fails in its first microbatch; rank 0 has done all but its last when it learns of that."""
     cuts = two_ranks(faults.out_of_memory, "ddp", 1, 0, str(tmp_path))
-    assert {cut.tokens for cut in cuts} == {cuts[0].tokens} < {60}
+    assert [cut.tokens for cut in cuts] == [30, 30]
     for cut in cuts:
         assert cut.gradient_error <= 1e-6
         assert cut.said == [WARNING.format(cut.tokens)]

@@ -117,7 +117,7 @@ class Cut(NamedTuple):
 
 
 def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cut:
-    """A step in which a rank runs out of memory once, before a microbatch. All ranks call this together."""
+    """A step in which a rank runs out of memory once, in a microbatch. All ranks call this together."""
     own, ranks = (dist.get_rank(), dist.get_world_size()) if mode != "single" else (0, 1)
     module, pairs = _module(mode, False), loader(Budget("shared", 60), num_pairs=12, ranks=ranks, rank=own)
     module.reference_2N = torch.full((2, 12), -30.0, dtype=torch.float64)
@@ -131,10 +131,11 @@ def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cu
     left = [microbatch if own == rank else -1]
 
     def failing(model: nn.Module, one: Microbatch) -> PairLogps:
+        scored = score(model, one)  # first: DDP lets ranks meet in a forward pass once, when it learns its buckets
         left[0] -= 1
         if left[0] == -1:
             raise torch.OutOfMemoryError("planted")
-        return score(model, one)
+        return scored
 
     with patch.object(train_module, "score", failing):
         module.train_batch({"step": step})
