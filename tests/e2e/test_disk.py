@@ -24,7 +24,7 @@ import torch
 from isopref.build import trainer as build_trainer
 from isopref.build.lock import NAME as LOCK
 from isopref.build.lock import locked
-from isopref.engine.callbacks import MetricsFileCallback
+from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback
 from isopref.engine.checkpoints import KeepingCheckpointerCallback
 from isopref.errors import RunError
 
@@ -227,7 +227,7 @@ def test_saves_by_minutes_follow_no_clock_that_jumps(project: Project, monkeypat
 def test_the_best_checkpoint_is_kept_besides_the_last(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out loss falls up to step 4 and rises from there; the run stops in between and goes on."""
     losses = {2: 0.6, 4: 0.5, 6: 0.7, 8: 0.8, 10: 0.9}
-    ours = build_trainer.EvaluateCallback
+    ours = EvaluateCallback
     monkeypatch.setattr(
         build_trainer,
         "EvaluateCallback",
