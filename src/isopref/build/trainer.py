@@ -28,7 +28,7 @@ from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
 from isopref.score import TableLogps
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def build_trainer(
@@ -93,7 +93,7 @@ def fit(run: Run, trainer: Trainer) -> bool:
     try:
         trainer.fit()
     except Exception as error:
-        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and one.errno in DISK), None)
+        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
         if cause is None:
             raise
         raise RunError(
@@ -117,6 +117,12 @@ def fit(run: Run, trainer: Trainer) -> bool:
         "--resume."
     )
     return False
+
+
+def _is_of(folder: Path, error: OSError) -> bool:
+    """Whether a disk is full or failing, or a folder is closed or gone."""
+    name = error.filename
+    return error.errno in DISK or (isinstance(name, str | Path) and Path(name).is_relative_to(folder))
 
 
 def _train_module(run: Run, model: nn.Module, reference: TableLogps, steps: int) -> DPOTrainModule:
