@@ -51,11 +51,11 @@ test: lint
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py
 
-# In a place of its own, so that it cannot change what is tested. Hashes would need one file for each platform.
+# In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
 audit: $(READY)
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip --disable-pip-version-check install -q pip-audit
-	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 # The table of docs/exactness.md, measured anew.
 exactness: $(READY)
