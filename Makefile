@@ -6,11 +6,13 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format exactness docs picture clean
+.PHONY: help install demo test soak audit lint format exactness docs picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
+	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind"
+	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
 	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
 	@echo "make picture  write docs/report.png from the demo's report (needs Chromium)"
@@ -46,6 +48,15 @@ format: $(READY)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --ignore tests/distributed
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py
+
+# In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
+audit: $(READY)
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip --disable-pip-version-check install -q pip-audit
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 # The table of docs/exactness.md, measured anew.
 exactness: $(READY)

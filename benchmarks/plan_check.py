@@ -62,6 +62,10 @@ def compare(result: dict[str, Any]) -> Comparison:
         recompute=0,
         weight_bytes=4 if mixed else 2,
         compute_bytes=2,
+        frozen_bytes=2,
+        quantised=False,
+        state_bytes=8 if mixed else 4,
+        offload=False,
     )
     lengths = workload.lengths(cell.data, (cell.warmup + cell.steps) * cell.batch_pairs)
     order = epoch_order(len(lengths), seed=0, epoch=1)

@@ -34,7 +34,21 @@ RANKS = tuple(2**n for n in range(13))  # 1 to 4,096
 TOKENS = 8192
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
 CARD = CARDS["H100"]
-FSDP = Layout("shared", "fsdp", 8, 8, "every", compiled=True, recompute=0, weight_bytes=4, compute_bytes=2)
+FSDP = Layout(
+    rows="shared",
+    parallel="fsdp",
+    ranks=8,
+    shard=8,
+    grad_sync="every",
+    compiled=True,
+    recompute=0,
+    weight_bytes=4,
+    compute_bytes=2,
+    frozen_bytes=2,
+    quantised=False,
+    state_bytes=8,
+    offload=False,
+)
 
 Series = dict[str, list[tuple[float, float]]]
 

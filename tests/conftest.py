@@ -26,8 +26,10 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip without a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests skip without a GPU; what soaks runs only where it is asked for: `-m soak`."""
     for item in items:
+        if item.get_closest_marker("soak") and "soak" not in config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="make soak"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -81,6 +81,11 @@ class PairLoss:
         return any(term.about.coupled for term in self.terms)
 
     @property
+    def first_pass(self) -> bool:
+        """Whether a step begins with a pass without gradient over the global batch."""
+        return self.coupled or self.balance_weight > 0
+
+    @property
     def beta(self) -> float:
         """Scale of the implicit rewards. Where there are several objectives, rewards are those of the first."""
         return float(self.terms[0].params["beta"])

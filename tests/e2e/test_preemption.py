@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from isopref.testing import oracle
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Command, MakeProject, Project, Weights
@@ -75,3 +78,29 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
     left = {path.name for path in (project.folder / "run").iterdir()}
     assert left == {path.name for path in (other.folder / "run").iterdir()}
     assert {path.name for path in sealed(project, 0).parents[1].iterdir()} == {"step28", "step30"}
+
+
+def test_from_one_to_four_sharded_to_two_whole(
+    project: Project, make_project: MakeProject, start: Start, load_weights: Callable[[Path], Weights]
+) -> None:
+    """Each part of a run on another number of ranks, with the model spread and the batches cut in another way."""
+    whole = make_project().train("run", *SETTINGS[1:])
+    project.train("run", *SETTINGS[1:], "run.keep=20", "layout.rows=padded")
+    run = project.folder / "run"
+    shutil.rmtree(run / "model")
+    for step in range(10, 31, 2):  # as if it had been stopped after step 8
+        shutil.rmtree(run / "checkpoints" / f"step{step}")
+    four = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4", "-m", "isopref"]
+    command = start(project, *SETTINGS, "layout.parallel=fsdp", "layout.microbatch_pairs=1", "--resume", launcher=four)
+    command.wait_for(sealed(project, 12))
+    command.process.send_signal(signal.SIGINT)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert "resume after step 8\n" in out
+    assert "Stopped by SIGINT" in out
+    command = start(project, *SETTINGS, "layout.parallel=ddp", "layout.rows=packed", "--resume")
+    code, out, err = command.end()
+    assert code == 0, err
+    assert "resume after step 1" in out
+    assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 30

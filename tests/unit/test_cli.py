@@ -208,8 +208,8 @@ def test_nproc_runs_the_same_command_on_every_rank(isopref: Isopref, config_file
     result = isopref("train", config_file.name, "optim.lr=2e-6", "--nproc", "2", "--resume", build=build)
     assert result.returncode == 0, result.stderr
     assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {
-        "rank0": "2 2e-06 my.config True",
-        "rank1": "2 2e-06 my.config True",
+        "rank0": "2 2e-06 my.config must",
+        "rank1": "2 2e-06 my.config must",
     }
 
 

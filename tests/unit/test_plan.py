@@ -16,6 +16,7 @@ from isopref.cli.main import app
 from isopref.data.packing import RowKind
 from isopref.errors import ConfigError, DataError, UserError
 from isopref.models import hf
+from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, loads_of, tile_scores
 from isopref.plan.memory import Memory, kept_bytes, peak_memory
@@ -26,7 +27,21 @@ from isopref.testing.models import VOCABULARY, tiny_folder, tiny_model
 BUSY = ("products", "attention", "elementwise", "imbalance")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, keys, MLP, heads
-SINGLE = Layout("shared", "single", 1, 1, "last", compiled=True, recompute=0, weight_bytes=2, compute_bytes=2)
+SINGLE = Layout(
+    rows="shared",
+    parallel="single",
+    ranks=1,
+    shard=1,
+    grad_sync="last",
+    compiled=True,
+    recompute=0,
+    weight_bytes=2,
+    compute_bytes=2,
+    frozen_bytes=2,
+    quantised=False,
+    state_bytes=4,
+    offload=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +156,7 @@ def test_recomputing_layers_keep_their_inputs(llama: Shape) -> None:
 
 def test_sharding_divides_what_it_should(llama: Shape) -> None:
     row, whole = load(10.0, 10.0, 5.0), 4 * llama.parameters
-    mixed = layout(parallel="fsdp", ranks=8, shard=8, weight_bytes=4)
+    mixed = layout(parallel="fsdp", ranks=8, shard=8, weight_bytes=4, state_bytes=8)
     last, every = (
         peak_memory(llama, layout(**{**vars(mixed), "grad_sync": sync}), row, pairs=0) for sync in ("last", "every")
     )
@@ -151,6 +166,32 @@ def test_sharding_divides_what_it_should(llama: Shape) -> None:
     unit = max(llama.root_parameters, llama.layer_parameters)
     assert every.gradients == whole / 8 + 6 * unit
     assert peak_memory(llama, layout(parallel="ddp", ranks=8), row, pairs=0).weights == 2 * llama.parameters
+
+
+def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: Shape) -> None:
+    """Rank 4 on all seven matrices of both layers; the head is frozen, and has no gradient either."""
+    model = tiny_model("llama")
+    add_adapter(model, NewAdapter("lora", rank=4, alpha=8), dtype=torch.float32, seed=0)
+    adapted = shape_of(model)
+    added = 2 * 4 * (2 * (D + Q) + 2 * (D + KV) + 3 * (D + F))
+    assert (adapted.trained_parameters, adapted.frozen_parameters) == (added, llama.parameters)
+    found = peak_memory(adapted, layout(weight_bytes=4, state_bytes=8), load(10.0, 10.0, 6000.0), pairs=0)
+    assert (found.weights, found.gradients, found.optimizer) == (4 * added + 2 * llama.parameters, 4 * added, 8 * added)
+    assert found.logits == 6000 * VOCABULARY * 2 + 2 * 6000 * D * 2
+    split = layout(parallel="fsdp", ranks=2, shard=2, weight_bytes=4)
+    assert peak_memory(adapted, split, load(1.0, 1.0, 1.0), pairs=0).weights == found.weights / 2
+    in_four_bits = layout(**{**vars(split), "quantised": True, "frozen_bytes": 0.5})
+    whole = peak_memory(adapted, in_four_bits, load(1.0, 1.0, 1.0), pairs=0)
+    assert whole.weights == 4 * added / 2 + llama.parameters / 2
+    assert whole.gathered == 2 * added  # four bits are whole already
+
+
+def test_offload_leaves_what_is_on_its_way(llama: Shape) -> None:
+    away = layout(parallel="fsdp", grad_sync="every", weight_bytes=4, state_bytes=8, offload=True)
+    found = peak_memory(llama, away, load(1.0, 1.0, 1.0), pairs=0)
+    assert (found.weights, found.optimizer) == (0, 0)
+    assert found.gathered == 2 * min(llama.parameters, llama.root_parameters + 2 * llama.layer_parameters)
+    assert found.gradients == 6 * max(llama.root_parameters, llama.layer_parameters)
 
 
 # --- time and network -------------------------------------------------------------------------------------------------
@@ -254,7 +295,7 @@ def plan(project: Path, *arguments: str) -> dict[str, Any]:
 def test_a_plan_without_weights_says_everything(project: Path) -> None:
     text = run(project, "--card", "H100", "--gpus", "8", "--ranks", "8,64")
     for said in (
-        "8.03 B parameters on 8 x H100", "optimizer (AdamW)", "7.48", "it fits", "fsdp, grad_sync every", "row fill",
+        "8.03 B parameters on 8 x H100", "optimizer", "7.48", "it fits", "fsdp, grad_sync every", "row fill",
         "prompt sharing", "balance of ranks", "pairs/s, MFU", "64 hsdp 8",
     ):  # fmt: skip
         assert said in text
@@ -288,6 +329,24 @@ def test_hsdp_wins_where_rings_are_long_or_links_are_slow(project: Path, hard: l
     assert (fsdp["parallel"], hsdp["parallel"], hsdp["shard"]) == ("fsdp", "hsdp", 8)
     assert hsdp["pairs_per_s"] > fsdp["pairs_per_s"]
     assert hsdp["time"]["network"] < fsdp["time"]["network"]
+
+
+def test_optimizers_and_adapters_are_planned_for(project: Path) -> None:
+    plain, small, tuned, packed = (
+        plan(project, "--gpus", "8", *other)
+        for other in (
+            [],
+            ["optim.kind=adamw_8bit"],
+            ["model.adapter={rank: 16}"],
+            ["model.adapter={rank: 16, quantize: nf4}"],
+        )
+    )
+    assert small["run"]["memory"]["optimizer"] == pytest.approx(plain["run"]["memory"]["optimizer"] / 4, rel=0.02)
+    assert tuned["run"]["memory"]["optimizer"] < 0.01 * plain["run"]["memory"]["optimizer"]
+    assert tuned["run"]["flops"] < 0.7 * plain["run"]["flops"]
+    assert packed["run"]["memory"]["weights"] / GIB == pytest.approx(0.516 * 6.98e9 / GIB + 1.96, rel=0.05)
+    assert "four bits" in packed["notes"][0]
+    assert any("adapter" in note for note in plan(project)["notes"])
 
 
 def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from isopref.build.run import (
     is_finished,
     open_folder,
     quiet_libraries,
+    say_trust,
 )
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.load import to_yaml
@@ -176,7 +177,9 @@ def _run(config: Config, name: str) -> Iterator[Run]:
     group = config.model.is_mixed or config.layout.offload or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
-        yield Run(config, folder, env, Display(quiet=not env.is_first))
+        display = Display(quiet=not env.is_first)
+        say_trust(config, display)
+        yield Run(config, folder, env, display)
 
 
 def _with_longest(run: Run, tables: Sequence[PairTable]) -> Run:

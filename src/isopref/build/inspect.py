@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from isopref.build.data import SourceUse, pair_tables
+from isopref.build.run import say_trust
 from isopref.config.schema import Config
 from isopref.data.statistics import PairText, TableFigures, figures, samples
 from isopref.engine.display import Display
@@ -22,6 +23,7 @@ class Report:
 
 def inspect(config: Config, display: Display) -> Report:
     """Tokenise the data as a run would, and look at it. Only the tokenizer of model.path is loaded."""
+    say_trust(config, display)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, display)
     return Report(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from isopref.build import auto
 from isopref.build.fit import device_memory
 from isopref.build.run import Run
+from isopref.config.values import AdapterConfig
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import adapter, hf
@@ -81,18 +82,22 @@ def add_adapter(run: Run, policy: Policy) -> None:
     if asked is None:
         return
     if asked.path is None:
-        rank = asked.rank or 16
-        new = adapter.NewAdapter(
-            kind=asked.kind or "lora",
-            rank=rank,
-            alpha=asked.alpha or 2 * rank,
-            targets=None if asked.targets == "auto" else asked.targets,
-        )
         dtype = getattr(torch, run.config.model.dtype)
-        adapter.add_adapter(policy.model, new, dtype=dtype, seed=run.config.optim.seed)
+        adapter.add_adapter(policy.model, new_adapter(asked), dtype=dtype, seed=run.config.optim.seed)
         policy.to(run.env.device)
     trained, every = (sum(p.numel() for p in policy.parameters() if p.requires_grad or one) for one in (False, True))
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
+
+
+def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
+    """What model.adapter asks for, where it is a new one."""
+    rank = asked.rank or 16
+    return adapter.NewAdapter(
+        kind=asked.kind or "lora",
+        rank=rank,
+        alpha=asked.alpha or 2 * rank,
+        targets=None if asked.targets == "auto" else asked.targets,
+    )
 
 
 def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
 from isopref.build import auto
 from isopref.build.data import pair_tables
+from isopref.build.model import new_adapter
 from isopref.cards import GIB, Card, find_card, parse_memory
 from isopref.config.schema import Config
 from isopref.data import schedule
@@ -18,7 +21,7 @@ from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.engine.display import Display
 from isopref.engine.fit import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError, DataError
-from isopref.models import hf
+from isopref.models import adapter, hf
 from isopref.models.parallel import check_shard
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
@@ -29,6 +32,8 @@ from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
 BYTES = {"float32": 4, "bfloat16": 2}
+BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block
+NF4_BYTES = 0.5 + 1 / 64  # half of one, and a scale of one byte for each block
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,22 @@ def make_plan(
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
         raise ConfigError("model.dtype: float64 is for checks on a CPU, and no card is planned for. Use float32.")
-    shape = shape_of(hf.load_empty(model.path, trust_remote_code=model.trust_remote_code))
+    empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
+    adapt(config, empty)
+    shape = shape_of(empty)
     lengths = _lengths(config, display) if lengths_file is None else _read_lengths(lengths_file)
     return Planner(config, hardware, shape, lengths).plan(ranks)
+
+
+def adapt(config: Config, empty: PreTrainedModel) -> None:
+    """Give a model without weights the adapter that the config asks for."""
+    asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
+    if asked is None:
+        return
+    if asked.path is None:
+        adapter.add_adapter(empty, new_adapter(asked), dtype=dtype, seed=config.optim.seed)
+    else:
+        adapter.load_adapter(empty, asked.path, dtype=dtype, setting="model.adapter.path")
 
 
 @dataclass(frozen=True)
@@ -170,10 +188,16 @@ class Planner:
         """The config's layout on so many ranks, with what `auto` would choose."""
         model, asked = self.config.model, self.config.layout
         weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
-        size, room = weight * self.shape.parameters, self.hardware.card.memory
+        quantised = model.adapter is not None and model.adapter.quantize is not None
+        in_layers = 1 - self.shape.root_parameters / self.shape.parameters
+        frozen = in_layers * NF4_BYTES + (1 - in_layers) * compute if quantised else compute
+        trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
+        room = self.hardware.card.memory
         chosen = parallel or asked.parallel
         if chosen == "auto":
-            chosen = auto.parallel(4 * size, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks)
+            chosen = auto.parallel(
+                4 * trained + rest, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks
+            )
         if chosen == "single" and ranks > 1:
             raise ConfigError(
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
@@ -187,12 +211,26 @@ class Planner:
             parallel=chosen,
             ranks=ranks,
             shard=shard if sharded else 1,
-            grad_sync=auto.grad_sync(size, room, sharded=sharded, offload=asked.offload) if sync == "auto" else sync,
+            grad_sync=auto.grad_sync(trained + rest, room, sharded=sharded, offload=asked.offload)
+            if sync == "auto"
+            else sync,
             compiled=asked.compile is not False and compute == 2 and asked.rows in ("shared", "packed"),
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,
             compute_bytes=compute,
+            frozen_bytes=frozen,
+            quantised=quantised,
+            state_bytes=self._state_bytes(weight),
+            offload=asked.offload,
         )
+
+    def _state_bytes(self, weight: int) -> float:
+        """Bytes of the optimizer for each trained number, on average."""
+        kind = self.config.optim.kind
+        if "8bit" in kind:
+            return 2 * BYTES_8BIT
+        in_layers = 1 - self.shape.root_parameters / self.shape.parameters
+        return weight * (2 - in_layers if kind == "muon" else 2)  # Muon has one average for the layers' matrices
 
     def _settled(self, layout: Layout) -> tuple[Layout, Fit, str | None]:
         """The layout with as many layers recomputing, and the microbatch, that the run would choose; or why none."""
@@ -238,10 +276,20 @@ class Planner:
     def _notes(self, layout: Layout, why_not: str | None) -> Iterator[str]:
         if why_not is not None:
             yield why_not
+            if not layout.offload:
+                yield "slower, with less memory on the GPU: layout.offload=true"
+            if self.config.model.adapter is None:
+                yield "other math, with much less memory: an adapter, as in model.adapter={rank: 16}"
         if layout.compute_bytes > 2:
             yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
         elif not layout.compiled:
             yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
+        if layout.offload:
+            yield "layout.offload: copying to the host and stepping there is not in the time"
+        if layout.quantised:
+            yield "model.adapter.quantize: unpacking four bits is not in the time"
+        if self.config.optim.kind == "muon":
+            yield "optim.kind: muon's own products are not in the time"
         idle = layout.ranks - self.config.optim.batch_pairs
         if idle > 0:
             yield f"{layout.ranks} ranks share {self.config.optim.batch_pairs} pairs a step; {idle} or more stay idle"

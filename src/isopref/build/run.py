@@ -141,6 +141,13 @@ def _engine_log(path: Path) -> Iterator[None]:
         handler.close()
 
 
+def say_trust(config: Config, display: Display) -> None:
+    """Say aloud that code of the model's authors runs here."""
+    if config.model.trust_remote_code:
+        named = " and ".join(filter(None, (config.model.path, config.model.reference)))
+        display.say(f"warning: model.trust_remote_code: code that comes with {named} runs here, with your rights")
+
+
 def quiet_libraries() -> None:
     """Keep warnings and bars of libraries off the terminal."""
     logging.captureWarnings(True)

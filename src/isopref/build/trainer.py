@@ -21,6 +21,7 @@ from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, Pair
 from isopref.engine.checkpoints import UNFINISHED, KeepingCheckpointerCallback, newest_whole, sweep
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
+from isopref.engine.memory import Memory
 from isopref.engine.moving import MovingReference
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
@@ -32,7 +33,7 @@ from isopref.models.parallel import unwrap
 from isopref.report.read import METRICS_FILE
 from isopref.score import TableLogps
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def build_trainer(
@@ -67,7 +68,9 @@ def build_trainer(
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),
     )
-    trainer = config.build(_train_module(run, model, reference, steps), _loader(run, model, table))
+    module, loader = _train_module(run, model, reference, steps), _loader(run, model, table)
+    module.memory = _memory(run, model, loader)
+    trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
     return trainer
@@ -100,7 +103,7 @@ def fit(run: Run, trainer: Trainer) -> bool:
     try:
         trainer.fit()
     except Exception as error:
-        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and one.errno in DISK), None)
+        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
         if cause is None:
             raise
         raise RunError(
@@ -126,6 +129,12 @@ def fit(run: Run, trainer: Trainer) -> bool:
     return False
 
 
+def _is_of(folder: Path, error: OSError) -> bool:
+    """Whether a disk is full or failing, or a folder is closed or gone."""
+    name = error.filename
+    return error.errno in DISK or (isinstance(name, str | Path) and Path(name).is_relative_to(folder))
+
+
 def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingReference, steps: int) -> DPOTrainModule:
     optim, objective = run.config.optim, run.config.objective
     return DPOTrainModule(
@@ -141,6 +150,13 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
         check_first_step=run.starts_at_reference,
         compute_dtype=compute_dtype(run),
     )
+
+
+def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
+    layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
+    asked = {**layout, "ranks": run.env.world_size}
+    first_pass = run.loss.first_pass
+    return Memory(model, loader, first_pass=first_pass, asked=asked, folder=run.folder, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

@@ -22,7 +22,7 @@ PARTS = {
     "weights": "weights",
     "gathered": "weights gathered by FSDP",
     "gradients": "gradients",
-    "optimizer": "optimizer (AdamW)",
+    "optimizer": "optimizer",
     "activations": "activations of a microbatch",
     "logits": "logits, or a layer's backward",
     "cache": "reference cache",

@@ -15,6 +15,7 @@ from olmo_core.train.callbacks import Callback, SpeedMonitorCallback
 
 from isopref.engine.display import Advance, Display, brief
 from isopref.engine.step import Step
+from isopref.places import write_whole
 from isopref.types import IntArray
 
 
@@ -70,7 +71,7 @@ class MetricsFileCallback(Callback):
     def pre_train(self) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         done = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= self.step]
-        self.path.write_bytes(b"".join(done))
+        write_whole(self.path, b"".join(done))
         if done:
             self._line, self._line_start = json.loads(done[-1]), sum(map(len, done[:-1]))
 

@@ -67,16 +67,21 @@ class PairLoader(DataLoaderBase):
         order = schedule.epoch_order(len(self.table), seed=self.seed, epoch=self.epoch)
         numbers = range(self.batches_processed, self.total_batches)
         with ThreadPoolExecutor(1, "isopref-rows") as worker:
-            ahead: deque[Future[Step]] = deque()
+            ahead: deque[tuple[IntArray, Budget, Future[Step]]] = deque()
             try:
                 for number in numbers:
-                    ahead.append(worker.submit(self.step, schedule.batch(order, self.global_batch_size, number)))
+                    index = schedule.batch(order, self.global_batch_size, number)
+                    ahead.append((index, self.budget, worker.submit(self.step, index)))
                     if len(ahead) > STEPS_AHEAD:
-                        yield {"step": ahead.popleft().result()}
+                        yield {"step": self._built(*ahead.popleft())}
                 while ahead:
-                    yield {"step": ahead.popleft().result()}
+                    yield {"step": self._built(*ahead.popleft())}
             finally:
                 worker.shutdown(wait=False, cancel_futures=True)
+
+    def _built(self, index: IntArray, budget: Budget, step: Future[Step]) -> Step:
+        """A step that was built ahead; anew, where the budget has changed since."""
+        return step.result() if budget == self.budget else self.step(index)
 
     def step(self, index: IntArray) -> Step:
         """This rank's share of the global batch `index`."""

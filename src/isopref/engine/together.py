@@ -16,8 +16,12 @@ class Together:
 
     def any(self, *mine: bool) -> list[bool]:
         """For each question, whether a rank says yes."""
+        return [bool(answer) for answer in self.most(*mine)]
+
+    def most(self, *mine: int) -> list[int]:
+        """For each figure, the largest of all ranks."""
         if self._group is None:
             return list(mine)
-        answers = torch.tensor(mine, dtype=torch.int32)
-        dist.all_reduce(answers, dist.ReduceOp.MAX, group=self._group)
-        return [bool(answer) for answer in answers.tolist()]
+        figures = torch.tensor(mine, dtype=torch.int64)
+        dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._group)
+        return [int(figure) for figure in figures.tolist()]

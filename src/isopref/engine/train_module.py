@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from isopref.engine.coupling import Coupling
 from isopref.engine.guard import Guard, poisoned
+from isopref.engine.memory import Before, Memory
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
 from isopref.engine.optim import SkippingAdamW
@@ -89,11 +90,11 @@ class DPOTrainModule(TrainModule):
         if self.moving is not None:
             self.moving.check(model)
         self.reference_2N = self._table(reference)
-        first_pass = objective.coupled or objective.balance_weight > 0
-        self.coupling = Coupling(objective, self.device) if first_pass else None
+        self.coupling = Coupling(objective, self.device) if objective.first_pass else None
         self._window = MetricWindow(self.device)
         self.guard = Guard(self.device)
         self._sums = self._window.sums  # this rank's, of the last step
+        self.memory: Memory | None = None  # does a step again in smaller microbatches, where it runs out of memory
 
     def _check_model(self) -> None:
         """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
@@ -132,7 +133,9 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
-        sums = self._accumulate(step)
+        sums = (
+            self._accumulate(step) if self.memory is None else self.memory.run(step, self._accumulate, self.zero_grads)
+        )
         if dry_run:
             self.zero_grads()
             return
@@ -145,13 +148,14 @@ class DPOTrainModule(TrainModule):
         if self._logs_now():
             self._record(step)
 
-    def _accumulate(self, step: Step) -> Tensor:
+    def _accumulate(self, step: Step, before: Before = lambda _: None) -> Tensor:
         """Forward and backward of all microbatches. Returns what the step adds to the metrics."""
         if self.coupling is not None:
             step = self.coupling.linear(step, self._score)
             reshard(self.model)
         sums = torch.zeros_like(self._window.sums)
         for n, work in enumerate(step.work):
+            before(n)
             with self._train_microbatch_context(n, len(step.work)):
                 sums += self._train_microbatch(work.to(self.device))
         return sums

@@ -81,7 +81,13 @@ def load_model(
         return merged(base, path, setting=setting)
     model: PreTrainedModel
     model, found = _from_pretrained(
-        AutoModelForCausalLM, path, setting, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
+        AutoModelForCausalLM,
+        path,
+        setting,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,  # a .bin file is a pickle
     )
     if found["missing_keys"]:
         some = ", ".join(sorted(found["missing_keys"])[:3])

@@ -13,6 +13,7 @@ class Shape:
     """Parameters and widths of a causal language model. Tied weights count once."""
 
     parameters: int
+    trained_parameters: int
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     layers: int
     width: int
@@ -20,6 +21,10 @@ class Shape:
     key_width: int  # of the keys of one token and layer, all key heads together
     vocabulary: int
     flops: UsefulFlops
+
+    @property
+    def frozen_parameters(self) -> int:
+        return self.parameters - self.trained_parameters
 
     @property
     def layer_parameters(self) -> float:
@@ -42,6 +47,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head = model.get_output_embeddings()
     return Shape(
         parameters=sum(count for count, _ in counts),
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         root_parameters=sum(count for count, inner in counts if not inner),
         layers=config.num_hidden_layers,
         width=config.hidden_size,

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from isopref.data.packing import Budget, Group, RowKind, padded_tokens, plan_step
+from isopref.models.shape import Shape
 from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
 
 TILE = 128  # queries and keys that FlashAttention computes at a time, whether all of them are needed or not
@@ -23,12 +24,21 @@ class Layout:
     grad_sync: Literal["last", "every"]
     compiled: bool
     recompute: int  # layers that compute their activations again
-    weight_bytes: int
+    weight_bytes: int  # of a trained number
     compute_bytes: int
+    frozen_bytes: float  # of a number that is not trained, on average
+    quantised: bool  # frozen layers are in four bits, and whole on every rank
+    state_bytes: float  # of the optimizer, for each trained number
+    offload: bool  # weights, their gradients and the optimizer are in the host's memory
 
     @property
     def sharded(self) -> bool:
         return self.parallel in ("fsdp", "hsdp")
+
+    def spread(self, shape: Shape) -> int:
+        """Parameters that sharding spreads over ranks: frozen ones only where they are whole numbers and ranks many."""
+        frozen = self.sharded and not self.quantised and (self.shard > 1 or self.offload)
+        return shape.parameters if frozen else shape.trained_parameters
 
 
 @dataclass(frozen=True)

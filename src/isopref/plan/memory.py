@@ -39,7 +39,6 @@ class Memory:
 def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Memory:
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
-    own = shape.parameters * layout.weight_bytes / layout.shard
     of_token, of_copy = kept_bytes(shape, layout)
     kept = of_token * tokens + of_copy * (keys - tokens)
     plain = shape.layers - layout.recompute
@@ -48,10 +47,10 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     again = kept if layout.recompute else 0.0
     backward = again + inputs * (shape.active_parameters / shape.width**2 + 2)
     return Memory(
-        weights=own,
+        weights=_weights(shape, layout),
         gathered=_gathered(shape, layout),
         gradients=_gradients(shape, layout),
-        optimizer=2 * own,
+        optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.shard,
         activations=activations,
         logits=max(_head(shape, layout, predicted), backward),
         cache=8.0 * pairs,
@@ -74,24 +73,37 @@ def chunks_head(shape: Shape, predicted: float) -> bool:
 
 
 def _head(shape: Shape, layout: Layout, predicted: float) -> float:
-    """Logits, hidden states and their gradient, and the gradient of the head's weights."""
-    weight = shape.vocabulary * shape.width * layout.compute_bytes
-    if chunks_head(shape, predicted):
+    """Logits, hidden states and their gradient, and the gradient of the head's weights, if those are trained."""
+    trained = not shape.flops.frozen_per_logits
+    weight = shape.vocabulary * shape.width * layout.compute_bytes * trained
+    if trained and chunks_head(shape, predicted):
         weight += shape.vocabulary * shape.width * 4  # chunks add up in float32
     logits = min(predicted * shape.vocabulary, MAX_LOGITS_FUSED) * layout.compute_bytes
     return logits + 2 * predicted * shape.width * layout.compute_bytes + weight
 
 
+def _weights(shape: Shape, layout: Layout) -> float:
+    spread = layout.spread(shape)
+    whole = (shape.parameters - spread) * layout.frozen_bytes
+    frozen = (spread - shape.trained_parameters) * layout.frozen_bytes
+    own = (shape.trained_parameters * layout.weight_bytes + frozen) / layout.shard
+    return whole + (0.0 if layout.offload else own)
+
+
 def _gathered(shape: Shape, layout: Layout) -> float:
-    if not layout.sharded or (layout.shard == 1 and layout.weight_bytes == layout.compute_bytes):
+    alone = layout.shard == 1 and not layout.offload
+    if not layout.sharded or (alone and layout.weight_bytes == layout.compute_bytes):
         return 0.0
-    at_once = shape.parameters if layout.grad_sync == "last" else shape.root_parameters + 2 * shape.layer_parameters
-    return min(at_once, shape.parameters) * layout.compute_bytes
+    spread = layout.spread(shape)
+    at_once = shape.root_parameters + 2 * shape.layer_parameters if layout.grad_sync == "every" else shape.parameters
+    return min(at_once, spread) * layout.compute_bytes
 
 
 def _gradients(shape: Shape, layout: Layout) -> float:
     """Whole on every rank, but for FSDP that reduces after every microbatch: its own shard and one unit on its way."""
+    trained = shape.trained_parameters
     if not layout.sharded or layout.grad_sync == "last":
-        return shape.parameters * layout.weight_bytes
-    unit = max(shape.root_parameters, shape.layer_parameters)
-    return shape.parameters * layout.weight_bytes / layout.shard + unit * (layout.weight_bytes + layout.compute_bytes)
+        return trained * layout.weight_bytes
+    unit = min(trained, max(shape.root_parameters, shape.layer_parameters))
+    own = 0.0 if layout.offload else trained * layout.weight_bytes / layout.shard
+    return own + unit * (layout.weight_bytes + layout.compute_bytes)

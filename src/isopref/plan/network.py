@@ -62,13 +62,13 @@ class Traffic:
 
     @classmethod
     def of(cls, shape: Shape, layout: Layout, network: Network) -> "Traffic":
-        whole, calls, ranks = shape.parameters * layout.weight_bytes, shape.layers + 1, layout.ranks
+        whole, calls, ranks = shape.trained_parameters * layout.weight_bytes, shape.layers + 1, layout.ranks
         if not layout.sharded:
             # An all-reduce is a reduction and a gather.
             moved = 2 * whole * (ranks - 1) / ranks
             return cls(0.0, moved, 0.0, 0.0, 2 * network.ring_s(whole, ranks, calls), 0.0, every=False)
         shard, copies = layout.shard, ranks // layout.shard
-        gathered = shape.parameters * layout.compute_bytes
+        gathered = layout.spread(shape) * layout.compute_bytes
         return cls(
             gather_bytes=gathered * (shard - 1) / shard,
             reduce_bytes=whole * (shard - 1) / shard,

@@ -21,8 +21,9 @@ BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
 # Over what a layer keeps: forward writes it, backward reads it and writes as many gradients, sums go through again.
 ELEMENTWISE_PASSES = 3.5
 HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
-ACCUMULATE_PASSES = 6  # over the weights, a microbatch: read twice by products, gradients written, added up
-OPTIMIZER_PASSES = 10  # over a rank's weights: AdamW reads four and writes three, the norm and the clip three more
+READ_PASSES = 2  # over the weights, a microbatch: by products, forward and backward
+ACCUMULATE_PASSES = 4  # over what is trained, a microbatch: gradients written, and added up
+OPTIMIZER_PASSES = 6  # over a rank's share of that: the norm, the clip, the step; and two over the optimizer's state
 ATTENTION_BACKWARD = 2.5  # FlashAttention's backward pass computes five products for two forward
 OVERHEAD = 0.02  # of a step: the trainer, and kernels too small to count
 
@@ -59,8 +60,9 @@ def step_time(shape: Shape, layout: Layout, card: Card, loads: Loads, network: N
     lockstep = layout.sharded and layout.grad_sync == "every"
     slowest = float(each.max(axis=0).sum() if lockstep else each.sum(axis=1).max())
     busy = float(each.sum(axis=1).mean())
-    local = shape.parameters * layout.weight_bytes / layout.shard
-    optimizer = OPTIMIZER_PASSES * local / (BANDWIDTH * card.bandwidth)
+    local = shape.trained_parameters / layout.shard
+    moved = local * (OPTIMIZER_PASSES * layout.weight_bytes + 2 * layout.state_bytes)
+    optimizer = moved / (BANDWIDTH * card.bandwidth)
     return StepTime(
         **{name: float(seconds.sum(axis=1).mean()) for name, seconds in parts.items()},
         optimizer=optimizer,
@@ -75,13 +77,17 @@ def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) ->
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     chunked = np.vectorize(lambda predicted: chunks_head(shape, predicted))(loads.predicted)
-    products = (3 + again) * shape.flops.per_token * loads.tokens
-    products = products + (3 + chunked) * shape.flops.per_logits * loads.predicted
+    flops = shape.flops  # what is frozen gets no gradient of its own
+    products = ((3 + again) * flops.per_token - flops.frozen_per_token) * loads.tokens
+    products = products + ((3 + chunked) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
     attention = (1 + again + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
     logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
-    weights = ACCUMULATE_PASSES * shape.parameters * layout.weight_bytes
+    read = READ_PASSES * (
+        shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
+    )
+    weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
     moved = (ELEMENTWISE_PASSES + again) * kept + logits + weights
     return {
         "products": products / (PRODUCTS * rate),

@@ -1,24 +1,30 @@
 """Faults that real runs meet, planted: numbers that are not finite, a device without room."""
 
 import math
+from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from isopref.data.packing import Budget
 from isopref.data.table import PairTable
+from isopref.engine import train_module
 from isopref.engine.guard import Skipped
 from isopref.engine.loader import PairLoader
+from isopref.engine.memory import Memory
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
 from isopref.models.parallel import Parallel, full, parallelize
 from isopref.models.policy import Policy
-from isopref.score import TableLogps
-from isopref.testing.exactness import StubTrainer
+from isopref.score import TableLogps, score
+from isopref.testing.exactness import StubTrainer, full_gradient
 from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.oracle import relative_error
+from isopref.types import Microbatch, PairLogps
 
 NUM_PAIRS = 6
 
@@ -100,3 +106,37 @@ def _state(module: DPOTrainModule) -> dict[str, Tensor]:
         state |= {f"{name} {part}": full(value).clone() for part, value in parts.items()}
     assert all(math.isfinite(float(value.sum())) for value in state.values())
     return state
+
+
+class Cut(NamedTuple):
+    """What a step that ran out of memory came to."""
+
+    gradient_error: float  # against the same step without the fault
+    tokens: int  # of a microbatch, from then on
+    said: list[str]
+
+
+def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cut:
+    """A step in which a rank runs out of memory once, in a microbatch. All ranks call this together."""
+    own, ranks = (dist.get_rank(), dist.get_world_size()) if mode != "single" else (0, 1)
+    module, pairs = _module(mode, False), loader(Budget("shared", 60), num_pairs=12, ranks=ranks, rank=own)
+    module.reference_2N = torch.full((2, 12), -30.0, dtype=torch.float64)
+    step = pairs.step(np.arange(12))
+    assert len(step.work) > microbatch + 1
+    module.train_batch({"step": step})
+    expected = full_gradient(module.model)
+    module.zero_grads()
+    said: list[str] = []
+    module.memory = Memory(module.model, pairs, asked={}, folder=Path(folder), say=said.append)
+    left = [microbatch if own == rank else -1]
+
+    def failing(model: nn.Module, one: Microbatch) -> PairLogps:
+        scored = score(model, one)  # first: DDP lets ranks meet in a forward pass once, when it learns its buckets
+        left[0] -= 1
+        if left[0] == -1:
+            raise torch.OutOfMemoryError("planted")
+        return scored
+
+    with patch.object(train_module, "score", failing):
+        module.train_batch({"step": step})
+    return Cut(relative_error(full_gradient(module.model), expected), pairs.budget.tokens, said)

@@ -1,0 +1,166 @@
+"""A step that runs out of memory is cut smaller and done again: a microbatch is layout, not math.
+
+What can be done depends on where ranks meet. Alone, a process may try again at any time. Under DDP ranks meet in the
+backward pass of a step's last microbatch, the smallest; before it they ask one another whether all came that far. FSDP
+has them meet in every layer, and a coupled loss after its first pass, so the others are stuck when one fails there: the
+run stops, and what may fit is kept for its next start.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from isopref.data.packing import Budget, padded_tokens, tokens_alone
+from isopref.engine.loader import PairLoader
+from isopref.engine.step import Step
+from isopref.engine.together import Together
+from isopref.errors import RunError
+from isopref.places import write_whole
+
+FILE = "microbatch.json"
+
+Before = Callable[[int], None]  # is told the number of a microbatch before that runs
+
+
+class AgainError(Exception):
+    """A rank ran out of memory before the ranks met: all of them do the step again, cut smaller."""
+
+
+class Memory:
+    """Does steps in microbatches that fit: once one did not, in smaller ones.
+
+    :param loader: plans batches; its budget is what shrinks.
+    :param first_pass: a step begins with a pass without gradient, after which ranks meet (see coupling.py).
+    :param asked: what the layout was asked to be. What was found to fit it is kept in `folder`, for a later start.
+    :param say: tells the user.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: PairLoader,
+        *,
+        first_pass: bool,
+        asked: Mapping[str, Any],
+        folder: Path,
+        say: Callable[[str], None],
+    ):
+        self.loader, self.asked, self.say = loader, dict(asked), say
+        self.file = folder / FILE
+        replicated = isinstance(model, DistributedDataParallel)
+        self.meets_always = isinstance(model, FSDPModule) or (replicated and first_pass)
+        self.together = Together() if replicated and not first_pass else None
+        self._number = 0  # of the microbatch that runs
+        self._met = False
+        self._recall()
+
+    def run(self, step: Step, accumulate: Callable[[Step, Before], Tensor], drop: Callable[[], None]) -> Tensor:
+        """What `accumulate` returns for a step; where that runs out of memory, `drop` what it left, and again."""
+        while True:
+            try:
+                return self._attempt(step, accumulate)
+            except AgainError:
+                pass
+            # Only here is the exception gone, and with it the tensors of the failed step.
+            drop()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            before = self.loader.budget
+            self.loader.budget = self._smaller()
+            self._keep()
+            self.say(
+                f"warning: a step ran out of memory with {_words(before)} and is done again: from here on it is "
+                f"{_words(self.loader.budget)}. The result does not depend on it."
+            )
+            assert step.index is not None
+            step = self.loader.step(step.index)
+
+    def _attempt(self, step: Step, accumulate: Callable[[Step, Before], Tensor]) -> Tensor:
+        self._met = False
+
+        def before(number: int) -> None:
+            self._number = number
+            if self.together is not None and number == len(step.work) - 1:
+                self._meet(None)
+
+        try:
+            return accumulate(step, before)
+        except torch.OutOfMemoryError as error:
+            index = step.work[self._number].index
+            pair = int(index[0]) if len(index) == 1 else None
+            if self.meets_always or self._met:
+                self._stop(step, pair, error)
+            if self.together is not None:
+                self._meet(pair, failed=True)
+            self._refuse(pair)
+            raise AgainError from error
+
+    def _meet(self, pair: int | None, *, failed: bool = False) -> None:
+        """Ask whether all ranks came this far. Raises AgainError where one did not; RunError for a pair too long."""
+        assert self.together is not None
+        any_failed, alone = self.together.most(int(failed), -1 if pair is None else pair)
+        self._met = True
+        if any_failed:
+            self._refuse(None if alone < 0 else alone)
+            raise AgainError
+
+    def _refuse(self, pair: int | None) -> None:
+        """Raise RunError for a pair that does not fit though it was alone."""
+        if pair is None:
+            return
+        table, kind = self.loader.table, self.loader.budget.kind
+        prompt, chosen, rejected = (int(count) for count in table.lengths[pair])
+        raise RunError(
+            f"{table.origin(pair)} does not fit into memory, though it was alone in its microbatch: "
+            f"{padded_tokens(table.lengths[pair : pair + 1], kind)} tokens in layout.rows: {kind} (prompt {prompt}, "
+            f"chosen {chosen}, rejected {rejected}). Drop or cut such pairs (data.max_length), recompute activations "
+            "(layout.checkpointing: full), or spread the model over more GPUs (layout.parallel: fsdp)."
+        )
+
+    def _stop(self, step: Step, pair: int | None, error: Exception) -> NoReturn:
+        self._refuse(pair)
+        before = self.loader.budget
+        self.loader.budget = self._smaller()
+        self._keep(always=True)
+        raise RunError(
+            f"out of memory with {_words(before)}, at a point where ranks wait for each other, so the step cannot be "
+            f"done again. The next start takes {_words(self.loader.budget)}: use the same command with --resume "
+            "(torchrun --max-restarts does it by itself)."
+        ) from error
+
+    def _smaller(self) -> Budget:
+        """Half the tokens, but room for the longest pair; then one pair at a time."""
+        budget, lengths = self.loader.budget, self.loader.table.lengths
+        longest = int(tokens_alone(lengths, budget.kind).max())
+        if budget.tokens > longest:
+            return replace(budget, tokens=max(longest, budget.tokens // 2))
+        return replace(budget, pairs=1)
+
+    def _keep(self, *, always: bool = False) -> None:
+        if always or self.loader.dp_rank == 0:
+            kept = {"asked": self.asked, "fits": asdict(self.loader.budget)}
+            write_whole(self.file, json.dumps(kept).encode())
+
+    def _recall(self) -> None:
+        try:
+            kept = json.loads(self.file.read_bytes())
+            fits = Budget(**kept["fits"]) if kept["asked"] == self.asked else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if fits is not None:
+            self.loader.budget = fits
+            self.say(f"layout: {_words(fits)}, since more did not fit before ({self.file})")
+
+
+def _words(budget: Budget) -> str:
+    pairs = "" if budget.pairs is None else f" and {budget.pairs} {'pair' if budget.pairs == 1 else 'pairs'}"
+    return f"microbatches of {budget.tokens} tokens{pairs}"

@@ -1,0 +1,112 @@
+"""Runs whose device has too little memory: the result is the same, or the run says which pair is too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from isopref.engine import train_module
+from isopref.score import score as ours
+from isopref.testing import oracle
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+
+SETTINGS = ("run.folder=run", "data.eval=null", "run.save_every=3")
+
+# A rank 1 with room for so many tokens, and then the command.
+FAULTY = """
+import os, sys, torch
+from isopref.engine import train_module
+from isopref.score import score
+
+def limited(model, microbatch):
+    if os.environ["RANK"] == "1" and model.training and microbatch.passes[0].input_ids.numel() > 150:
+        raise torch.OutOfMemoryError("planted")
+    return score(model, microbatch)
+
+train_module.score = limited
+from isopref.cli.main import main
+main()
+"""
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """A device that has room for microbatches of so many tokens."""
+
+    def limited(model: Any, microbatch: Any) -> Any:
+        if microbatch.passes[0].input_ids.numel() > tokens:
+            raise torch.OutOfMemoryError("planted")
+        return ours(model, microbatch)
+
+    monkeypatch.setattr(train_module, "score", limited)
+
+
+def test_microbatches_shrink_and_the_weights_are_the_same(
+    project: Project,
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    load_weights: Callable[[Path], Weights],
+) -> None:
+    whole = make_project().train("run", *SETTINGS)
+    limit(monkeypatch, 150)
+    outcome = project.isopref("train", "my.yaml", *SETTINGS)
+    assert outcome.code == 0, outcome.err
+    # 4096, 2048, 1024, 512, 256, 128: five times half, all in the dry run or the first step.
+    said = [line for line in outcome.out.splitlines() if line.startswith("warning")]
+    assert len(said) == 5
+    assert "from here on it is microbatches of 128 tokens." in said[-1]
+    run = project.folder / "run"
+    assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
+    assert json.loads((run / "microbatch.json").read_text())["fits"] == {"kind": "shared", "tokens": 128, "pairs": None}
+
+
+def test_a_later_start_knows_what_fits_unless_another_layout_is_asked_for(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, 150)
+    project.train("run", *SETTINGS)
+    (project.folder / "run" / "model").rename(project.folder / "model")
+    outcome = project.isopref("train", "my.yaml", *SETTINGS, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "layout: microbatches of 128 tokens, since more did not fit before (run/microbatch.json)\n" in outcome.out
+    assert "warning" not in outcome.out
+    (project.folder / "run" / "model").rename(project.folder / "model again")
+    outcome = project.isopref("train", "my.yaml", *SETTINGS, "layout.microbatch_tokens=140", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "since more did not fit" not in outcome.out
+
+
+def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [json.loads(line) for line in (project.folder / "train.jsonl").read_text().splitlines()]
+    records[4] |= {"prompt": "a" * 20, "chosen": "b" * 70, "rejected": "c" * 50}
+    project.write_pairs("train.jsonl", records)
+    limit(monkeypatch, 150)
+    message = project.refused("run", "data.eval=null")
+    assert message.startswith("train.jsonl:5 does not fit into memory, though it was alone in its microbatch: ")
+    assert "(prompt " in message
+    assert "data.max_length" in message
+    assert "layout.checkpointing: full" in message
+
+
+def test_sharded_ranks_stop_at_once_and_the_next_start_fits(project: Project, start: Callable[..., Command]) -> None:
+    """Rank 1 has less room than rank 0, which waits for it inside the model."""
+    (project.folder / "faulty.py").write_text(FAULTY)
+    launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "2"]
+    settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300", "optim.batch_pairs=12")
+    command = start(project, *settings, launcher=[*launcher, "--max-restarts", "1", "faulty.py"])
+    code, out, err = command.end()
+    assert code == 0, err
+    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point where ranks wait") == 1
+    assert "The next start takes microbatches of 150 tokens: use the same command with --resume" in err
+    assert "planted" not in err
+    assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
+    assert command.family() == {}
+    assert os.path.isdir(project.folder / "run" / "model")
