@@ -4,6 +4,7 @@ N: held-out pairs.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _series(lines: list[Values]) -> dict[str, Series]:
             if name != "step":
                 series = metrics.setdefault(name, Series([], []))
                 series.steps.append(line["step"])
-                series.values.append(value)
+                series.values.append(math.nan if value is None else value)  # null: what was not finite
     return metrics
 
 

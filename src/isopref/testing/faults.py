@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -127,11 +127,12 @@ def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cu
     expected = full_gradient(module.model)
     module.zero_grads()
     said: list[str] = []
-    module.memory = Memory(module.model, pairs, asked={}, folder=Path(folder), say=said.append)
+    module.memory = Memory(module.model, pairs, first_pass=False, asked={}, folder=Path(folder), say=said.append)
     left = [microbatch if own == rank else -1]
 
-    def failing(model: nn.Module, one: Microbatch) -> PairLogps:
-        scored = score(model, one)  # first: DDP lets ranks meet in a forward pass once, when it learns its buckets
+    def failing(model: nn.Module, one: Microbatch, **options: Any) -> PairLogps:
+        # First: DDP lets ranks meet in a forward pass once, when it learns its buckets.
+        scored = score(model, one, **options)
         left[0] -= 1
         if left[0] == -1:
             raise torch.OutOfMemoryError("planted")
