@@ -122,6 +122,11 @@ def open_folder(run: Run, resume: bool) -> Iterator[None]:
                 raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
         quiet_libraries()
         run.env.barrier()
+        if apart := run.env.ranks_without(run.folder):
+            raise RunError(
+                f"run.folder: rank {apart[0]} does not see what rank 0 writes to {run.folder.absolute()}. Checkpoints "
+                "have parts from every rank: set run.folder to a folder that all machines share."
+            )
         ranks = f"{run.env.world_size} x {run.env.device.type}"
         run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
         yield

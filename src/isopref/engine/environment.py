@@ -2,10 +2,12 @@
 
 import gc
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,21 @@ class Environment:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+    def ranks_without(self, folder: Path) -> list[int]:
+        """Ranks that do not see what the first one writes to a folder. All ranks call this together."""
+        name = [uuid.uuid4().hex]
+        seen = [True] * self.world_size
+        if self.world_size > 1:
+            dist.broadcast_object_list(name)
+            mark = folder / f".seen-{name[0]}"
+            if self.is_first:
+                mark.touch()
+            self.barrier()
+            dist.all_gather_object(seen, mark.exists())
+            if self.is_first:
+                mark.unlink()
+        return [rank for rank, sees in enumerate(seen) if not sees]
 
 
 def _store(world_size: int) -> dict[str, Any]:
