@@ -27,10 +27,10 @@ import os, sys, torch
 from isopref.engine import train_module
 from isopref.score import score
 
-def limited(model, microbatch):
+def limited(model, microbatch, **options):
     if os.environ["RANK"] == "1" and model.training and microbatch.passes[0].input_ids.numel() > 150:
         raise torch.OutOfMemoryError("planted")
-    return score(model, microbatch)
+    return score(model, microbatch, **options)
 
 train_module.score = limited
 from isopref.cli.main import main
@@ -41,10 +41,10 @@ main()
 def limit(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A device that has room for microbatches of so many tokens."""
 
-    def limited(model: Any, microbatch: Any) -> Any:
+    def limited(model: Any, microbatch: Any, **options: Any) -> Any:
         if microbatch.passes[0].input_ids.numel() > tokens:
             raise torch.OutOfMemoryError("planted")
-        return ours(model, microbatch)
+        return ours(model, microbatch, **options)
 
     monkeypatch.setattr(train_module, "score", limited)
 

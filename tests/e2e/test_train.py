@@ -342,7 +342,8 @@ def test_default_folder_has_the_run_id(project: Project) -> None:
 def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
     run = project.train("run", "data.eval=null", "run.export=false", "optim.max_steps=1")
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "reference.json", "metrics.jsonl", "checkpoints", "engine.log",
+        "config.yaml", "reference.json", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl", "report.html",
+        "checkpoints",
     }  # fmt: skip
 
 
@@ -390,7 +391,8 @@ def test_output_on_a_terminal(project: Project, width: int) -> None:
     for pattern in (
         r"score training ━+ 23/23 [\d:]+ < 0:00:00",
         r"score held-out ━+ 8/8 [\d:]+ < 0:00:00",
-        r"train ━+ 10/10 [\d:]+ < 0:00:00 loss \d\.\d+  accu",
+        r"train ━+ 10/10 [\d:]+ < 0:00:00",
+        r" +loss \d\.\d+  accuracy \d",
     ):
         assert any(re.match(pattern, line) for line in lines), pattern
     assert all(len(line) <= width for line in lines if line.startswith(("train", "score")))

@@ -78,7 +78,7 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     elif origin is list:
         named = get_origin(args[0]) is Literal
         text = get_args(args[0])[:1] == (str,)
-        words = f"a list, each {_words(args[0])}" if named else "list of text" if text else "list of sources"
+        words = f"list, each {_words(args[0])}" if named else "list of text" if text else "list of sources"
     elif annotation is AdapterConfig:
         words = f"an adapter ({', '.join(adapter_fields())})"
     elif origin is tuple:
