@@ -23,6 +23,12 @@ def test_one_rank(fused: bool, fault: float) -> None:
     check([faults.bad_step("single", fused, fault, PAIR)])
 
 
+@pytest.mark.parametrize("fault", [math.nan, -math.inf])
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "bco_pair"])
+def test_a_pair_of_a_coupled_loss(loss: str, fault: float) -> None:
+    check([faults.bad_step("single", False, fault, PAIR, loss)])
+
+
 @pytest.mark.parametrize(("mode", "fused", "fault"), [("ddp", False, math.nan), ("fsdp", True, -math.inf)])
 def test_two_ranks(two_ranks: Ranks, mode: str, fused: bool, fault: float) -> None:
     check(two_ranks(faults.bad_step, mode, fused, fault, PAIR))

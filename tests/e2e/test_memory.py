@@ -49,15 +49,18 @@ def limit(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(train_module, "score", limited)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "aot"])  # aot: runs out in its first pass
 def test_microbatches_shrink_and_the_weights_are_the_same(
     project: Project,
     make_project: MakeProject,
     monkeypatch: pytest.MonkeyPatch,
     load_weights: Callable[[Path], Weights],
+    loss: str,
 ) -> None:
-    whole = make_project().train("run", *SETTINGS)
+    settings = (*SETTINGS, f"objective.loss={loss}")
+    whole = make_project().train("run", *settings)
     limit(monkeypatch, 150)
-    outcome = project.isopref("train", "my.yaml", *SETTINGS)
+    outcome = project.isopref("train", "my.yaml", *settings)
     assert outcome.code == 0, outcome.err
     # 4096, 2048, 1024, 512, 256, 128: five times half, all in the dry run or the first step.
     said = [line for line in outcome.out.splitlines() if line.startswith("warning")]

@@ -51,7 +51,7 @@ def _note_start(run: Run, trainer: Trainer, table: PairTable, reference_key: str
         "after_step": trainer.global_step,
         "ranks": run.env.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
-        "microbatch_tokens": run.train_budget.tokens,
+        "microbatch_tokens": trainer.data_loader.budget.tokens,  # type: ignore[attr-defined]  # what fits, once known
         "host": platform.node(),
         "isopref": isopref.__version__,
         "python": platform.python_version(),

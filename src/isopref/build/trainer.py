@@ -155,8 +155,8 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
 def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
-    first_pass = run.loss.first_pass
-    return Memory(model, loader, first_pass=first_pass, asked=asked, folder=run.folder, say=run.display.say)
+    meets = run.loss.first_pass or layout["grad_sync"] == "every"
+    return Memory(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

@@ -24,9 +24,9 @@ MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
 
 
-def poisoned(loss: Tensor) -> Tensor:
-    """The same loss, bit for bit; where it is not finite, its gradient is NaN."""
-    return loss * (1 + 0 * loss.detach())
+def poisoned(loss: Tensor, loss_P: Tensor) -> Tensor:
+    """The same loss, bit for bit; where it or that of a pair is not finite, its gradient is NaN."""
+    return loss * (1 + 0 * loss.detach() + (0 * loss_P.detach()).sum())
 
 
 class Skipped(NamedTuple):

@@ -2,8 +2,8 @@
 
 What can be done depends on where ranks meet. Alone, a process may try again at any time. Under DDP ranks meet in the
 backward pass of a step's last microbatch, the smallest; before it they ask one another whether all came that far. FSDP
-has them meet in every layer, and a coupled loss after its first pass, so the others are stuck when one fails there: the
-run stops, and what may fit is kept for its next start.
+has them meet in every layer, and under DDP a coupled loss after its first pass, so the others are stuck when one fails
+there: the run stops, and what may fit is kept for its next start.
 """
 
 import gc
@@ -38,7 +38,8 @@ class Memory:
     """Does steps in microbatches that fit: once one did not, in smaller ones.
 
     :param loader: plans batches; its budget is what shrinks.
-    :param first_pass: a step begins with a pass without gradient, after which ranks meet (see coupling.py).
+    :param meets: ranks of DDP meet before a step's last microbatch: gradients are reduced for each, or a first pass
+        without gradient comes before (see coupling.py).
     :param asked: what the layout was asked to be. What was found to fit it is kept in `folder`, for a later start.
     :param say: tells the user.
     """
@@ -48,7 +49,7 @@ class Memory:
         model: nn.Module,
         loader: PairLoader,
         *,
-        first_pass: bool,
+        meets: bool,
         asked: Mapping[str, Any],
         folder: Path,
         say: Callable[[str], None],
@@ -56,9 +57,9 @@ class Memory:
         self.loader, self.asked, self.say = loader, dict(asked), say
         self.file = folder / FILE
         replicated = isinstance(model, DistributedDataParallel)
-        self.meets_always = isinstance(model, FSDPModule) or (replicated and first_pass)
-        self.together = Together() if replicated and not first_pass else None
-        self._number = 0  # of the microbatch that runs
+        self.meets_always = isinstance(model, FSDPModule) or (replicated and meets)
+        self.together = Together() if replicated and not meets else None
+        self._number: int | None = None  # of the microbatch that runs
         self._met = False
         self._recall()
 
@@ -85,7 +86,7 @@ class Memory:
             step = self.loader.step(step.index)
 
     def _attempt(self, step: Step, accumulate: Callable[[Step, Before], Tensor]) -> Tensor:
-        self._met = False
+        self._met, self._number = False, None
 
         def before(number: int) -> None:
             self._number = number
@@ -95,8 +96,8 @@ class Memory:
         try:
             return accumulate(step, before)
         except torch.OutOfMemoryError as error:
-            index = step.work[self._number].index
-            pair = int(index[0]) if len(index) == 1 else None
+            index: list[int] = [] if self._number is None else step.work[self._number].index.tolist()
+            pair = index[0] if len(index) == 1 else None
             if self.meets_always or self._met:
                 self._stop(step, pair, error)
             if self.together is not None:

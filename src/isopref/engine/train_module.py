@@ -187,10 +187,11 @@ class DPOTrainModule(TrainModule):
         if policy.routing is not None and work.balance_share is not None:
             balance = share_of_loss(policy.routing[1], work.balance_share, num_ranks=self.num_ranks)
             share = share + self.objective.balance_weight * balance
-        poisoned(share).backward()
+        poisoned(share, loss_P).backward()
         with torch.no_grad():
             # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
-            self.guard.look(work.index, loss_P if work.linear is None else policy.chosen + policy.rejected)
+            of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
+            self.guard.look(work.index, loss_P if work.linear is None else torch.stack(of_pair).abs().sum(dim=0))
             return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
 
     def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:

@@ -63,10 +63,18 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
         _inject(peft, model, config, dtype)
 
 
+def is_quantised(parameter: nn.Parameter) -> bool:
+    return type(parameter) is not nn.Parameter
+
+
 def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setting: str) -> None:
     """Freeze the model and wrap its layers with an adapter from a folder, to go on with it. Raises ModelError."""
     peft = _peft(f"{setting} is the adapter {path}")
     config = _read_config(peft, path, setting)
+    if config.use_dora and any(is_quantised(weight) for weight in model.parameters()):
+        raise ModelError(
+            f"{setting}: {path} is a DoRA adapter, which needs whole weights. Remove model.adapter.quantize."
+        )
     config.inference_mode = False
     _inject(peft, model, config, dtype)
     try:

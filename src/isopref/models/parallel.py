@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from isopref.errors import ConfigError
+from isopref.models.adapter import is_quantised
 from isopref.models.policy import Policy
 
 Parallel = Literal["single", "ddp", "fsdp", "hsdp"]
@@ -50,7 +51,7 @@ def parallelize(
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
             # To send a weight in four bits it would be quantised a second time, to other numbers.
-            init_sync=not any(_is_quantised(parameter) for parameter in policy.parameters()),
+            init_sync=not any(is_quantised(parameter) for parameter in policy.parameters()),
         )
     shard = world_size if mode == "fsdp" else check_shard(hsdp_shard, world_size)
     sizes = (shard,) if mode == "fsdp" else (world_size // shard, shard)
@@ -71,11 +72,7 @@ def parallelize(
 
 def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:
     """Whether FSDP leaves a frozen weight as it is: in four bits it is small, and one rank has nobody to share with."""
-    return not parameter.requires_grad and (_is_quantised(parameter) or (world_size == 1 and not offload))
-
-
-def _is_quantised(parameter: nn.Parameter) -> bool:
-    return type(parameter) is not nn.Parameter
+    return not parameter.requires_grad and (is_quantised(parameter) or (world_size == 1 and not offload))
 
 
 @cache

@@ -1,5 +1,6 @@
 """Two runs side by side: whether they have the same math, where their curves part, and how they end."""
 
+import math
 from dataclasses import dataclass
 
 from isopref.report.figures import LABELS, FieldRow, field_rows
@@ -47,15 +48,21 @@ def parting(a: RunRecord, b: RunRecord) -> Parting | None:
         return None
     tolerance = max(ROUNDING[compute_dtype(run)] for run in (a, b))
     pairs = [(losses[0][step], losses[1][step]) for step in steps]
-    apart = [abs(x - y) / max(1.0, abs(x), abs(y)) for x, y in pairs]
+    apart = [_distance(x, y) for x, y in pairs]
     first = next((place for place, distance in enumerate(apart) if not distance <= tolerance), None)
     return Parting(
         num_steps=len(steps),
         tolerance=tolerance,
-        largest=max(abs(x - y) for x, y in pairs),
+        largest=max((abs(x - y) for x, y in pairs if math.isfinite(x - y)), default=0.0),
         step=None if first is None else steps[first],
         losses=None if first is None else pairs[first],
     )
+
+
+def _distance(x: float, y: float) -> float:
+    if math.isnan(x) and math.isnan(y):  # a step that both skipped
+        return 0.0
+    return abs(x - y) / max(1.0, abs(x), abs(y))
 
 
 def compute_dtype(run: RunRecord) -> str:

@@ -37,12 +37,12 @@ class Skip(NamedTuple):
     trains_on: bool  # whether the next step, without the fault, moves the weights
 
 
-def bad_step(mode: Parallel, fused: bool, fault: float, pair: int) -> Skip:
+def bad_step(mode: Parallel, fused: bool, fault: float, pair: int, loss: str = "hinge") -> Skip:
     """A good step, one in which the reference of a pair is `fault`, and a good one. All ranks call this together.
 
     With a hinge and minus infinity, the loss is infinite and its own gradient is not.
     """
-    module = _module(mode, fused)
+    module = _module(mode, fused, loss)
     _step(module, 1)
     before = _state(module)
     assert module.reference_2N is not None
@@ -60,13 +60,13 @@ def bad_step(mode: Parallel, fused: bool, fault: float, pair: int) -> Skip:
     )
 
 
-def _module(mode: Parallel, fused: bool) -> DPOTrainModule:
+def _module(mode: Parallel, fused: bool, loss: str = "hinge") -> DPOTrainModule:
     world = dist.get_world_size() if mode != "single" else 1
     model = parallelize(Policy(tiny_model("llama")), mode, device=torch.device("cpu"), world_size=world)
     module = DPOTrainModule(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused),
-        objective=pair_loss("hinge", beta=0.1),
+        objective=pair_loss(loss, beta=0.1),
         rank_microbatch_size=4096,
         reference=TableLogps(np.full(NUM_PAIRS, -30.0), np.full(NUM_PAIRS, -30.0)),
         max_grad_norm=1.0,
@@ -127,7 +127,7 @@ def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cu
     expected = full_gradient(module.model)
     module.zero_grads()
     said: list[str] = []
-    module.memory = Memory(module.model, pairs, first_pass=False, asked={}, folder=Path(folder), say=said.append)
+    module.memory = Memory(module.model, pairs, meets=False, asked={}, folder=Path(folder), say=said.append)
     left = [microbatch if own == rank else -1]
 
     def failing(model: nn.Module, one: Microbatch, **options: Any) -> PairLogps:
