@@ -301,6 +301,28 @@ def test_a_plan_without_weights_says_everything(project: Path) -> None:
         assert said in text
 
 
+def test_an_objective_costs_what_it_computes(project: Path) -> None:
+    """Passes and models besides the usual ones; nothing to score ahead without a reference that stays."""
+    card = ("--card", "H200", "--gpus", "8")
+    usual, moving, coupled, alone = (
+        plan(project, *card, *overrides)
+        for overrides in (
+            (),
+            ("objective.reference_moves=[4, 0.5]",),
+            ("objective.loss=aot",),
+            ("objective.loss=simpo",),
+        )
+    )
+    weights = [one["run"]["memory"]["weights"] for one in (usual, moving, coupled, alone)]
+    assert weights[1] == pytest.approx(2 * weights[0])
+    assert weights[2] == weights[3] == weights[0]
+    assert 1.25 * usual["hours"] < coupled["hours"] < 1.4 * usual["hours"]
+    assert moving["hours"] > 1.25 * usual["hours"]
+    assert alone["hours"] == usual["hours"]
+    assert usual["score_hours"] == pytest.approx(coupled["score_hours"], rel=0.1)
+    assert moving["score_hours"] == alone["score_hours"] == 0
+
+
 def test_what_does_not_fit_gets_a_layout_that_does(project: Path) -> None:
     found = plan(project, "--card", "H100")
     assert not found["fits"]

@@ -3,6 +3,7 @@
 from isopref.models.parallel import GradSync, Parallel
 
 STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optimizer are sharded
+BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block of a number's average
 GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
 
 
@@ -26,3 +27,10 @@ def attention_share(width: int) -> float:
     The one takes 4 D flops of a layer, the other about 24 D^2.
     """
     return 1 / (6 * width)
+
+
+def state_bytes(kind: str, weight: int, *, in_layers: float) -> float:
+    """Bytes of the optimizer for each trained number of `weight` bytes; `in_layers` of them are layers' matrices."""
+    if "8bit" in kind:
+        return 2 * BYTES_8BIT
+    return weight * (2 - in_layers if kind == "muon" else 2)  # Muon has one average for the layers' matrices

@@ -47,7 +47,16 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
     if tokens is not None and layout.checkpointing != "auto":
         checkpoint_layers(policy, fewest)
         return replace(run, microbatch_tokens=tokens)
-    fit = fit_memory(model, table, layout.rows, grad_sync=run.grad_sync, layers=(fewest, every), tokens=tokens)
+    weight = getattr(torch, run.config.model.dtype).itemsize
+    fit = fit_memory(
+        model,
+        table,
+        layout.rows,
+        grad_sync=run.grad_sync,
+        layers=(fewest, every),
+        tokens=tokens,
+        state_share=auto.state_bytes(run.config.optim.kind, weight, in_layers=0.0) / weight,
+    )
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
     if layout.checkpointing == "auto":

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,8 +42,13 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     `setting` names it in messages.
     """
     asked, model = run.config.model.adapter, run.config.model
+    in_four_bits = asked is not None and asked.quantize is not None
     if path is None and asked is not None:
         policy = Policy(_load_base(run, asked.path, "model.adapter.path"))
+    elif in_four_bits and path == model.path:  # what the reference is
+        policy = Policy(_load_base(run, None, setting))
+    elif in_four_bits and path is not None and adapter.is_adapter(Path(path)):
+        policy = Policy(_load_base(run, path, setting))
     else:
         policy = Policy(
             hf.load_model(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from isopref.build import auto
 from isopref.build.data import pair_tables
 from isopref.build.model import new_adapter
+from isopref.build.run import loss_of
 from isopref.cards import GIB, Card, find_card, parse_memory
 from isopref.config.schema import Config
 from isopref.data import schedule
@@ -32,7 +33,6 @@ from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
 BYTES = {"float32": 4, "bfloat16": 2}
-BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block
 NF4_BYTES = 0.5 + 1 / 64  # half of one, and a scale of one byte for each block
 
 
@@ -80,7 +80,7 @@ class RunPlan:
     fits: bool
     run: Forecast
     hours: float  # of all steps
-    score_hours: float  # of scoring every pair once, as for the reference
+    score_hours: float  # of scoring every pair once by the reference; 0 where none is scored before the first step
     notes: list[str]
     alternatives: list[Alternative]
     scale: list[Forecast]
@@ -140,7 +140,7 @@ class Planner:
             fits=fits,
             run=run,
             hours=steps * run.time.total / 3600,
-            score_hours=len(self.lengths) / run.batch_pairs * run.time.forward / 3600,
+            score_hours=self._score_hours(layout, run),
             notes=list(self._notes(layout, why_not)),
             alternatives=[] if fits else list(self._alternatives()),
             scale=[one for count in ranks for one in self._at(count)],
@@ -194,10 +194,11 @@ class Planner:
         trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
         room = self.hardware.card.memory
         chosen = parallel or asked.parallel
+        loss = loss_of(self.config)
+        references = int(self.config.objective.reference_moves is not None)
         if chosen == "auto":
-            chosen = auto.parallel(
-                4 * trained + rest, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks
-            )
+            state = (4 + references) * trained + rest
+            chosen = auto.parallel(state, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks)
         if chosen == "single" and ranks > 1:
             raise ConfigError(
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
@@ -214,23 +215,27 @@ class Planner:
             grad_sync=auto.grad_sync(trained + rest, room, sharded=sharded, offload=asked.offload)
             if sync == "auto"
             else sync,
-            compiled=asked.compile is not False and compute == 2 and asked.rows in ("shared", "packed"),
+            compiled=asked.compile is not False
+            and compute == 2
+            and asked.rows in ("shared", "packed")
+            and not loss.balance_weight,
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,
             compute_bytes=compute,
             frozen_bytes=frozen,
             quantised=quantised,
-            state_bytes=self._state_bytes(weight),
+            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_layers=in_layers),
             offload=asked.offload,
+            references=references,
+            forwards=references + loss.first_pass * (1 + references),
         )
 
-    def _state_bytes(self, weight: int) -> float:
-        """Bytes of the optimizer for each trained number, on average."""
-        kind = self.config.optim.kind
-        if "8bit" in kind:
-            return 2 * BYTES_8BIT
-        in_layers = 1 - self.shape.root_parameters / self.shape.parameters
-        return weight * (2 - in_layers if kind == "muon" else 2)  # Muon has one average for the layers' matrices
+    def _score_hours(self, layout: Layout, run: Forecast) -> float:
+        """Of scoring the training pairs by a reference that stays, before the first step."""
+        if layout.references or not loss_of(self.config).needs_reference:
+            return 0.0
+        forward = run.time.forward * 3 / (3 + layout.forwards)
+        return len(self.lengths) / run.batch_pairs * forward / 3600
 
     def _settled(self, layout: Layout) -> tuple[Layout, Fit, str | None]:
         """The layout with as many layers recomputing, and the microbatch, that the run would choose; or why none."""

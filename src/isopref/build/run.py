@@ -80,15 +80,19 @@ class Run:
 
     @property
     def loss(self) -> PairLoss:
-        objective = self.config.objective
-        return pair_loss(
-            objective.loss,
-            nll_weight=objective.nll_weight,
-            ld_alpha=objective.ld_alpha,
-            wpo=objective.wpo,
-            balance_weight=objective.balance_weight,
-            **objective.params,
-        )
+        return loss_of(self.config)
+
+
+def loss_of(config: Config) -> PairLoss:
+    objective = config.objective
+    return pair_loss(
+        objective.loss,
+        nll_weight=objective.nll_weight,
+        ld_alpha=objective.ld_alpha,
+        wpo=objective.wpo,
+        balance_weight=objective.balance_weight,
+        **objective.params,
+    )
 
 
 def goes_on(run: Run, resume: Resume) -> bool:

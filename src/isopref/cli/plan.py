@@ -89,16 +89,14 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
 def _show_time(plan: RunPlan, console: Console) -> None:
     time = plan.run.time
     shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
-    _lines(
-        console,
-        "time",
-        {
-            "a step": f"{time.total:.3f} s: {shares}",
-            "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
-            "the reference": f"{_duration(3600 * plan.score_hours)} to score all pairs, if they are not in the cache",
-            "the run": f"{_duration(3600 * plan.hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
-        },
-    )
+    lines = {
+        "a step": f"{time.total:.3f} s: {shares}",
+        "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
+        "the run": f"{_duration(3600 * plan.hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
+    }
+    if plan.score_hours:
+        lines["before it"] = f"{_duration(3600 * plan.score_hours)} to score the reference, if the cache lacks it"
+    _lines(console, "time", lines)
 
 
 def _show_scale(points: list[Forecast], console: Console) -> None:

@@ -99,14 +99,16 @@ def fit_memory(
     grad_sync: GradSync,
     layers: tuple[int, int],
     tokens: int | None,
+    state_share: float = 2.0,
 ) -> Fit:
     """Measure on this device, choose (the same on all ranks, who call this together) and set the layers that recompute.
 
-    `layers`: the fewest and the most layers that may recompute.
+    `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of the optimizer for each byte of
+    what is trained; 2 are AdamW's averages.
     """
     device = device_of(model)
     lines = {count: _measure(model, table, kind, grad_sync, count) for count in sorted(set(layers))}
-    room = _least(_room(model, device), device)
+    room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
     fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
     checkpoint_layers(unwrap(model), fit.layers)
@@ -156,13 +158,13 @@ def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> floa
     return float(peak)
 
 
-def _room(model: nn.Module, device: torch.device) -> float:
-    """Bytes left for a step once AdamW's two moments of what is trained here are there."""
+def _room(model: nn.Module, device: torch.device, state_share: float) -> float:
+    """Bytes left for a step once the optimizer has its state of what is trained here."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
-    moments = 2 * sum(p.numel() * p.element_size() for p in local if p.is_cuda)
-    return free + cached - moments - HEADROOM * total
+    state = state_share * sum(p.numel() * p.element_size() for p in local if p.is_cuda)
+    return free + cached - state - HEADROOM * total
 
 
 def _least(value: float, device: torch.device) -> float:

@@ -105,7 +105,12 @@ def load_model(
 
 
 def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
-    """The model without its weights, on the meta device: only its config is read. Raises ModelError."""
+    """The model without its weights, on the meta device: only its config is read. Raises ModelError.
+
+    The folder of an adapter stands for its base model, whose shape the merged one has.
+    """
+    if is_adapter(Path(path)):
+        path = base_of(path, setting=setting)
     config = _from_pretrained(AutoConfig, path, setting, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -30,6 +30,8 @@ class Layout:
     quantised: bool  # frozen layers are in four bits, and whole on every rank
     state_bytes: float  # of the optimizer, for each trained number
     offload: bool  # weights, their gradients and the optimizer are in the host's memory
+    references: int = 0  # models beside the one that is trained: a reference that moves
+    forwards: int = 0  # forward passes besides the one that is trained on: of such a reference, or a first pass
 
     @property
     def sharded(self) -> bool:

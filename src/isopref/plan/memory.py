@@ -47,7 +47,7 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     again = kept if layout.recompute else 0.0
     backward = again + inputs * (shape.active_parameters / shape.width**2 + 2)
     return Memory(
-        weights=_weights(shape, layout),
+        weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
         gathered=_gathered(shape, layout),
         gradients=_gradients(shape, layout),
         optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.shard,

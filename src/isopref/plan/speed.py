@@ -76,11 +76,13 @@ def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) ->
     """Seconds of each microbatch: R, M for each part."""
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
+    forward = layout.forwards + again
     chunked = np.vectorize(lambda predicted: chunks_head(shape, predicted))(loads.predicted)
     flops = shape.flops  # what is frozen gets no gradient of its own
-    products = ((3 + again) * flops.per_token - flops.frozen_per_token) * loads.tokens
-    products = products + ((3 + chunked) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
-    attention = (1 + again + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
+    products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens
+    logits_passes = 3 + chunked + layout.forwards
+    products = products + (logits_passes * flops.per_logits - flops.frozen_per_logits) * loads.predicted
+    attention = (1 + forward + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
     logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
@@ -88,7 +90,7 @@ def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) ->
         shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
-    moved = (ELEMENTWISE_PASSES + again) * kept + logits + weights
+    moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights
     return {
         "products": products / (PRODUCTS * rate),
         "attention": attention / (ATTENTION * rate),
