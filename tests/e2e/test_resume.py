@@ -38,8 +38,13 @@ def pull_plug() -> None:
     raise PulledPlugError
 
 
-def press_ctrl_c() -> None:
+def press_ctrl_c_twice() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def hang_up() -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
 
 
 @dataclass
@@ -152,18 +157,25 @@ def test_on_another_layout_the_weights_are_the_same_to_rounding(
     assert f"rows: {layout[0].removeprefix('layout.rows=')}" in (run / "config.yaml").read_text()
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(
-    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+@pytest.mark.parametrize(("how", "name"), [(press_ctrl_c_twice, "SIGINT"), (hang_up, "SIGHUP")])
+def test_a_signal_saves_and_says_how_to_go_on(
+    project: Project,
+    whole: Path,
+    stop: Stop,
+    read_metrics: ReadMetrics,
+    load_weights: LoadWeights,
+    how: Callable[[], None],
+    name: str,
 ) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    stop(4, press_ctrl_c)  # at its very end: it is noticed at the end of the next step
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
+    stop(4, how)  # at its very end: it is noticed at the end of the next step
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
     assert outcome.code == 0, outcome.err
     assert outcome.out.endswith(
-        "\nStopped by SIGINT after step 5 of 10, with a checkpoint. Go on with the same command and --resume.\n"
+        f"\nStopped by {name} after step 5 of 10, with a checkpoint. Go on with the same command and --resume.\n"
     )
     run = project.folder / "run"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)) == before
     assert checkpoints(run) == ["step3", "step5"]
     assert not (run / "model").exists()
     assert read_run(run).status == "stopped at step 5"

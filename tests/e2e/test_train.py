@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -397,3 +399,13 @@ def test_output_on_a_terminal(project: Project, width: int) -> None:
         assert any(re.match(pattern, line) for line in lines), pattern
     assert all(len(line) <= width for line in lines if line.startswith(("train", "score")))
     assert not any(line.startswith("step ") for line in lines)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(project: Project) -> None:
+    command = [sys.executable, "-m", "isopref", "train", "my.yaml", "run.folder=run"]
+    process = subprocess.Popen(command, cwd=project.folder, env=project.env, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert (project.folder / "run" / "model" / "config.json").exists()

@@ -337,6 +337,12 @@ def test_possible_combinations(file: Path, overrides: list[str]) -> None:
     load_config(file, overrides)
 
 
+def test_merge_keys_put_in_what_is_not_given(file: Path) -> None:
+    file.write_text(MINIMAL + "optim:\n  <<: {lr: 1e-3, epochs: 2}\n  lr: 1e-4\n")
+    optim = load_config(file).optim
+    assert (optim.lr, optim.epochs) == (1e-4, 2)
+
+
 # --- run id ----------------------------------------------------------------------------------------
 
 

@@ -275,18 +275,25 @@ def test_other_pairs_are_other_math(tmp_path: Path) -> None:
     [("float64", 1e-5, 3), ("float32", 1e-5, None), ("float32", 1e-3, 3), ("bfloat16", 1e-2, None)],
 )
 def test_where_curves_part(tmp_path: Path, dtype: str, gap: float, step: int | None) -> None:
-    """From step 3 on they are `gap` apart; step 2 is missing in one of them."""
+    """From step 3 on they are `gap` apart; one of them logs steps 2 and 3 together, as their mean."""
     settings = {"model": {"dtype": dtype}}
     a = make_run(tmp_path / "a", losses([0.7, 0.6, 0.5, 0.4]), settings=settings)
     b = make_run(
         tmp_path / "b",
-        [line for line in losses([0.7, 9.0, 0.5 + gap, 0.4 + gap]) if line["step"] != 2],
+        [line for line in losses([0.7, 9.0, 0.55 + gap, 0.4 + gap]) if line["step"] != 2],
         settings=settings,
     )
     found = parting(read_run(a), read_run(b))
     assert found is not None
     assert (found.num_steps, found.step) == (3, step)
     assert found.largest == pytest.approx(gap)
+
+
+def test_steps_that_both_skipped_do_not(tmp_path: Path) -> None:
+    a, b = (make_run(tmp_path / name, losses([0.7, math.nan, 0.5])) for name in "ab")
+    found = parting(read_run(a), read_run(b))
+    assert found is not None
+    assert (found.step, found.largest) == (None, 0.0)
 
 
 def test_a_loss_that_is_not_finite_parts_the_curves(tmp_path: Path) -> None:

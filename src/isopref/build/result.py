@@ -95,7 +95,7 @@ def say_end(run: Run, seconds: float) -> None:
         run.display.say(
             f"  model       {run.model_folder}, {what}:\n"
             f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n{merge}"
-            "  your turn   isopref init my.yaml, set model.path and data.train in it, isopref train my.yaml"
+            f"  next        isopref compare {run.folder} OTHER_RUN; isopref init my.yaml, for a config of your own"
         )
 
 

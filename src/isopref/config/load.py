@@ -23,6 +23,7 @@ from isopref.errors import ConfigError
 
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
 
+MERGE = "tag:yaml.org,2002:merge"  # the key <<
 ADAPTER = ("model", "adapter")  # a field that has fields of its own
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
@@ -122,9 +123,8 @@ def _read(path: Path) -> _Draft:
 def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
     """YAML text -> its nodes, which know their lines, and its value. Raises ConfigError naming `source`."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        return node, None if node is None else loader.construct_document(node)
+        node = _Loader(text).get_single_node()
+        return node, _Loader(text).get_single_data()  # from nodes of its own: it puts merge keys (<<) into them
     except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
@@ -144,6 +144,9 @@ def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int
     first_lines: dict[str, int] = {}
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
+        if key.tag == MERGE:  # its fields are put in where they are not given
+            yield from _lines(value, above)
+            continue
         yield (*above, name), line, first_lines.get(name)
         first_lines.setdefault(name, line)
         yield from _lines(value, (*above, name))

@@ -54,16 +54,22 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     clock: Callable[[], float] = time.monotonic  # not of the day: that may jump
     _saved_at: float = 0.0
     _asked: str | None = None
+    _on_hangup: Any = signal.SIG_DFL
 
     def pre_train(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):  # the engine puts the old handlers back
             signal.signal(signum, self._note)
+        self._on_hangup = signal.getsignal(signal.SIGHUP)
+        if self._on_hangup is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self._note)
         self._saved_at = self.clock()
         found = [(number, path) for number, path in _numbered(Path(self.save_folder)) if number <= self.step]
         self._checkpoints = [str(path) for _, path in found]
         self._latest_checkpoint_step = found[-1][0] if found else -1
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
+        if self._asked is None and _rank_and_size()[0] == 0:
+            os.write(2, f"\n{signal.Signals(signum).name}: finishing this step and saving a checkpoint\n".encode())
         self._asked = signal.Signals(signum).name
 
     def post_train_batch(self) -> None:
@@ -75,17 +81,19 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         stop, late = self.together.any(self._asked is not None, late and first)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
-        if late or best or every:
+        if late or best or every or stop:  # while a second signal is still only noted
             self._save()
         if stop:
             self.signal_name = self._asked or "a signal to another process"
             self.trainer.cancel_run(f"{self.signal_name} received", no_sync=True)
 
     def post_train(self) -> None:
+        signal.signal(signal.SIGHUP, self._on_hangup)
         if self.step > max(0, self._latest_checkpoint_step):
             self._save()
 
     def on_error(self, exc: BaseException) -> None:
+        signal.signal(signal.SIGHUP, self._on_hangup)
         if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._asked == "SIGTERM":

@@ -1,6 +1,8 @@
 """What a run shows on the terminal. Ranks other than 0 show nothing."""
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +25,19 @@ LINE_EVERY_S = 30
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: they would move the cursor
 
 
+class _Console(Console):
+    """One that falls silent when nobody reads any more, as after `| head`: the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Display:
     """A console for people: bars that move on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, quiet: bool = False):
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console: Console = _Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None  # of the outermost bar
 
     def say(self, text: str) -> None:

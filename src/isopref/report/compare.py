@@ -37,17 +37,11 @@ def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
 
 def parting(a: RunRecord, b: RunRecord) -> Parting | None:
     """Where the losses of two runs part; None where they have no logged step in common."""
-    losses = [
-        dict(zip(run.metrics["train/loss"].steps, run.metrics["train/loss"].values, strict=True))
-        if "train/loss" in run.metrics
-        else {}
-        for run in (a, b)
-    ]
-    steps = sorted(losses[0].keys() & losses[1].keys())
+    steps = sorted(set(_logged(a)) & set(_logged(b)))
     if not steps:
         return None
     tolerance = max(ROUNDING[compute_dtype(run)] for run in (a, b))
-    pairs = [(losses[0][step], losses[1][step]) for step in steps]
+    pairs = list(zip(_between(a, steps), _between(b, steps), strict=True))
     apart = [_distance(x, y) for x, y in pairs]
     first = next((place for place, distance in enumerate(apart) if not distance <= tolerance), None)
     return Parting(
@@ -57,6 +51,25 @@ def parting(a: RunRecord, b: RunRecord) -> Parting | None:
         step=None if first is None else steps[first],
         losses=None if first is None else pairs[first],
     )
+
+
+def _logged(run: RunRecord) -> list[int]:
+    return run.metrics["train/loss"].steps if "train/loss" in run.metrics else []
+
+
+def _between(run: RunRecord, steps: list[int]) -> list[float]:
+    """Mean losses from one of the steps to the next. A line is the mean since the line before, in each run its own."""
+    series = run.metrics["train/loss"]
+    sums, found = 0.0, []
+    before, wanted = 0, iter(steps)
+    begin, end = 0, next(wanted)
+    for step, value in zip(series.steps, series.values, strict=True):
+        sums += (step - before) * value
+        before = step
+        if step == end:
+            found.append(sums / (end - begin))
+            sums, begin, end = 0.0, end, next(wanted, 0)
+    return found
 
 
 def _distance(x: float, y: float) -> float:
