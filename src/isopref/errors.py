@@ -30,6 +30,13 @@ class RunError(UserError):
     """A run that cannot start, go on or be trusted."""
 
 
+class StartAgainError(RunError):
+    """A run that had to stop, and goes on when it is started again."""
+
+    exit_code = 75  # "try again", in sysexits.h; tells the launcher to
+    variable = "ISOPREF_STARTED_AGAIN"  # which it sets for the ranks that it then starts
+
+
 class FirstStepError(RunError):
     """Policy and reference differ before the first update, though they should be the same model."""
 

@@ -17,7 +17,7 @@ from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
-from isopref.errors import RunError
+from isopref.errors import RunError, StartAgainError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.places import write_whole
@@ -96,8 +96,8 @@ def loss_of(config: Config) -> PairLoss:
 
 
 def goes_on(run: Run, resume: Resume) -> bool:
-    """Whether a run begins with a checkpoint rather than anew. A process that torchrun started again goes on."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    """Whether a run begins with a checkpoint rather than anew. A process that its launcher started again goes on."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
     if resume == "must":
         return True
     return (resume == "auto" or restarted) and (run.folder / CONFIG_FILE).exists()

@@ -1,7 +1,7 @@
 """torchrun as a run needs it: a signal lets ranks finish their step, and a failure is told by the rank that failed.
 
 torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
-own. `python -m isopref.cli.elastic` takes torchrun's arguments.
+own. `python -m isopref.cli.elastic` takes torchrun's arguments. Ranks that ended only to be started again, are.
 """
 
 import logging
@@ -15,6 +15,8 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+
+from isopref.errors import StartAgainError
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -39,10 +41,15 @@ if __name__ == "__main__":
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for one in STOP:
         signal.signal(one, pass_on)
-    try:
-        main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those of STOP are handled here
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode < 0:  # it could not say why itself
-            sys.exit(f"error: rank {rank} was ended by signal {-failure.exitcode}.")
-        sys.exit(1)
+    while True:
+        try:
+            main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those of STOP are handled here
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            if failure.exitcode == StartAgainError.exit_code:  # each time with smaller microbatches, down to one pair
+                os.environ[StartAgainError.variable] = "1"
+                continue
+            if failure.exitcode < 0:  # it could not say why itself
+                sys.exit(f"error: rank {rank} was ended by signal {-failure.exitcode}.")
+            sys.exit(1)
+        break

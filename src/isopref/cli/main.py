@@ -18,7 +18,7 @@ from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_eng
 from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
-from isopref.errors import ConfigError, UserError, is_echo
+from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
 
 OTHER_RANKS_WAIT_S = 3
 ECHO_WAIT_S = 15
@@ -54,7 +54,7 @@ def main() -> None:
             # Ranks meet most errors alike. The first one speaks, and its end ends the others before they do.
             time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code if isinstance(error, StartAgainError) else 1)
     except Exception as error:
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why

@@ -266,22 +266,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "layout.offload",
             f"needs FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
         )
-    yield from _adapter_conflicts(model)
-    if model.adapter is not None and config.objective.reference_moves is not None:
-        yield (
-            "objective.reference_moves",
-            "does not go with model.adapter: the weights of the reference are not those that are trained. Remove one.",
-        )
-    if config.optim.kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
-        yield "optim.kind", f"{config.optim.kind} steps in float32, but model.dtype is float64. Use adamw."
-    if config.optim.kind == "muon" and layout.offload:
-        yield "layout.offload", "does not go with optim.kind: muon, whose products need the GPU. Remove one of the two."
-    if config.optim.kind.endswith("_sr") and model.dtype != "bfloat16":
-        yield (
-            "optim.kind",
-            f"{config.optim.kind} rounds bfloat16 weights, but model.dtype is {model.dtype}. Use "
-            f"{config.optim.kind.removesuffix('_sr')}, or model.dtype: bfloat16.",
-        )
+    yield from _adapter_conflicts(config)
+    yield from _optim_conflicts(config)
     if data.truncation != "drop" and data.max_length is None:
         yield (
             "data.truncation",
@@ -324,10 +310,29 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _adapter_conflicts(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    adapter = model.adapter
+def _optim_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    kind, model = config.optim.kind, config.model
+    if kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
+        yield "optim.kind", f"{kind} steps in float32, but model.dtype is float64. Use adamw."
+    if kind == "muon" and config.layout.offload:
+        yield "layout.offload", "does not go with optim.kind: muon, whose products need the GPU. Remove one of the two."
+    if kind.endswith("_sr") and model.dtype != "bfloat16":
+        yield (
+            "optim.kind",
+            f"{kind} rounds bfloat16 weights, but model.dtype is {model.dtype}. Use "
+            f"{kind.removesuffix('_sr')}, or model.dtype: bfloat16.",
+        )
+
+
+def _adapter_conflicts(config: Config) -> Iterator[tuple[str, str]]:
+    adapter = config.model.adapter
     if adapter is None:
         return
+    if config.objective.reference_moves is not None:
+        yield (
+            "objective.reference_moves",
+            "does not go with model.adapter: the weights of the reference are not those that are trained. Remove one.",
+        )
     for name in ("kind", "rank", "alpha", "targets"):
         if adapter.path is not None and getattr(adapter, name) not in (None, "auto"):
             yield f"model.adapter.{name}", f"the adapter of path, {adapter.path}, has its own. Remove one of the two."

@@ -22,7 +22,7 @@ from isopref.data.packing import Budget, padded_tokens, tokens_alone
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
 from isopref.engine.together import Together
-from isopref.errors import RunError
+from isopref.errors import RunError, StartAgainError
 from isopref.places import write_whole
 
 FILE = "microbatch.json"
@@ -132,10 +132,10 @@ class Memory:
         before = self.loader.budget
         self.loader.budget = self._smaller()
         self._keep(always=True)
-        raise RunError(
+        raise StartAgainError(
             f"out of memory with {_words(before)}, at a point where ranks wait for each other, so the step cannot be "
             f"done again. The next start takes {_words(self.loader.budget)}: use the same command with --resume "
-            "(torchrun --max-restarts does it by itself)."
+            "(--nproc, and torchrun --max-restarts, do it by themselves)."
         ) from error
 
     def _smaller(self) -> Budget:
