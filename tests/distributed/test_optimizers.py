@@ -1,7 +1,6 @@
 """Optimizers end in the same weights however the model is sharded."""
 
 import pytest
-import torch
 
 from isopref.engine.optim import Kind
 from isopref.testing import trajectory
@@ -22,13 +21,7 @@ def test_two_ranks(two_ranks: Ranks, parallel: str, optim: Kind) -> None:
 def test_8bit_state_differs_by_its_rounding(two_ranks: Ranks, parallel: str) -> None:
     """A shard has blocks of its own, or is too small for them, so that the state is rounded otherwise."""
     one, two = Cell(cut="whole", dtype="float32"), Cell(ranks=2, parallel=parallel, dtype="float32")  # type: ignore[arg-type]
-    with torch.compiler.set_stance("force_eager"):
-        expected = trajectory.by_layout(one, 0, "adamw_8bit")
-    first, second = two_ranks(in_8_bits, two)
+    expected = trajectory.by_layout(one, 0, "adamw_8bit")
+    first, second = two_ranks(trajectory.by_layout, two, 0, "adamw_8bit")
     assert relative_error(first, expected) <= 5e-3
     assert relative_error(first, second) == 0.0
-
-
-def in_8_bits(cell: Cell) -> trajectory.Weights:
-    with torch.compiler.set_stance("force_eager"):
-        return trajectory.by_layout(cell, 0, "adamw_8bit")

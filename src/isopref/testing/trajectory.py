@@ -55,6 +55,7 @@ def by_oracle(architecture: str = "gpt2", *, dtype: torch.dtype = torch.float64,
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]  # torchao would compile its few steps
 def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
     """The same steps through loader and train module, cut as the cell says. All its ranks call this together."""
     dtype = getattr(torch, cell.dtype)
