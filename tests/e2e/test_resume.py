@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
+from isopref.engine import checkpoints as checkpointing
 from isopref.report.read import read_run
 from isopref.testing import oracle
 
@@ -38,8 +40,7 @@ def pull_plug() -> None:
     raise PulledPlugError
 
 
-def press_ctrl_c_twice() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -157,7 +158,7 @@ def test_on_another_layout_the_weights_are_the_same_to_rounding(
     assert f"rows: {layout[0].removeprefix('layout.rows=')}" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(("how", "name"), [(press_ctrl_c_twice, "SIGINT"), (hang_up, "SIGHUP")])
+@pytest.mark.parametrize(("how", "name"), [(press_ctrl_c, "SIGINT"), (hang_up, "SIGHUP")])
 def test_a_signal_saves_and_says_how_to_go_on(
     project: Project,
     whole: Path,
@@ -169,7 +170,15 @@ def test_a_signal_saves_and_says_how_to_go_on(
 ) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
     stop(4, how)  # at its very end: it is noticed at the end of the next step
-    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
+
+    def seal(folder: Path) -> None:
+        if folder.name == "step5":  # an impatient user, while the checkpoint is written
+            press_ctrl_c()
+        ours(folder)
+
+    ours = checkpointing.seal
+    with mock.patch.object(checkpointing, "seal", seal):
+        outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
     assert outcome.code == 0, outcome.err
     assert outcome.out.endswith(
         f"\nStopped by {name} after step 5 of 10, with a checkpoint. Go on with the same command and --resume.\n"

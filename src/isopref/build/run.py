@@ -21,11 +21,11 @@ from isopref.errors import RunError, StartAgainError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.places import write_whole
+from isopref.report.read import CONFIG_FILE
 
 SCORE_TOKENS = 16384
 
 REFERENCE_FILE = "reference.json"
-CONFIG_FILE = "config.yaml"
 
 Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 

@@ -155,7 +155,7 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
 def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
-    meets = run.loss.first_pass or layout["grad_sync"] == "every"
+    meets = run.loss.first_pass or run.grad_sync == "every"
     return Memory(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
 
 

@@ -68,9 +68,11 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         self._latest_checkpoint_step = found[-1][0] if found else -1
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
-        if self._asked is None and _rank_and_size()[0] == 0:
-            os.write(2, f"\n{signal.Signals(signum).name}: finishing this step and saving a checkpoint\n".encode())
+        if self._asked is not None:  # once is enough: the checkpoint is on its way
+            return
         self._asked = signal.Signals(signum).name
+        if _rank_and_size()[0] == 0:
+            os.write(2, f"\n{self._asked}: finishing this step and saving a checkpoint\n".encode())
 
     def post_train_batch(self) -> None:
         """Nothing yet: evaluation and metrics of the step come first."""

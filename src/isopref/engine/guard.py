@@ -93,8 +93,8 @@ class GuardCallback(Callback):
         self._step = batch.get("step")
 
     def post_step(self) -> None:
-        logs = self.step % self.trainer.metrics_collect_interval == 0 or self.step in (1, self.trainer.max_steps)
-        found = self.trainer.train_module.guard.report() if logs else None  # type: ignore[attr-defined]
+        module: Any = self.trainer.train_module
+        found = module.guard.report() if module.logs_now() else None
         if found is None:
             return
         more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"

@@ -145,7 +145,7 @@ class DPOTrainModule(TrainModule):
         self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
             self._check_first_step(sums)
-        if self._logs_now():
+        if self.logs_now():
             self._record(step)
 
     def _accumulate(self, step: Step, before: Before = lambda _: None) -> Tensor:
@@ -216,7 +216,8 @@ class DPOTrainModule(TrainModule):
             chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
         return replace(policy, chosen=chosen, rejected=rejected)
 
-    def _logs_now(self) -> bool:
+    def logs_now(self) -> bool:
+        """Whether this step's metrics are logged."""
         step = self.trainer.global_step
         return step % self.trainer.metrics_collect_interval == 0 or step in (1, self.trainer.max_steps)
 
@@ -273,13 +274,13 @@ class DPOTrainModule(TrainModule):
         if self.scheduler is not None:
             for group in self.optim.param_groups:
                 self.scheduler.set_lr(group, self.trainer)
-        if self._logs_now():
+        if self.logs_now():
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
         if isinstance(self.optim, SkippingAdamW):
             self.optim.observe(over_ranks(self._sums)[NAMES.index("loss")], norm)
         self.guard.step(self.optim, norm, number=self.trainer.global_step)
-        if isinstance(self.optim, SkippingAdamW) and self._logs_now():
+        if isinstance(self.optim, SkippingAdamW) and self.logs_now():
             self.record_metric("optim/skipped", self.optim.step_skipped)
         if self.moving is not None:
             self.moving.follow(self.model, step=self.trainer.global_step)

@@ -34,9 +34,8 @@ def held_state(folder: Path) -> Iterator[Callable[[State], None]]:
     """The folder's state file, locked. The function it gives writes the state."""
     file = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with suppress(
-            OSError
-        ):  # some file systems have no locks; then a run that was killed looks like one that goes on
+        # Some file systems have no locks; then a run that was killed looks like one that goes on.
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         def write(state: State) -> None:
