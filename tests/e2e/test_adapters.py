@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -247,3 +248,22 @@ def test_peft_is_asked_for_by_name(project: Project, monkeypatch: pytest.MonkeyP
 
 def test_offload_is_refused_on_the_cpu(project: Project) -> None:
     assert project.refused("run", "layout.offload=true").startswith("layout.offload: true, but the run is on the CPU")
+
+
+def test_a_model_in_four_bits_is_evaluated_in_four_bits(make_project: MakeProject, wide: Path) -> None:
+    """Its untouched base is its own reference: every margin is zero."""
+    project = make_project()
+    settings = (f"model.path={wide}", "model.dtype=float32", "model.adapter={rank: 4, quantize: nf4}")
+    outcome = project.isopref("eval", "my.yaml", *settings, "--model", str(wide), "--json", "found.json")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((project.folder / "found.json").read_text())
+    assert found["reward_margin"]["value"] == 0
+    assert found["loss"]["value"] == pytest.approx(math.log(2))
+
+
+def test_an_adapter_that_needs_whole_weights_is_refused_in_four_bits(make_project: MakeProject, wide: Path) -> None:
+    project = make_project()
+    path = (f"model.path={wide}", "model.dtype=float32", "data.eval=null")
+    run = project.train("dora", *path, "model.adapter={kind: dora, rank: 4}")
+    message = project.refused("again", *path, f"model.adapter={{path: {run / 'model'}, quantize: nf4}}")
+    assert "is a DoRA adapter, which needs whole weights. Remove model.adapter.quantize." in message
