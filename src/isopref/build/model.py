@@ -15,7 +15,7 @@ from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
-from isopref.models import adapter, hf
+from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
@@ -50,16 +50,16 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     elif in_four_bits and path is not None and adapter.is_adapter(Path(path)):
         policy = Policy(_load_base(run, path, setting))
     else:
-        policy = Policy(
-            hf.load_model(
-                path or model.path,
-                dtype=getattr(torch, model.dtype),
-                trust_remote_code=model.trust_remote_code,
-                setting=setting,
-            )
-        )
+        loaded = _load(run, path or model.path, getattr(torch, model.dtype), setting)
+        policy = Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
     policy.to(run.env.device)
     return policy
+
+
+def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedModel:
+    if hf.is_olmo_core(path):
+        return conversion.read_checkpoint(path, dtype=dtype, setting=setting)
+    return hf.load_model(path, dtype=dtype, trust_remote_code=run.config.model.trust_remote_code, setting=setting)
 
 
 def load_exported(run: Run) -> PreTrainedModel:
@@ -74,7 +74,7 @@ def load_exported(run: Run) -> PreTrainedModel:
 def _load_base(run: Run, path: str | None, setting: str) -> PreTrainedModel:
     """The model under an adapter, in 4 bits if that is asked for, with the adapter in the folder `path`, if any."""
     model = run.config.model
-    base = hf.load_model(model.path, dtype=getattr(torch, run.compute_dtype), trust_remote_code=model.trust_remote_code)
+    base = _load(run, model.path, getattr(torch, run.compute_dtype), "model.path")
     if model.adapter is not None and model.adapter.quantize is not None:
         adapter.quantize_nf4(base, run.env.device, head=base.get_output_embeddings())
     if path is not None:

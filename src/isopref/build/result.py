@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from isopref.build.model import load_exported
 from isopref.build.run import Run
-from isopref.models import hf
+from isopref.models import conversion, hf
 from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
 from isopref.places import write_whole
@@ -22,14 +22,18 @@ log = logging.getLogger(__name__)
 
 
 def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
-    """Gather the trained weights and write them as a Hugging Face folder, or as that of an adapter."""
+    """Gather the trained weights and write them as a Hugging Face folder, or as that of an adapter.
+
+    A native model is written as an OLMo-core checkpoint too.
+    """
     adapted = run.config.model.adapter is not None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=whole)
     if run.env.is_first:
-        names = {name.removeprefix("model."): tensor for name, tensor in state.items()}  # without the policy's prefix
-        with unwrap(model).plain() as inner:  # the folder must not name our attention
-            hf.export(inner, names, tokenizer, run.model_folder, base=run.config.model.path)
+        with unwrap(model).saved_form(state) as (inner, weights):
+            hf.export(inner, weights, tokenizer, run.model_folder, base=run.config.model.path)
+    if (native := unwrap(model).native) is not None:
+        conversion.write_checkpoint(native, tokenizer, run.native_folder, is_first=run.env.is_first)
     run.env.barrier()
 
 
@@ -92,6 +96,8 @@ def say_end(run: Run, seconds: float) -> None:
         adapted = run.config.model.adapter is not None
         what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
+        if run.config.model.native:
+            run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
         run.display.say(
             f"  model       {run.model_folder}, {what}:\n"
             f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n{merge}"

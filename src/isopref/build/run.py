@@ -48,6 +48,10 @@ class Run:
         return self.folder / "model"
 
     @property
+    def native_folder(self) -> Path:
+        return self.folder / "olmo_core"
+
+    @property
     def train_budget(self) -> Budget:
         layout = self.config.layout
         assert self.microbatch_tokens is not None, "fit_layout comes first"
@@ -210,8 +214,9 @@ def claim_folder(run: Run, keys: Keys) -> None:
 def _refuse_folder(run: Run, resume: bool) -> None:
     """Raise RunError where the folder's content and `resume` do not go together."""
     has_run = (run.folder / CONFIG_FILE).exists()
-    if run.config.run.export and run.model_folder.exists():
-        what = "a finished run" if has_run else "a folder 'model', where the tuned model is to go"
+    taken = [folder.name for folder in (run.model_folder, run.native_folder) if folder.exists()]
+    if run.config.run.export and taken:
+        what = "a finished run" if has_run else f"a folder '{taken[0]}', where the tuned model is to go"
         raise RunError(f"{run.folder} holds {what}. Start in another folder: set run.folder, or remove that one.")
     if has_run and not resume:
         raise RunError(

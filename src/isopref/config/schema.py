@@ -26,8 +26,8 @@ Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
 class ModelConfig(Section):
     path: Text = Field(
-        description="Model to start from: a Hugging Face folder, a hub name, a .gguf file, or "
-        "package:PACKAGE/FILE.gguf for one inside an installed Python package.",
+        description="Model to start from: a Hugging Face folder, a hub name, a .gguf file, "
+        "package:PACKAGE/FILE.gguf for one inside an installed Python package, or an OLMo-core checkpoint (OLMo 2, 3).",
         examples=["HuggingFaceTB/SmolLM2-135M-Instruct"],
     )
     reference: Text | None = Field(
@@ -45,6 +45,11 @@ class ModelConfig(Section):
         default=None,
         description="Train an adapter on the frozen model, as in {kind: lora, rank: 16}; docs/config.md has "
         "all it takes. null: train all weights.",
+    )
+    native: bool = Field(
+        default=False,
+        description="Compute with OLMo-core's own modules instead of transformers': the same model, for llama, qwen3, "
+        "olmo2, olmo3 and gemma3 text. The result is written in both forms.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. Only for sources you trust."

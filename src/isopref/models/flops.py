@@ -31,7 +31,7 @@ class UsefulFlops:
         work = [
             (2 * p.numel() * (share if "experts" in name else 1.0), p.requires_grad)
             for name, p in policy.model.base_model.named_parameters()
-            if p.ndim >= 2 and id(p) not in tables
+            if p.ndim >= 2 and id(p) not in tables and p is not head.weight
         ]
         self.per_token = sum(flops for flops, _ in work)
         self.frozen_per_token = sum(flops for flops, trained in work if not trained)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,12 @@ from isopref import optional
 from isopref.errors import ModelError
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.types import CHOSEN, PROMPT, IntArray
+
+if TYPE_CHECKING:
+    from isopref.models.native import NativeModel
+
+
+WEIGHTS = "model_and_optim"  # the folder of an OLMo-core checkpoint that has them
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
             f"{setting}: there is no folder {local.absolute()}. Check the path, or give a hub name OWNER/NAME."
         )
     return Origin(path)
+
+
+def is_olmo_core(path: str) -> bool:
+    """Whether the path is a checkpoint of OLMo-core, which conversion.py reads."""
+    return (Path(path).expanduser() / WEIGHTS).is_dir()
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> Any:
@@ -119,7 +130,7 @@ def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "mo
     return model
 
 
-def disable_dropout(model: PreTrainedModel) -> None:
+def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
     """Switch off every dropout and jitter: layers, rates that modules keep as numbers, those they read from the config.
 
     Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. The config's own
@@ -141,7 +152,9 @@ def _is_noise(name: str) -> bool:
     return "drop" in name or "jitter" in name
 
 
-def check_fits(model: PreTrainedModel, tokenizer: Any, lengths_N3: IntArray, name: Callable[[int], str]) -> None:
+def check_fits(
+    model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths_N3: IntArray, name: Callable[[int], str]
+) -> None:
     """Raise ModelError if the model cannot take the tokens, or would score a sequence by the others beside it.
 
     `name` is what a pair is called in the message.

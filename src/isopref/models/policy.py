@@ -6,9 +6,11 @@ module it wraps, so that forward must be ours and include the head.
 Dimensions: P pairs, B sequences, T tokens, C completion tokens, D hidden width.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +23,21 @@ from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
 
+if TYPE_CHECKING:
+    from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
+
 
 class Policy(nn.Module):
-    """A Hugging Face causal LM that scores microbatches, packed or padded. All its dropout is switched off."""
+    """A causal LM that scores microbatches, packed or padded. All its dropout is switched off.
 
-    def __init__(self, model: PreTrainedModel):
+    The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
+    """
+
+    def __init__(self, model: PreTrainedModel | NativeModel):
         super().__init__()
         register()
         disable_dropout(model)
-        self.model = model
+        self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation
         assert self.own_attention != NAME, "the model is in a policy already"
         config = model.config.get_text_config()
@@ -39,6 +47,12 @@ class Policy(nn.Module):
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
+
+    @property
+    def native(self) -> NativeModel | None:
+        """The model, where it is one of OLMo-core's."""
+        model: Any = self.model
+        return None if isinstance(model, PreTrainedModel) else model
 
     def forward(
         self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
@@ -92,7 +106,8 @@ class Policy(nn.Module):
     def _hidden(self, one: Pass, routed: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The last hidden states (B, T, D), and what the routers of experts said, where that is asked for."""
         packed = one.segments is not None
-        self._use_attention(NAME if packed else self.own_attention)
+        if self.native is None:
+            self._use_attention(NAME if packed else self.own_attention)
         more: dict[str, Any] = {"position_ids": one.position_ids, "segments": one.segments} if packed else {}
         if routed:
             more["output_router_logits"] = True
@@ -105,10 +120,25 @@ class Policy(nn.Module):
 
     @contextmanager
     def plain(self) -> Iterator[PreTrainedModel]:
-        """The model with its own attention, for generation and for whatever is not a microbatch."""
+        """The model in Hugging Face's form with its own attention, for generation and whatever is not a microbatch."""
+        if self.native is not None:
+            with self.native.as_hf() as model:
+                yield model
+            return
         before = self.model.config._attn_implementation
         self._use_attention(self.own_attention)
         try:
             yield self.model
         finally:
             self._use_attention(before)
+
+    @contextmanager
+    def saved_form(self, state: dict[str, Tensor]) -> Iterator[tuple[PreTrainedModel, dict[str, Tensor]]]:
+        """What a Hugging Face folder is written from: `state` has this module's weights, gathered from all ranks."""
+        named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        if self.native is None:
+            with self.plain() as model:  # the folder must not name our attention
+                yield model, named
+        else:
+            with self.native.as_hf(named) as model:
+                yield model, model.state_dict()

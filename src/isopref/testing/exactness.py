@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+from olmo_core.nn.conversion.state_mapping import TemplatePlaceholder
+from olmo_core.nn.hf.convert import get_converter_to_hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +22,9 @@ from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.adapter import Kind, quantize_nf4
-from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize
+from isopref.models.conversion import from_hf
+from isopref.models.native import NativeModel
+from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
@@ -38,6 +42,7 @@ class Cell:
     """One layout of a global batch of `num_pairs` pairs."""
 
     architecture: str = "gpt2"
+    native: bool = False  # computed by OLMo-core's modules
     dtype: str = "float64"
     rows: RowKind = "shared"
     cut: Cut = "tokens"
@@ -199,8 +204,10 @@ def measure(cell: Cell) -> Found:
 
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
-    hf_model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
-    policy = Policy(_adapt(hf_model, cell.adapter, cell.quantize))
+    hf_model = _adapt(
+        tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize
+    )
+    policy = Policy(from_hf(hf_model) if cell.native else hf_model)
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
@@ -266,7 +273,16 @@ def full_gradient(model: nn.Module) -> dict[str, Tensor]:
             continue
         assert parameter.grad is not None, name
         found[name.removeprefix("module.").removeprefix("model.")] = full(parameter.grad).detach()
-    return found
+    native = unwrap(model).native
+    return found if native is None else _hf_names(native, found)
+
+
+def _hf_names(native: NativeModel, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    """OLMo-core's own renaming alone: what it adds to some weights is not for their gradients."""
+    named = {name.removeprefix("transformer."): tensor for name, tensor in gradient.items()}
+    layers = {TemplatePlaceholder.LAYER: native.config.num_hidden_layers}
+    converted: dict[str, Tensor] = get_converter_to_hf(native.config.model_type).convert(named, layers)
+    return converted
 
 
 KINDS: tuple[RowKind, ...] = get_args(RowKind)

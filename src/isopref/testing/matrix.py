@@ -19,6 +19,7 @@ from isopref.testing.ranks import Ranks
 # Largest relative error of the gradient, by how a model computes.
 BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5}
 FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
+NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
 MOE = "qwen3_moe"
 CHUNK = 40  # cells a rank measures before it answers
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
@@ -43,6 +44,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_full(base)))
         found.update(dict.fromkeys(_one_by_one(base)))
         found.update(dict.fromkeys(_architectures(base)))
+        found.update(dict.fromkeys(_native(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_adapters(base)))
     return list(found)
@@ -92,6 +94,16 @@ def _architectures(base: Cell) -> Iterator[Cell]:
             if architecture == MOE:
                 yield replace(model, rows=rows, balance_weight=20.0)
                 yield replace(model, rows=rows, balance_weight=20.0, cut="pair", objective="aot", checkpointing=True)
+
+
+def _native(base: Cell) -> Iterator[Cell]:
+    """OLMo-core's own models: every kind of row, with recomputed layers, with gradients reduced every time."""
+    for n, architecture in enumerate(NATIVE):
+        model = replace(base, architecture=architecture, dtype="float32", native=True)
+        for rows in KINDS if base.ranks == 1 else [KINDS[n % len(KINDS)], KINDS[(n + 2) % len(KINDS)]]:
+            yield replace(model, rows=rows)
+        yield replace(model, checkpointing=True, weighting="pair", own_weights=True)
+        yield replace(model, cut="pair", grad_sync="every", num_pairs=3)
 
 
 def _objectives(base: Cell) -> Iterator[Cell]:
@@ -146,7 +158,8 @@ def table(found: dict[Cell, Found]) -> str:
     """Markdown: the largest errors by precision, architecture, ranks and parallel mode."""
     groups: dict[tuple[str, str, int, str], list[Found]] = {}
     for cell, result in found.items():
-        groups.setdefault((precision(cell), cell.architecture, cell.ranks, cell.parallel), []).append(result)
+        name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
+        groups.setdefault((precision(cell), name, cell.ranks, cell.parallel), []).append(result)
     lines = [
         "| computes in | model | ranks | parallel | runs | gradient | loss | metrics | bound |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|",
@@ -176,9 +189,9 @@ gradients reduced at the end or after every microbatch; shards on the device or 
 recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
-WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits. The
-oracle computes one sequence at a time with the model's own forward pass, takes each objective from its paper's equation
-once more, and sums by the definition.
+WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some
+models in OLMo-core's own modules too. The oracle computes one sequence at a time with the model's own forward pass,
+takes each objective from its paper's equation once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

@@ -1,0 +1,267 @@
+"""Between Hugging Face models and OLMo-core's: whole models converted, OLMo-core checkpoints read and written.
+
+OLMo-core renames weights but has no way from a Hugging Face config to its own; the mapping here is for the
+architectures it converts exactly, and what comes out is only used once its logits are those of the original.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from olmo_core.config import DType
+from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, SlidingWindowAttentionConfig
+from olmo_core.nn.feed_forward import ActivationFunction, FeedForwardConfig
+from olmo_core.nn.hf.config import get_hf_config
+from olmo_core.nn.hf.convert import convert_state_from_hf, convert_state_to_hf
+from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
+from olmo_core.nn.lm_head import LMHeadConfig
+from olmo_core.nn.rope import (
+    PIRoPEScalingConfig,
+    RoPEConfig,
+    RoPEScalingConfig,
+    StepwiseRoPEScalingConfig,
+    YaRNRoPEScalingConfig,
+)
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from isopref.errors import ModelError
+from isopref.models.hf import WEIGHTS, disable_dropout, load_tokenizer
+from isopref.models.native import NativeModel, drop_weights
+from isopref.types import Segments
+
+BLOCKS = {
+    "llama": TransformerBlockType.default,
+    "qwen3": TransformerBlockType.default,
+    "olmo2": TransformerBlockType.reordered_norm,
+    "olmo3": TransformerBlockType.reordered_norm,
+    "gemma3_text": TransformerBlockType.peri_norm,
+}
+# Where the weight of a norm is multiplied: before or after rounding to the input's number type.
+NORMS = {"llama": LayerNormType.qwen_rms, "qwen3": LayerNormType.qwen_rms}
+ACTIVATIONS = {"silu": ActivationFunction.silu, "gelu_pytorch_tanh": ActivationFunction.gelu_tanh}
+
+# What logits of two right computations may differ by, as a share of the largest.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+PROOF_TOKENS = 80
+FAR = 32768  # positions looked at, at most
+
+
+def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeModel:
+    """The model with OLMo-core's modules; `model` is left without weights. Raises ModelError where it is not exact."""
+    disable_dropout(model)
+    config = transformer_config(model, setting)
+    state = model.state_dict()
+    native = _built(config, _to_native(model, state, setting), model)
+    _check_round_trip(native, model, state, setting)
+    _check_logits(native, model, setting)
+    drop_weights(model)
+    return native
+
+
+def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path") -> PreTrainedModel:
+    """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits. All ranks call this together.
+
+    Raises ModelError for what OLMo-core does not convert, which is all but the models of OLMo 2 and 3.
+    """
+    folder = Path(path).expanduser()
+    try:
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = TransformerConfig.from_dict(told["model"])
+        config.apply(_use_torch_attention)
+        transformer = config.build(init_device="cpu")
+        load_model_and_optim_state(folder / WEIGHTS, transformer)
+        hf_config: Any = get_hf_config(transformer)
+        hf_config.max_position_embeddings = _context(told)
+        model: Any = AutoModelForCausalLM.from_config(hf_config)
+        model.load_state_dict(convert_state_to_hf(hf_config, dict(transformer.state_dict())))
+    except Exception as error:  # OLMo-core fails in many ways on what it does not expect
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(
+            f"{setting}: cannot load the OLMo-core checkpoint {path} ({reason}). Models of OLMo 2 and 3 can be loaded; "
+            "convert others to a Hugging Face folder and give that."
+        ) from error
+    tokenizer = load_tokenizer(path, setting=setting)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for of_model in (model.config, model.generation_config):
+            setattr(of_model, name, getattr(tokenizer, name))
+    _check_logits(NativeModel(transformer, config, model), model.eval(), setting)
+    model.to(dtype)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def write_checkpoint(model: NativeModel, tokenizer: Any, folder: Path, *, is_first: bool) -> None:
+    """Write an OLMo-core checkpoint that `read_checkpoint` and OLMo-core load. All ranks call this together."""
+    if is_first:
+        folder.mkdir(parents=True)
+        context = model.config.get_text_config().max_position_embeddings
+        told = {"model": model.native_config.as_config_dict(), "dataset": {"sequence_length": context}}
+        (folder / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+    save_model_and_optim_state(folder / WEIGHTS, model.transformer)
+
+
+def _use_torch_attention(config: Any) -> None:
+    """Its kernels need not be here: packed rows have ours."""
+    if isinstance(config, AttentionConfig):
+        config.backend, config.use_flash = AttentionBackendName.torch, None
+
+
+def _context(told: dict[str, Any]) -> int:
+    """The longest sequence a checkpoint was trained on."""
+    for section, name in (("train_module", "max_sequence_length"), ("dataset", "sequence_length")):
+        length = (told.get(section) or {}).get(name)
+        if length is not None:
+            return int(length)
+    raise ValueError("config.json has neither train_module.max_sequence_length nor dataset.sequence_length")
+
+
+def transformer_config(model: PreTrainedModel, setting: str = "model.path") -> TransformerConfig:
+    """OLMo-core's config of a Hugging Face model. Raises ModelError for what has none."""
+    config: Any = model.config
+    if config.model_type not in BLOCKS:
+        raise _refusal(model, f"only {', '.join(BLOCKS)} convert exactly, and it is {config.model_type}", setting)
+    if _activation(config) not in ACTIVATIONS:
+        raise _refusal(model, f"OLMo-core has no {_activation(config)}", setting)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(config, "query_pre_attn_scalar", head_width) != head_width:
+        raise _refusal(model, "OLMo-core's config has no scale of queries (query_pre_attn_scalar)", setting)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    gemma = config.model_type == "gemma3_text"
+    norm = LayerNormConfig(
+        name=NORMS.get(config.model_type, LayerNormType.rms), eps=config.rms_norm_eps, bias=False, dtype=DType.float32
+    )
+    return TransformerConfig(
+        d_model=config.hidden_size,
+        vocab_size=config.vocab_size,
+        n_layers=config.num_hidden_layers,
+        block={kind: _block(model, kind, norm, head_width, setting) for kind in sorted(set(kinds))},
+        block_pattern=list(kinds),
+        lm_head=LMHeadConfig(layer_norm=norm, bias=False, dtype=DType.float32),
+        embed_scale=config.hidden_size**0.5 if gemma else None,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+    )
+
+
+def _block(
+    model: PreTrainedModel, kind: str, norm: LayerNormConfig, head_width: int, setting: str
+) -> TransformerBlockConfig:
+    config: Any = model.config
+    window = None
+    if kind == "sliding_attention":
+        window = SlidingWindowAttentionConfig(
+            pattern=[config.sliding_window],
+            force_full_attention_on_first_layer=False,
+            force_full_attention_on_last_layer=False,
+        )
+    return TransformerBlockConfig(
+        name=BLOCKS[config.model_type],
+        sequence_mixer=AttentionConfig(
+            n_heads=config.num_attention_heads,
+            n_kv_heads=config.num_key_value_heads,
+            head_dim=head_width,
+            bias=False,
+            rope=_rope(model, kind, setting),
+            qk_norm=None if config.model_type == "llama" else norm,
+            use_head_qk_norm=config.model_type in ("qwen3", "gemma3_text"),
+            sliding_window=window,
+            backend=AttentionBackendName.torch,
+        ),
+        feed_forward=FeedForwardConfig(
+            hidden_size=config.intermediate_size, bias=False, activation=ACTIVATIONS[_activation(config)]
+        ),
+        layer_norm=norm,
+    )
+
+
+def _rope(model: PreTrainedModel, kind: str, setting: str) -> RoPEConfig:
+    config: Any = model.config
+    told = config.rope_parameters
+    told = told.get(kind, told)  # some models have angles for each kind of layer
+    name = told.get("rope_type", "default")
+    factor, before = told.get("factor"), told.get("original_max_position_embeddings")
+    scaling: RoPEScalingConfig | None = None
+    if name == "linear":
+        scaling = PIRoPEScalingConfig(factor=factor)
+    elif name == "llama3":
+        scaling = StepwiseRoPEScalingConfig(
+            factor=factor,
+            low_freq_proportion=1 - 1 / told["low_freq_factor"],
+            high_freq_proportion=1 / told["high_freq_factor"],
+            old_context_len=before,
+        )
+    elif name == "yarn":
+        scaling = YaRNRoPEScalingConfig(
+            factor=factor,
+            beta_fast=told.get("beta_fast") or 32,
+            beta_slow=told.get("beta_slow") or 1,
+            old_context_len=before,
+        )
+    elif name != "default":
+        raise _refusal(model, f"OLMo-core has no rotary angles of type {name}", setting)
+    return RoPEConfig(theta=told["rope_theta"], scaling=scaling)
+
+
+def _built(config: TransformerConfig, state: dict[str, Tensor], twin: PreTrainedModel) -> NativeModel:
+    transformer = config.build(init_device="meta")
+    transformer.load_state_dict(state, assign=True)
+    if transformer.tie_word_embeddings and transformer.embeddings is not None:
+        transformer.lm_head.w_out.weight = transformer.embeddings.weight
+    return NativeModel(transformer, config, twin)
+
+
+def _to_native(model: PreTrainedModel, state: dict[str, Tensor], setting: str) -> dict[str, Tensor]:
+    try:
+        native: dict[str, Tensor] = convert_state_from_hf(model.config, state, model_type=model.config.model_type)
+    except RuntimeError as error:  # a weight that has no place there, such as a bias
+        raise _refusal(model, " ".join(str(error).split())[:200], setting) from error
+    return native
+
+
+def _check_round_trip(native: NativeModel, model: PreTrainedModel, state: dict[str, Tensor], setting: str) -> None:
+    """Raise ModelError where weights would not come back: Gemma's norms have one added, which bfloat16 rounds away."""
+    back = convert_state_to_hf(model.config, dict(native.transformer.state_dict()))
+    for name, tensor in back.items():
+        off = float((tensor.float() - state[name].float()).abs().max())
+        if off > 1e-6:
+            raise _refusal(model, f"{name} changes by {off:.2g} there and back; model.dtype: float32 is exact", setting)
+
+
+@torch.no_grad()
+def _check_logits(native: NativeModel, model: PreTrainedModel, setting: str) -> None:
+    """Raise ModelError unless both give the same logits, with positions one apart and with positions far apart.
+
+    Far ones show angles that are scaled otherwise; transformers takes them for one sequence if it has a mask.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, PROOF_TOKENS), generator=generator)
+    context = min(FAR, model.config.get_text_config().max_position_embeddings)
+    far = torch.arange(PROOF_TOKENS)[None] * max(1, context // PROOF_TOKENS)
+    head = native.get_output_embeddings()
+    for told, ours in (({}, {}), ({"position_ids": far}, {"position_ids": far, "segments": _one_sequence(far)})):
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), **told).logits
+        found = head(native(input_ids=ids, **ours).last_hidden_state)
+        off = float((found - expected).abs().max() / expected.abs().max())
+        if not off <= TOLERANCE[expected.dtype]:
+            raise _refusal(model, f"its logits would be off by {off:.2g} of the largest", setting)
+
+
+def _one_sequence(position_ids: Tensor) -> Segments:
+    whole = torch.tensor([0, position_ids.shape[1]], dtype=torch.int32)
+    bounds = (0, position_ids.shape[1])
+    return Segments(whole, whole, None, None, bounds, bounds, longest=int(position_ids.max()) + 1)
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+
+
+def _refusal(model: PreTrainedModel, reason: str, setting: str) -> ModelError:
+    return ModelError(
+        f"{setting}: {type(model).__name__} cannot be trained with model.native: true, because it would not be the "
+        f"same model in OLMo-core: {reason}. Set model.native: false."
+    )

@@ -1,0 +1,45 @@
+"""Runs with OLMo-core's own modules: the same result as with transformers', in both forms."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Load = Callable[[Path], dict[str, torch.Tensor]]
+SETTINGS = {"model": {"dtype": "float32"}, "optim": {"lr": 1e-3, "batch_pairs": 5, "max_steps": 3}}
+
+
+@pytest.fixture
+def olmo(make_project: Any) -> Any:
+    return make_project("olmo3", **SETTINGS)
+
+
+def test_native_and_transformers_train_alike(olmo: Any, load_weights: Load) -> None:
+    hf, native = olmo.train("hf"), olmo.train("native", "model.native=true")
+    start, expected, found = (load_weights(folder) for folder in (olmo.model, hf / "model", native / "model"))
+    for name, tensor in expected.items():
+        moved = tensor - start[name]
+        assert float(moved.abs().max()) > 1e-4, name
+        # Adam makes a whole step of a gradient that is nothing but rounding, so not every weight agrees.
+        assert float((found[name] - tensor).norm() / moved.norm()) < 1e-2, name
+
+
+def test_what_a_run_leaves_can_be_started_from(olmo: Any, load_weights: Load) -> None:
+    first = olmo.train("first", "model.native=true")
+    again = olmo.train("again", f"model.path={first / 'olmo_core'}", "model.native=true", "optim.lr=0.0")
+    expected = load_weights(first / "model")
+    for folder in (again / "model", olmo.train("hf", f"model.path={first / 'olmo_core'}", "optim.lr=0.0") / "model"):
+        found = load_weights(folder)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_another_kind_of_model_is_refused(make_project: Any) -> None:
+    message = make_project("gpt2", **SETTINGS).refused("run", "model.native=true")
+    assert "only llama, qwen3, olmo2, olmo3, gemma3_text convert exactly" in message
+
+
+def test_a_resumed_run_keeps_its_modules(olmo: Any) -> None:
+    olmo.train("run", "model.native=true", "run.export=false")
+    assert "native" in olmo.refused("run", "run.export=false", "--resume")

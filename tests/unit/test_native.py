@@ -1,0 +1,169 @@
+"""OLMo-core's own models: the same numbers as the Hugging Face ones, or refused; written in both forms."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from olmo_core.distributed.checkpoint import load_model_and_optim_state
+from olmo_core.nn.rope import RoPEConfig
+from olmo_core.nn.transformer import TransformerConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from isopref.data.packing import RowKind
+from isopref.data.rows import build_microbatch
+from isopref.errors import ModelError
+from isopref.models import conversion
+from isopref.models.conversion import from_hf, read_checkpoint, write_checkpoint
+from isopref.models.hf import is_olmo_core
+from isopref.models.native import NativeModel
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.testing.models import byte_tokenizer, random_pairs, tiny_model
+
+ARCHITECTURES = ("llama", "llama_tied", "qwen3", "olmo2", "olmo3", "gemma3")
+KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
+
+
+def shaken(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A tiny model whose norms have weights other than those they start with."""
+    model = tiny_model(architecture, dtype=dtype, **changes)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(dtype))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    out = model(input_ids=IDS)
+    found: Tensor = out if isinstance(out, Tensor) else out.logits
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_scores_as_the_hugging_face_model(architecture: str, kind: RowKind) -> None:
+    policy = Policy(from_hf(shaken(architecture)))
+    microbatch = build_microbatch(random_pairs(3, seed=1, longest=40), kind)  # past the windows of 12
+    with torch.no_grad():
+        expected = Policy(shaken(architecture))(microbatch)
+        torch.testing.assert_close(policy(microbatch), expected, rtol=1e-6, atol=1e-5)
+    check_layout(policy, kind)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LLAMA3,
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ],
+)
+def test_scaled_angles_come_along(scaling: dict[str, Any]) -> None:
+    native = from_hf(tiny_model("llama", rope_parameters=scaling))
+    assert next(iter(native.transformer.blocks.values())).attention.rope.scaling is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: tiny_model("mistral"), "only llama, qwen3, olmo2, olmo3, gemma3_text convert exactly"),
+        (lambda: tiny_model("qwen2"), "it is qwen2"),
+        (lambda: tiny_model("llama", attention_bias=True), r"q_proj\.bias"),
+        (lambda: tiny_model("llama", hidden_act="relu"), "OLMo-core has no relu"),
+        (lambda: tiny_model("gemma3", query_pre_attn_scalar=16), "query_pre_attn_scalar"),
+        (lambda: tiny_model("gemma3", final_logit_softcapping=3.0), "its logits would be off"),
+        (lambda: shaken("gemma3", torch.bfloat16), r"changes by .* there and back; model\.dtype: float32 is exact"),
+        (
+            lambda: tiny_model("llama", rope_parameters={**LLAMA3, "rope_type": "dynamic"}),
+            "no rotary angles of type dynamic",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_model_is_refused(model: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=rf"cannot be trained with model\.native: true, .*{reason}.*native: false"):
+        from_hf(model())
+
+
+@pytest.mark.parametrize("planted", [RoPEConfig(theta=20_000), RoPEConfig(theta=10_000)])
+def test_wrong_angles_show_in_the_logits(planted: RoPEConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another base, and angles that should have been scaled."""
+    monkeypatch.setattr(conversion, "_rope", lambda *_args: planted)
+    with pytest.raises(ModelError, match="its logits would be off"):
+        from_hf(tiny_model("llama", rope_parameters=LLAMA3))
+
+
+def test_the_hugging_face_form_has_the_weights_of_now_and_gives_them_back() -> None:
+    native, expected = from_hf(tiny_model("llama_tied")), tiny_model("llama_tied")
+    trained = ((native, "transformer.blocks.0.attention.w_q"), (expected, "model.layers.0.self_attn.q_proj"))
+    with torch.no_grad():
+        for model, name in trained:
+            model.get_parameter(f"{name}.weight").mul_(1.5)
+    with native.as_hf() as found:
+        assert torch.equal(logits(found), logits(expected))
+    assert all(parameter.is_meta for parameter in vars(native)["twin"].parameters())
+    assert sum(map(Tensor.numel, native.parameters())) == sum(map(Tensor.numel, expected.parameters()))  # tied: once
+
+
+def olmo_core_reads(folder: Path) -> Any:
+    """The checkpoint as an OLMo-core script loads it."""
+    config = TransformerConfig.from_dict(json.loads((folder / "config.json").read_text())["model"])
+    model = config.build()
+    load_model_and_optim_state(folder / "model_and_optim", model)
+    return model
+
+
+def written(native: NativeModel, folder: Path) -> Path:
+    write_checkpoint(native, byte_tokenizer(), folder, is_first=True)
+    assert is_olmo_core(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_olmo_core_loads_what_is_written(tmp_path: Path, architecture: str) -> None:
+    model = olmo_core_reads(written(from_hf(shaken(architecture)), tmp_path / "out"))
+    torch.testing.assert_close(logits(model), logits(shaken(architecture)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["olmo2", "olmo3"])
+def test_a_checkpoint_is_read_again(tmp_path: Path, architecture: str) -> None:
+    folder = written(from_hf(shaken(architecture)), tmp_path / "out")
+    model = read_checkpoint(str(folder), dtype=torch.float32)
+    assert torch.equal(logits(model), logits(shaken(architecture)))
+    assert model.config.get_text_config().max_position_embeddings == 256
+    assert model.config.eos_token_id == byte_tokenizer().eos_token_id
+    assert from_hf(model).config.model_type == architecture
+
+
+def test_a_checkpoint_that_has_no_hugging_face_form_is_named(tmp_path: Path) -> None:
+    folder = written(from_hf(tiny_model("llama")), tmp_path / "out")
+    with pytest.raises(ModelError, match=r"model\.path: cannot load the OLMo-core checkpoint .*/out \(NotImplemented"):
+        read_checkpoint(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("damage", ["no config", "no weights", "no length"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
+    folder = written(from_hf(tiny_model("olmo2")), tmp_path / "out")
+    told = json.loads((folder / "config.json").read_text())
+    if damage == "no weights":
+        (folder / "model_and_optim" / ".metadata").unlink()
+    told.pop({"no config": "model", "no length": "dataset"}.get(damage), None)
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match=rf"cannot load the OLMo-core checkpoint {folder}"):
+        read_checkpoint(str(folder), dtype=torch.float32)
+
+
+def test_a_folder_of_hugging_face_is_written_from_gathered_weights(tmp_path: Path) -> None:
+    policy = Policy(from_hf(shaken("qwen3")))
+    with policy.saved_form(policy.state_dict()) as (model, weights):
+        model.save_pretrained(tmp_path / "out", state_dict=weights)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again), logits(shaken("qwen3")))
