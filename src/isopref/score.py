@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isopref.data.packing import Budget, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.models.parallel import reshard
+from isopref.models.parallel import data_group, reshard, speaks
 from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
 
 WINDOW = 256  # pairs planned together when a whole table is scored
@@ -59,18 +59,19 @@ def score_table(
     `scored` is called with what this rank has just scored: P pairs of the table, and their log-probabilities (2, P;
     float64, on the device).
     """
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    group = data_group(policy)
+    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     # With an ld_alpha, what chosen is without it comes third (see Policy.forward).
     logps_KN = torch.zeros(2 if ld_alpha == 1 else 3, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, rank, num_ranks):
         logps_KP = policy(microbatch.to(device), ld_alpha=ld_alpha).double()
         logps_KN[:, torch.from_numpy(index).to(device)] = logps_KP
-        if scored is not None:
+        if scored is not None and speaks(policy):
             scored(index, logps_KP[:2])
         if progress is not None:
             progress(len(index) * num_ranks)
     if num_ranks > 1:
-        dist.all_reduce(logps_KN)  # every pair was scored on one rank and is zero on the others
+        dist.all_reduce(logps_KN, group=group)  # every pair was scored on one rank and is zero on the others
     reshard(policy)
     return TableLogps(*logps_KN.cpu().numpy())
 

@@ -41,7 +41,7 @@ def test_exactness_page_has_every_group() -> None:
     groups: dict[tuple[str, ...], int] = {}
     for ranks in matrix.SPREADS:
         for cell in matrix.cells(ranks):
-            key = (matrix.precision(cell), cell.architecture, str(ranks), cell.parallel)
+            key = tuple(map(str, matrix.group(cell)))
             groups[key] = groups.get(key, 0) + 1
     assert page == {(*key, str(count)) for key, count in groups.items()}, "run: make exactness"
     assert all(float(row[5]) <= float(row[8]) for row in rows[2:])

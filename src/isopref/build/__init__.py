@@ -174,7 +174,13 @@ def _train(run: Run, resume: bool) -> bool:
 
 @contextmanager
 def _run(config: Config, name: str) -> Iterator[Run]:
-    group = config.model.is_mixed or config.layout.offload or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    layout = config.layout
+    group = (
+        config.model.is_mixed
+        or layout.offload
+        or layout.tensor_parallel > 1
+        or layout.parallel in ("ddp", "fsdp", "hsdp")
+    )
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         display = Display(quiet=not env.is_first)

@@ -32,8 +32,13 @@ def check_parallel(run: Run) -> None:
         )
     if layout.offload and run.env.device.type == "cpu":
         raise ConfigError("layout.offload: true, but the run is on the CPU, whose memory is the host's. Remove it.")
+    if ranks % layout.tensor_parallel:
+        raise ConfigError(
+            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. Start "
+            "another number (--nproc), or change it."
+        )
     if layout.hsdp_shard is not None:
-        check_shard(layout.hsdp_shard, ranks)
+        check_shard(layout.hsdp_shard, run.num_shares)
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
@@ -124,6 +129,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         compute_dtype=compute_dtype(run),
         hsdp_shard=run.config.layout.hsdp_shard,
         offload=run.config.layout.offload,
+        tensor_parallel=run.config.layout.tensor_parallel,
     )
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run)

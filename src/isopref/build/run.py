@@ -52,6 +52,11 @@ class Run:
         return self.folder / "olmo_core"
 
     @property
+    def num_shares(self) -> int:
+        """How many ways a batch is shared out: ranks that compute layers together work on the same pairs."""
+        return self.env.world_size // self.config.layout.tensor_parallel
+
+    @property
     def train_budget(self) -> Budget:
         layout = self.config.layout
         assert self.microbatch_tokens is not None, "fit_layout comes first"

@@ -49,8 +49,8 @@ def build_trainer(
     Raises RunError for a checkpoint of other data.
     """
     optim = run.config.optim
-    if run.env.world_size > optim.batch_pairs:
-        run.display.say(f"warning: {run.env.world_size} ranks share {optim.batch_pairs} pairs a step; some stay idle")
+    if run.num_shares > optim.batch_pairs:
+        run.display.say(f"warning: {run.num_shares} ranks share {optim.batch_pairs} pairs a step; some stay idle")
     every = optim.epochs * num_batches(len(table), optim.batch_pairs)
     steps = min(every, optim.max_steps or every)
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
@@ -168,8 +168,8 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
         weighting=run.config.objective.weighting,
         seed=run.config.optim.seed,
         work_dir=str(run.folder),
-        dp_rank=run.env.rank,
-        dp_world_size=run.env.world_size,
+        dp_rank=run.env.rank // run.config.layout.tensor_parallel,
+        dp_world_size=run.num_shares,
         attention_share=auto.attention_share(width),
         pin_memory=run.env.device.type == "cuda",
     )

@@ -163,6 +163,11 @@ class LayoutConfig(Section):
     hsdp_shard: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="Ranks in one shard group. With parallel: hsdp, and only then."
     )
+    tensor_parallel: Count = Field(
+        default=1,
+        description="Ranks that compute every layer together, next to each other. With model.native, packed rows and "
+        "FSDP or HSDP over the groups of so many ranks. 1: each rank computes alone.",
+    )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
         description="When ranks add up gradients, and FSDP gathers weights. last: once a step (fast); "
@@ -266,6 +271,14 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             f"{model.compute_dtype} differs from model.dtype: {model.dtype}. This mixed precision needs "
             f"FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
         )
+    needs = {
+        "model.native: true": model.native,
+        "layout.parallel: fsdp, hsdp or auto": layout.parallel not in ("single", "ddp"),
+        "layout.rows: shared or packed": layout.rows in ("shared", "packed"),
+    }
+    missing = " and ".join(what for what, there in needs.items() if not there)
+    if layout.tensor_parallel > 1 and missing:
+        yield "layout.tensor_parallel", f"{layout.tensor_parallel} needs {missing}. Set that, or remove it."
     if layout.offload and layout.parallel in ("single", "ddp"):
         yield (
             "layout.offload",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isopref.engine.metrics import over_ranks
 from isopref.engine.step import Linear, Step, Work
 from isopref.losses import PairLoss, Whole
 from isopref.normalize import balance_coefficients
@@ -26,8 +27,9 @@ Score = Callable[[Work], tuple[PairLogps, PairLogps]]  # work on the device -> p
 class Coupling:
     """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
 
-    def __init__(self, objective: PairLoss, device: torch.device):
+    def __init__(self, objective: PairLoss, device: torch.device, group: dist.ProcessGroup | None = None):
         self.objective = objective
+        self.group = group
         self.past = torch.zeros(2, dtype=torch.float64, device=device)
         self._next = self.past
 
@@ -65,11 +67,8 @@ class Coupling:
             if policy.routing is not None:
                 routings.append(policy.routing[0].double())
         tokens_LE = torch.stack(routings).sum(dim=0) if routings else None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(table_7N)  # every pair is on one rank, and zero on the others
-            if tokens_LE is not None:
-                dist.all_reduce(tokens_LE)
-        return table_7N, tokens_LE
+        table_7N = over_ranks(table_7N, self.group)  # every pair is on one rank, and zero on the others
+        return table_7N, None if tokens_LE is None else over_ranks(tokens_LE, self.group)
 
     def _slopes(self, every: tuple[Work, ...], table_7N: Tensor) -> tuple[Work, ...]:
         chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected, share = table_7N

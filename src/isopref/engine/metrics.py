@@ -49,18 +49,19 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     return torch.cat([weighted[:1], means[:-1], nll[:1], balance, weighted[1:], means[-1:]])
 
 
-def over_ranks(sums: Tensor) -> Tensor:
-    """The sums of all ranks, added up."""
+def over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sums of the ranks that share out the pairs (None: all ranks), added up."""
     total = sums.clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(total, group=group)
     return total
 
 
 class MetricWindow:
-    """Sums since the last log, on the device; each rank's own until they are reduced."""
+    """Sums since the last log, on the device; each rank's own until they are reduced over `group` (None: all ranks)."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None):
+        self.group = group
         self.sums = torch.zeros(len(NAMES) + len(CHECKS), dtype=torch.float64, device=device)
         self.num_steps = 0
 
@@ -70,17 +71,17 @@ class MetricWindow:
 
     def reduce(self) -> dict[str, Tensor]:
         """The means over the window and all ranks, by name; starts a new window. One collective, no host sync."""
-        means = over_ranks(self.sums) / max(1, self.num_steps)
+        means = over_ranks(self.sums, self.group) / max(1, self.num_steps)
         self.sums = torch.zeros_like(self.sums)
         self.num_steps = 0
         return dict(zip(NAMES + CHECKS, means.unbind(), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint between two logs: the sums of all ranks."""
-        return {"sums": over_ranks(self.sums).cpu(), "num_steps": torch.tensor(self.num_steps)}
+        return {"sums": over_ranks(self.sums, self.group).cpu(), "num_steps": torch.tensor(self.num_steps)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         # Any number of ranks may go on; the first one takes the sums.
-        first = not dist.is_initialized() or dist.get_rank() == 0
+        first = not dist.is_initialized() or dist.get_rank(self.group) == 0
         self.sums = state["sums"].to(self.sums.device) * float(first)
         self.num_steps = int(state["num_steps"])

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 from isopref import optional
-from isopref.models.parallel import decoder_layers, full, unwrap
+from isopref.models.parallel import decoder_layers, unwrap
+from isopref.models.policy import full
 
 Kind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 

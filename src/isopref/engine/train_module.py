@@ -30,7 +30,8 @@ from isopref.engine.padded import padded_to_step
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.losses import PairLoss, log_likelihood
-from isopref.models.parallel import GradSync, device_of, full, gradient_sync, reshard, unwrap
+from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
+from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
 from isopref.score import TableLogps, score
 from isopref.types import PairLogps
@@ -84,14 +85,15 @@ class DPOTrainModule(TrainModule):
         self.check_first_step = check_first_step and objective.needs_reference
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.device = device_of(model)
-        self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.group = data_group(model)
+        self.num_ranks = dist.get_world_size(self.group) if dist.is_initialized() else 1
         self._check_model()
         self.moving = reference if isinstance(reference, MovingReference) else None
         if self.moving is not None:
             self.moving.check(model)
         self.reference_2N = self._table(reference)
-        self.coupling = Coupling(objective, self.device) if objective.first_pass else None
-        self._window = MetricWindow(self.device)
+        self.coupling = Coupling(objective, self.device, self.group) if objective.first_pass else None
+        self._window = MetricWindow(self.device, self.group)
         self.guard = Guard(self.device)
         self._sums = self._window.sums  # this rank's, of the last step
         self.memory: Memory | None = None  # does a step again in smaller microbatches, where it runs out of memory
@@ -124,6 +126,10 @@ class DPOTrainModule(TrainModule):
                 "it, or take an objective without one, such as pair_loss('simpo')."
             )
         return torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(self.device)
+
+    @property
+    def dp_process_group(self) -> dist.ProcessGroup | None:
+        return self.group
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
@@ -164,7 +170,7 @@ class DPOTrainModule(TrainModule):
         if "step" in batch:
             step: Step = batch["step"]
             return step
-        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device)
+        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device, group=self.group)
 
     @contextmanager
     def _train_microbatch_context(self, number: int, count: int) -> Iterator[None]:
@@ -232,7 +238,7 @@ class DPOTrainModule(TrainModule):
 
     def _check_first_step(self, sums: Tensor) -> None:
         """Before the first update the policy is the reference: the loss is that of a zero margin, rewards are 0."""
-        window = MetricWindow(self.device)
+        window = MetricWindow(self.device, self.group)
         window.add(sums)
         means = {name: float(value) for name, value in window.reduce().items()}
         tolerance = FIRST_STEP_TOLERANCE[self.compute_dtype]
@@ -278,7 +284,7 @@ class DPOTrainModule(TrainModule):
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
         if isinstance(self.optim, SkippingAdamW):
-            self.optim.observe(over_ranks(self._sums)[NAMES.index("loss")], norm)
+            self.optim.observe(over_ranks(self._sums, self.group)[NAMES.index("loss")], norm)
         self.guard.step(self.optim, norm, number=self.trainer.global_step)
         if isinstance(self.optim, SkippingAdamW) and self.logs_now():
             self.record_metric("optim/skipped", self.optim.step_skipped)

@@ -1,8 +1,10 @@
-"""A policy over many ranks: DDP, FSDP2 or HSDP, and when their gradients are reduced.
+"""A policy over many ranks: DDP, FSDP2 or HSDP, the last two with tensor parallelism; when gradients are reduced.
 
-All three average gradients over the data-parallel ranks; normalize.py undoes that.
+All average gradients over the data-parallel ranks; normalize.py undoes that. Ranks of one tensor-parallel group work on
+the same pairs, so whatever adds up over pairs adds up over the ranks of `data_group`.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -33,13 +35,17 @@ def parallelize(
     compute_dtype: torch.dtype | None = None,
     hsdp_shard: int | None = None,
     offload: bool = False,
+    tensor_parallel: int = 1,
 ) -> nn.Module:
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
     `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
     `offload` keeps the shards and their gradients in the host's memory, and so the optimizer's state.
+    `tensor_parallel` ranks, next to each other, compute every layer together: OLMo-core's models, under FSDP or HSDP.
     """
     policy.to(device)
+    if tensor_parallel > 1:
+        check_tensor(policy, mode, tensor_parallel, world_size)
     if mode == "single":
         if world_size > 1:
             raise ConfigError(f'parallelize: "single" on {world_size} ranks would never reduce gradients. Use "ddp".')
@@ -53,9 +59,14 @@ def parallelize(
             # To send a weight in four bits it would be quantised a second time, to other numbers.
             init_sync=not any(is_quantised(parameter) for parameter in policy.parameters()),
         )
-    shard = world_size if mode == "fsdp" else check_shard(hsdp_shard, world_size)
-    sizes = (shard,) if mode == "fsdp" else (world_size // shard, shard)
-    mesh = _mesh(device.type, sizes, dist.group.WORLD)
+    data_size = world_size // tensor_parallel
+    shard = data_size if mode == "fsdp" else check_shard(hsdp_shard, data_size)
+    data = (("shard", shard),) if mode == "fsdp" else (("replicate", data_size // shard), ("shard", shard))
+    mesh = _mesh(device.type, data if tensor_parallel == 1 else (*data, ("tensor", tensor_parallel)), dist.group.WORLD)
+    if tensor_parallel > 1 and policy.native is not None:
+        policy.native.transformer.apply_tp(mesh["tensor"])
+        policy.tensor_mesh = mesh["tensor"]
+        mesh = mesh[tuple(name for name, _ in data)]
     trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -76,10 +87,46 @@ def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> boo
 
 
 @cache
-def _mesh(device_type: str, sizes: tuple[int, ...], _world: dist.ProcessGroup | None) -> DeviceMesh:
+def _mesh(device_type: str, named: tuple[tuple[str, int], ...], _world: dist.ProcessGroup | None) -> DeviceMesh:
     """One mesh for each shape and default group: every mesh makes process groups, whose threads stay."""
-    names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
+    names, sizes = zip(*named, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_size: int) -> None:
+    """Raise ConfigError where so many ranks cannot compute a layer together."""
+    what = f"layout.tensor_parallel: {tensor_parallel}"
+    if policy.native is None:
+        raise ConfigError(f"{what} is for OLMo-core's own modules. Set model.native: true, or tensor_parallel: 1.")
+    if mode not in ("fsdp", "hsdp"):
+        raise ConfigError(f"{what} needs layout.parallel: fsdp or hsdp, not {mode}.")
+    if world_size % tensor_parallel:
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+    config = policy.model.config
+    heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+    if heads % tensor_parallel:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(f"{what} does not divide the heads and key heads of the model. What does: {fitting}.")
+
+
+def data_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that share out pairs: one of each tensor-parallel group, this rank among them. None: all ranks."""
+    mesh = _tensor_mesh(model)
+    if mesh is None:
+        return None
+    whole = mesh._get_root_mesh()
+    assert whole.mesh_dim_names is not None
+    return whole[whole.mesh_dim_names[:-1]]._flatten().get_group()
+
+
+def speaks(model: nn.Module) -> bool:
+    """Whether this rank is the one of its tensor-parallel group that tells what all of them know."""
+    mesh = _tensor_mesh(model)
+    return mesh is None or mesh.get_local_rank() == 0
+
+
+def _tensor_mesh(model: nn.Module) -> DeviceMesh | None:
+    return None if isinstance(model, DistributedDataParallel) else getattr(model, "tensor_mesh", None)
 
 
 def check_shard(hsdp_shard: int | None, world_size: int) -> int:
@@ -179,8 +226,3 @@ def device_of(model: nn.Module) -> torch.device:
     if isinstance(first, DTensor) and first.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return first.device
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered; others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
@@ -37,6 +39,7 @@ class Policy(nn.Module):
         super().__init__()
         register()
         disable_dropout(model)
+        self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation
         assert self.own_attention != NAME, "the model is in a policy already"
@@ -68,7 +71,7 @@ class Policy(nn.Module):
         sums, routes = [], []
         for one in microbatch.passes:
             hidden_BTD, router_logits = self._hidden(one, routed)
-            sums.append(self._completions(hidden_BTD.flatten(0, 1), one, 2 * num_pairs, ld_alpha, wpo))
+            sums.append(self._completions(full(hidden_BTD).flatten(0, 1), one, 2 * num_pairs, ld_alpha, wpo))
             if routed:
                 routes.append(routing(router_logits, self.experts_per_token, one.times))
         sums_K2P = torch.stack(sums).sum(dim=0).unflatten(1, (2, num_pairs))
@@ -85,7 +88,7 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         predictions = (
             take(hidden, one.predict_index, one.predict_copies),
-            head.weight,
+            full(head.weight),
             one.target,
             getattr(head, "bias", None),
         )
@@ -142,3 +145,8 @@ class Policy(nn.Module):
         else:
             with self.native.as_hf(named) as model:
                 yield model, model.state_dict()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

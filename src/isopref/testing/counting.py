@@ -18,8 +18,8 @@ from isopref.data.table import PairTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import GradSync, Parallel, full, parallelize
-from isopref.models.policy import Policy
+from isopref.models.parallel import GradSync, Parallel, parallelize
+from isopref.models.policy import Policy, full
 from isopref.score import TableLogps, score_table
 from isopref.testing import oracle
 from isopref.testing.exactness import (

@@ -23,9 +23,8 @@ from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.conversion import from_hf
-from isopref.models.native import NativeModel
-from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, full, parallelize, unwrap
-from isopref.models.policy import Policy
+from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_group, parallelize, unwrap
+from isopref.models.policy import Policy, full
 from isopref.normalize import Weighting
 from isopref.score import TableLogps
 from isopref.testing import oracle
@@ -47,6 +46,7 @@ class Cell:
     rows: RowKind = "shared"
     cut: Cut = "tokens"
     ranks: int = 1
+    tensor_parallel: int = 1
     parallel: Parallel = "single"
     weighting: Weighting = "token"
     grad_sync: GradSync = "last"
@@ -186,7 +186,7 @@ def measure(cell: Cell) -> Found:
     """Run a cell on this rank (all ranks of the cell call this together)."""
     loss, gradient, metrics, reference = expected(cell)
     module, trainer = build_module(cell, reference)
-    rank = dist.get_rank() if cell.ranks > 1 else 0
+    rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
     pairs, own = batch(cell.num_pairs)
     table = PairTable.from_tokens(pairs, own if cell.own_weights else None)
     index = np.arange(cell.num_pairs)[:: -1 if cell.reverse else 1].copy()
@@ -218,6 +218,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
         world_size=cell.ranks,
         hsdp_shard=shard,
         offload=cell.offload,
+        tensor_parallel=cell.tensor_parallel,
     )
     module = DPOTrainModule(
         model,
@@ -254,7 +255,7 @@ def plan(cell: Cell, lengths: Any) -> list[list[Group]]:
         "whole": Budget(cell.rows, 4096),
     }
     if cell.split == "plan":
-        return plan_step(lengths, budgets[cell.cut], num_ranks=cell.ranks)
+        return plan_step(lengths, budgets[cell.cut], num_ranks=cell.ranks // cell.tensor_parallel)
     everyone = list(range(len(lengths)))
     if cell.split == "idle":  # the last rank has nothing at all
         busy = cell.ranks - 1
@@ -273,13 +274,15 @@ def full_gradient(model: nn.Module) -> dict[str, Tensor]:
             continue
         assert parameter.grad is not None, name
         found[name.removeprefix("module.").removeprefix("model.")] = full(parameter.grad).detach()
+    return hf_names(model, found)
+
+
+def hf_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the Hugging Face model's names. Of OLMo-core's conversion, only the renaming is for gradients."""
     native = unwrap(model).native
-    return found if native is None else _hf_names(native, found)
-
-
-def _hf_names(native: NativeModel, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
-    """OLMo-core's own renaming alone: what it adds to some weights is not for their gradients."""
-    named = {name.removeprefix("transformer."): tensor for name, tensor in gradient.items()}
+    if native is None:
+        return tensors
+    named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     layers = {TemplatePlaceholder.LAYER: native.config.num_hidden_layers}
     converted: dict[str, Tensor] = get_converter_to_hf(native.config.model_type).convert(named, layers)
     return converted

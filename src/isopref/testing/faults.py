@@ -18,8 +18,8 @@ from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Memory
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
-from isopref.models.parallel import Parallel, full, parallelize
-from isopref.models.policy import Policy
+from isopref.models.parallel import Parallel, parallelize
+from isopref.models.policy import Policy, full
 from isopref.score import TableLogps, score
 from isopref.testing.exactness import StubTrainer, full_gradient
 from isopref.testing.models import random_pairs, tiny_model

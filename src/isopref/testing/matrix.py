@@ -45,6 +45,8 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_one_by_one(base)))
         found.update(dict.fromkeys(_architectures(base)))
         found.update(dict.fromkeys(_native(base)))
+        if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
+            found.update(dict.fromkeys(_tensor(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_adapters(base)))
     return list(found)
@@ -106,6 +108,15 @@ def _native(base: Cell) -> Iterator[Cell]:
         yield replace(model, cut="pair", grad_sync="every", num_pairs=3)
 
 
+def _tensor(base: Cell) -> Iterator[Cell]:
+    """Layers computed by two ranks together, with one and with two parts of data."""
+    for n, architecture in enumerate(NATIVE):
+        model = replace(base, architecture=architecture, dtype="float32", native=True, tensor_parallel=2)
+        yield replace(model, rows="packed" if n % 2 else "shared")
+        yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="pair", own_weights=True)
+        yield replace(model, num_pairs=3, nll_weight=0.7)
+
+
 def _objectives(base: Cell) -> Iterator[Cell]:
     """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
@@ -154,22 +165,26 @@ def _measure_all(wanted: list[Cell]) -> list[Found]:
     return [measure(cell) for cell in wanted]
 
 
+def group(cell: Cell) -> tuple[str, str, int, str]:
+    """The line of the table that a cell counts in: precision, model, ranks and parallel mode."""
+    name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
+    mode = f"{cell.parallel} x tensor {cell.tensor_parallel}" if cell.tensor_parallel > 1 else cell.parallel
+    return precision(cell), name, cell.ranks, mode
+
+
 def table(found: dict[Cell, Found]) -> str:
     """Markdown: the largest errors by precision, architecture, ranks and parallel mode."""
     groups: dict[tuple[str, str, int, str], list[Found]] = {}
     for cell, result in found.items():
-        name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
-        groups.setdefault((precision(cell), name, cell.ranks, cell.parallel), []).append(result)
+        groups.setdefault(group(cell), []).append(result)
     lines = [
         "| computes in | model | ranks | parallel | runs | gradient | loss | metrics | bound |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for (kind, architecture, ranks, parallel), results in sorted(groups.items(), key=lambda item: _order(item[0])):
-        worst = (max(getattr(r, name) for r in results) for name in ("gradient_error", "loss_error", "metric_error"))
+    for (kind, name, ranks, mode), results in sorted(groups.items(), key=lambda item: _order(item[0])):
+        worst = (max(getattr(r, error) for r in results) for error in ("gradient_error", "loss_error", "metric_error"))
         errors = " | ".join(f"{value:.1e}" for value in worst)
-        lines.append(
-            f"| {kind} | {architecture} | {ranks} | {parallel} | {len(results)} | {errors} | {BOUNDS[kind]:.0e} |"
-        )
+        lines.append(f"| {kind} | {name} | {ranks} | {mode} | {len(results)} | {errors} | {BOUNDS[kind]:.0e} |")
     return "\n".join(lines)
 
 
@@ -190,8 +205,9 @@ recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
 WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some
-models in OLMo-core's own modules too. The oracle computes one sequence at a time with the model's own forward pass,
-takes each objective from its paper's equation once more, and sums by the definition.
+models in OLMo-core's own modules too, and with two ranks that compute every layer together. The oracle computes one
+sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
+sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64

@@ -1,6 +1,7 @@
 """Mistakes of a user, by name, made on every rank alike."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from isopref.data.table import PairTable
 from isopref.engine.loader import PairLoader
 from isopref.engine.padded import split_batch_dpo
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import parallelize
+from isopref.models.conversion import from_hf
+from isopref.models.parallel import Parallel, parallelize
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
 from isopref.testing.counting import padded_batch, padded_gradient_error
@@ -23,6 +25,13 @@ def _hsdp_mesh() -> None:
     parallelize(
         Policy(tiny_model("gpt2")), "hsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), hsdp_shard=3
     )
+
+
+def _tensor(mode: Parallel = "fsdp", count: int = 2, native: bool = True) -> None:
+    model = tiny_model("llama")
+    policy = Policy(from_hf(model) if native else model)
+    ranks = dist.get_world_size()
+    parallelize(policy, mode, device=torch.device("cpu"), world_size=ranks, tensor_parallel=count)
 
 
 def _small_budget() -> None:
@@ -73,6 +82,9 @@ def _non_tensor() -> None:
 
 MISTAKES: dict[str, Callable[[], Any]] = {
     "hsdp_mesh": _hsdp_mesh,
+    "tensor_of_transformers": partial(_tensor, native=False),
+    "tensor_with_ddp": partial(_tensor, mode="ddp"),
+    "tensor_of_three": partial(_tensor, count=3),
     "small_budget": _small_budget,
     "wide_padded_batch": _wide_padded_batch,
     "not_spread": _not_spread,

@@ -9,8 +9,8 @@ from isopref.data.table import PairTable
 from isopref.engine.moving import MovingReference
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import full, parallelize
-from isopref.models.policy import Policy
+from isopref.models.parallel import parallelize
+from isopref.models.policy import Policy, full
 from isopref.testing import oracle
 from isopref.testing.equations import batch_loss
 from isopref.testing.exactness import Cell, StubTrainer, batch, pair_objective, plan

@@ -1,4 +1,4 @@
-"""OLMo-core's own models on ranks: what they leave on disk."""
+"""OLMo-core's own models on ranks: what they leave on disk, what they score."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from isopref.data.packing import Budget
+from isopref.data.table import PairTable
 from isopref.models.conversion import from_hf, write_checkpoint
 from isopref.models.hf import export
 from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy
-from isopref.testing.models import byte_tokenizer, tiny_model
+from isopref.score import TableLogps, score_table
+from isopref.testing.models import byte_tokenizer, random_pairs, tiny_model
 
 
 def write_both(folder: str, architecture: str, parallel: Parallel) -> None:
@@ -27,3 +30,19 @@ def write_both(folder: str, architecture: str, parallel: Parallel) -> None:
     native = unwrap(model).native
     assert native is not None
     write_checkpoint(native, tokenizer, Path(folder) / "olmo_core", is_first=first)
+
+
+def tensor_parallel_scores() -> tuple[TableLogps, list[int]]:
+    """Log-probabilities of a table by two ranks to each layer, and which pairs this rank was asked to store."""
+    policy = Policy(from_hf(tiny_model("qwen3")))
+    device = torch.device("cpu")
+    model = parallelize(policy, "fsdp", device=device, world_size=dist.get_world_size(), tensor_parallel=2)
+    stored: list[int] = []
+    scores = score_table(
+        model,
+        PairTable.from_tokens(random_pairs(9)),
+        Budget("shared", 60),
+        device=device,
+        scored=lambda index, _: stored.extend(index.tolist()),
+    )
+    return scores, stored

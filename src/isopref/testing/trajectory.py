@@ -10,10 +10,11 @@ from isopref.data.schedule import epoch_order
 from isopref.data.table import PairTable
 from isopref.engine.loader import PairLoader
 from isopref.engine.optim import Kind, build_optimizer
-from isopref.models.parallel import full
+from isopref.models.parallel import data_group
+from isopref.models.policy import full
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.exactness import Cell, build_module, pair_objective
+from isopref.testing.exactness import Cell, build_module, hf_names, pair_objective
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.types import PairTokens
 
@@ -72,8 +73,8 @@ def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
         weighting=cell.weighting,
         seed=SEED,
         work_dir=".",
-        dp_rank=dist.get_rank() if cell.ranks > 1 else 0,
-        dp_world_size=cell.ranks,
+        dp_rank=dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0,
+        dp_world_size=cell.ranks // cell.tensor_parallel,
     )
     for epoch in range(1, EPOCHS + 1):
         loader.reshuffle(epoch)
@@ -84,7 +85,7 @@ def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
             module.zero_grads()
         loader.reset()  # type: ignore[no-untyped-call]
     names = ((name.removeprefix("module.").removeprefix("model."), p) for name, p in module.model.named_parameters())
-    return {name: full(parameter).detach() for name, parameter in names}
+    return hf_names(module.model, {name: full(parameter).detach() for name, parameter in names})
 
 
 def loss_after(weights: Weights, architecture: str = "gpt2", *, seed: int = 0) -> float:
