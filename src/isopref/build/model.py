@@ -157,7 +157,7 @@ def _compiles(run: Run, policy: Policy) -> bool:
         )
     if asked is not None:
         return asked
-    if fit and has_layers(policy):
+    if fit and has_layers(policy) and policy.native is None:
         run.display.say("layout.compile: null compiles the layers; the first steps take a minute longer")
         return True
     return False

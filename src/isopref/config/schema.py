@@ -175,7 +175,7 @@ class LayoutConfig(Section):
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows.",
+        description="Compile the decoder layers (torch.compile). null: CUDA, bfloat16 and packed rows, not native.",
     )
     checkpointing: Literal["auto", "none", "full"] = Field(
         default="auto",
