@@ -1,6 +1,7 @@
 """OLMo-core's own models: the same numbers as the Hugging Face ones, or refused; written in both forms."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.models import conversion
-from isopref.models.conversion import from_hf, read_checkpoint, write_checkpoint
+from isopref.models.conversion import HF_CONFIG, empty_checkpoint, from_hf, read_checkpoint, write_checkpoint
 from isopref.models.hf import is_olmo_core
 from isopref.models.native import NativeModel
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
+from isopref.models.shape import shape_of
 from isopref.testing.models import byte_tokenizer, random_pairs, tiny_model
 
 ARCHITECTURES = ("llama", "llama_tied", "qwen3", "olmo2", "olmo3", "gemma3")
@@ -133,29 +135,76 @@ def test_olmo_core_loads_what_is_written(tmp_path: Path, architecture: str) -> N
     torch.testing.assert_close(logits(model), logits(shaken(architecture)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["olmo2", "olmo3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_checkpoint_is_read_again(tmp_path: Path, architecture: str) -> None:
     folder = written(from_hf(shaken(architecture)), tmp_path / "out")
     model = read_checkpoint(str(folder), dtype=torch.float32)
     assert torch.equal(logits(model), logits(shaken(architecture)))
     assert model.config.get_text_config().max_position_embeddings == 256
     assert model.config.eos_token_id == byte_tokenizer().eos_token_id
-    assert from_hf(model).config.model_type == architecture
+    assert shape_of(empty_checkpoint(str(folder))).parameters == model.num_parameters()
+    assert from_hf(model).config.model_type == model.config.model_type
+
+
+def by_olmo_core(architecture: str, folder: Path) -> Path:
+    """A checkpoint as OLMo-core's own scripts write it: it does not say what it is in Hugging Face's form."""
+    told = json.loads((written(from_hf(shaken(architecture)), folder) / "config.json").read_text())
+    del told[HF_CONFIG]
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["olmo2", "olmo3"])
+def test_a_checkpoint_of_olmo_core_is_read(tmp_path: Path, architecture: str) -> None:
+    folder = by_olmo_core(architecture, tmp_path / "out")
+    model = read_checkpoint(str(folder), dtype=torch.float32)
+    assert torch.equal(logits(model), logits(shaken(architecture)))
+    assert model.config.get_text_config().max_position_embeddings == 256
+    assert shape_of(empty_checkpoint(str(folder))).parameters == model.num_parameters()
 
 
 def test_a_checkpoint_that_has_no_hugging_face_form_is_named(tmp_path: Path) -> None:
-    folder = written(from_hf(tiny_model("llama")), tmp_path / "out")
+    folder = by_olmo_core("llama", tmp_path / "out")
     with pytest.raises(ModelError, match=r"model\.path: cannot load the OLMo-core checkpoint .*/out \(NotImplemented"):
         read_checkpoint(str(folder), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("damage", ["no config", "no weights", "no length"])
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    folder, mark = written(from_hf(shaken("olmo2")), tmp_path / "out"), tmp_path / "mark"
+    (folder / "model_and_optim" / ".metadata").write_bytes(pickle.dumps(Touches(mark)))
+    with pytest.raises(ModelError, match="its index names"):
+        read_checkpoint(str(folder), dtype=torch.float32)
+    assert not mark.exists()
+
+
+class Touches:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_without_a_tokenizer_says_what_it_lacks(tmp_path: Path) -> None:
+    folder = written(from_hf(shaken("olmo2")), tmp_path / "out")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer\. Put the files"):
+        read_checkpoint(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("damage", ["no config", "no weights", "no length", "cut off"])
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: str) -> None:
     folder = written(from_hf(tiny_model("olmo2")), tmp_path / "out")
     told = json.loads((folder / "config.json").read_text())
     if damage == "no weights":
         (folder / "model_and_optim" / ".metadata").unlink()
+    if damage == "cut off":
+        for file in (folder / "model_and_optim").glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
     told.pop({"no config": "model", "no length": "dataset"}.get(damage), None)
+    del told[HF_CONFIG]
     (folder / "config.json").write_text(json.dumps(told))
     with pytest.raises(ModelError, match=rf"cannot load the OLMo-core checkpoint {folder}"):
         read_checkpoint(str(folder), dtype=torch.float32)

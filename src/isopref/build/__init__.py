@@ -174,13 +174,7 @@ def _train(run: Run, resume: bool) -> bool:
 
 @contextmanager
 def _run(config: Config, name: str) -> Iterator[Run]:
-    layout = config.layout
-    group = (
-        config.model.is_mixed
-        or layout.offload
-        or layout.tensor_parallel > 1
-        or layout.parallel in ("ddp", "fsdp", "hsdp")
-    )
+    group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         display = Display(quiet=not env.is_first)

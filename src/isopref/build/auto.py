@@ -7,9 +7,9 @@ BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block of a number'
 GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
 
 
-def parallel(state: float, room: float, *, is_mixed: bool, offload: bool, ranks: int) -> Parallel:
+def parallel(state: float, room: float, *, only_fsdp: bool, ranks: int) -> Parallel:
     """`state`: bytes of weights, gradients and optimizer; `room`: bytes a rank has."""
-    if is_mixed or offload:
+    if only_fsdp:
         return "fsdp"
     if ranks == 1:
         return "single"

@@ -216,14 +216,14 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     asked = run.config.layout.parallel
     if asked != "auto":
         return asked
-    mixed, offload, ranks = run.config.model.is_mixed, run.config.layout.offload, run.env.world_size
+    why, ranks = run.config.only_fsdp_for, run.env.world_size
     # Weights, also those of a reference that moves; of what is trained the gradient and two moments.
     weights = 1 if run.config.objective.reference_moves is None else 2
     state = sum((weights + 3 * p.requires_grad) * p.numel() * p.element_size() for p in policy.parameters())
     room = device_memory(run.env.device)
-    chosen = auto.parallel(state, room, is_mixed=mixed, offload=offload, ranks=ranks)
-    if mixed or offload:
-        run.display.say(f"layout.parallel: auto is {chosen}, for {'mixed precision' if mixed else 'layout.offload'}")
+    chosen = auto.parallel(state, room, only_fsdp=why is not None, ranks=ranks)
+    if why is not None:
+        run.display.say(f"layout.parallel: auto is {chosen}, for {why}")
     elif ranks > 1:
         run.display.say(
             f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "

@@ -22,7 +22,7 @@ from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.engine.display import Display
 from isopref.engine.fit import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError, DataError
-from isopref.models import adapter, hf
+from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import check_shard
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
@@ -93,7 +93,15 @@ def make_plan(
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
         raise ConfigError("model.dtype: float64 is for checks on a CPU, and no card is planned for. Use float32.")
-    empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
+    if config.layout.tensor_parallel > 1:
+        raise ConfigError(
+            f"layout.tensor_parallel: {config.layout.tensor_parallel} is not planned for: what it sends inside every "
+            "layer was not measured. Plan with layout.tensor_parallel=1."
+        )
+    if hf.is_olmo_core(model.path):
+        empty = conversion.empty_checkpoint(model.path)
+    else:
+        empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
     adapt(config, empty)
     shape = shape_of(empty)
     lengths = _lengths(config, display) if lengths_file is None else _read_lengths(lengths_file)
@@ -198,7 +206,7 @@ class Planner:
         references = int(self.config.objective.reference_moves is not None)
         if chosen == "auto":
             state = (4 + references) * trained + rest
-            chosen = auto.parallel(state, room, is_mixed=model.is_mixed, offload=asked.offload, ranks=ranks)
+            chosen = auto.parallel(state, room, only_fsdp=self.config.only_fsdp_for is not None, ranks=ranks)
         if chosen == "single" and ranks > 1:
             raise ConfigError(
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
@@ -215,7 +223,7 @@ class Planner:
             grad_sync=auto.grad_sync(trained + rest, room, sharded=sharded, offload=asked.offload)
             if sync == "auto"
             else sync,
-            compiled=asked.compile is not False
+            compiled=(bool(asked.compile) if model.native else asked.compile is not False)
             and compute == 2
             and asked.rows in ("shared", "packed")
             and not loss.balance_weight,

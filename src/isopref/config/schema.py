@@ -253,6 +253,15 @@ class Config(Section):
     )
     run: RunConfig = Field(default_factory=RunConfig, description="Where it runs, and what it writes, logs and keeps.")
 
+    @property
+    def only_fsdp_for(self) -> str | None:
+        """What FSDP and HSDP alone can do, where the config asks for such."""
+        if self.model.is_mixed:
+            return "mixed precision"
+        if self.layout.offload:
+            return "layout.offload"
+        return "layout.tensor_parallel" if self.layout.tensor_parallel > 1 else None
+
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
         conflicts = list(_conflicts(self))

@@ -1,11 +1,6 @@
-"""Reading a checkpoint back without running anything that is in it.
+"""Reading a run's checkpoint back without running anything that is in it, as the engine's own way would."""
 
-The engine's own way unpickles whatever a checkpoint holds. Here its index may name only the classes that make up an
-index, and all else is read as plain data.
-"""
-
-import io
-import pickle  # for an Unpickler that refuses
+import pickle  # for its error
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from olmo_core.train import Trainer
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from isopref.errors import RunError
+from isopref.models.plain import PlainPlanner, PlainReader
 
-INDEX_CLASSES = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
 _SEED = np.zeros(1, np.uint32)
 NUMPY_STATE: list[Any] = [
     np.ndarray,
@@ -48,14 +31,14 @@ def restore(trainer: Trainer, folder: Path) -> None:
     own = folder / "train" / f"rank{rank}.pt"
     # On more ranks than before there is none for the last ones; the random state is then not restored anyway.
     path = own if own.exists() else folder / "train" / "rank0.pt"
-    reader = _Reader(folder / "model_and_optim")
+    reader = PlainReader(folder / "model_and_optim")
     module = trainer.train_module
     try:
         with torch.serialization.safe_globals(NUMPY_STATE):
             state: Any = torch.load(path, weights_only=True)
         trainer.data_loader.load_state_dict(state["data_loader"])  # first: it refuses other data
         weights = module.state_dict_to_load(reader.read_metadata(), optim=True)
-        load(weights, storage_reader=reader, planner=_Planner())
+        load(weights, storage_reader=reader, planner=PlainPlanner())
     except pickle.UnpicklingError as error:
         raise RunError(
             f"{folder}: holds more than data ({' '.join(str(error).split())[:200]}), so it is not read. Is it a "
@@ -63,32 +46,3 @@ def restore(trainer: Trainer, folder: Path) -> None:
         ) from error
     module.load_state_dict(weights)
     trainer.load_state_dict(state)
-
-
-class _Index(pickle.Unpickler):
-    """Knows the classes of an index, and no other."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == metadata.__name__ and name in INDEX_CLASSES:
-            return getattr(metadata, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return getattr(torch.serialization, name)
-        if (module, name) == ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return filesystem._StorageInfo  # torch's, which torch's reader takes; the engine's has the same fields
-        raise pickle.UnpicklingError(f"its index names {module}.{name}")
-
-
-class _Reader(filesystem.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found: metadata.Metadata = _Index(file).load()
-        return found
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises where it is more than data; torch's own way would run that
-        value.seek(0)
-        super().load_bytes(read_item, value)

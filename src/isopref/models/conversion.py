@@ -5,12 +5,14 @@ architectures it converts exactly, and what comes out is only used once its logi
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from olmo_core.config import DType
-from olmo_core.distributed.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, SlidingWindowAttentionConfig
 from olmo_core.nn.feed_forward import ActivationFunction, FeedForwardConfig
 from olmo_core.nn.hf.config import get_hf_config
@@ -26,11 +28,14 @@ from olmo_core.nn.rope import (
 )
 from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from isopref.errors import ModelError
 from isopref.models.hf import WEIGHTS, disable_dropout, load_tokenizer
 from isopref.models.native import NativeModel, drop_weights
+from isopref.models.plain import PlainPlanner, PlainReader
 from isopref.types import Segments
 
 BLOCKS = {
@@ -47,6 +52,7 @@ ACTIVATIONS = {"silu": ActivationFunction.silu, "gelu_pytorch_tanh": ActivationF
 # What logits of two right computations may differ by, as a share of the largest.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 PROOF_TOKENS = 80
+HF_CONFIG = "hf_config"  # of a checkpoint that isopref wrote: what OLMo-core's own config cannot say
 FAR = 32768  # positions looked at, at most
 
 
@@ -65,25 +71,18 @@ def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeMod
 def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path") -> PreTrainedModel:
     """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits. All ranks call this together.
 
-    Raises ModelError for what OLMo-core does not convert, which is all but the models of OLMo 2 and 3.
+    Raises ModelError for one that has no Hugging Face form: those of OLMo 2 and 3, and what isopref wrote, have one.
     """
     folder = Path(path).expanduser()
-    try:
-        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = TransformerConfig.from_dict(told["model"])
-        config.apply(_use_torch_attention)
+    with _named_faults(path, setting):
+        config, hf_config = _read_configs(folder)
         transformer = config.build(init_device="cpu")
-        load_model_and_optim_state(folder / WEIGHTS, transformer)
-        hf_config: Any = get_hf_config(transformer)
-        hf_config.max_position_embeddings = _context(told)
+        state: dict[str, Any] = {"model": dict(transformer.state_dict())}
+        reader = PlainReader(folder / WEIGHTS)
+        reader.read_metadata()  # what it refuses would be hard to tell from what `load` makes of it
+        load(state, storage_reader=reader, planner=PlainPlanner())
         model: Any = AutoModelForCausalLM.from_config(hf_config)
-        model.load_state_dict(convert_state_to_hf(hf_config, dict(transformer.state_dict())))
-    except Exception as error:  # OLMo-core fails in many ways on what it does not expect
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(
-            f"{setting}: cannot load the OLMo-core checkpoint {path} ({reason}). Models of OLMo 2 and 3 can be loaded; "
-            "convert others to a Hugging Face folder and give that."
-        ) from error
+        model.load_state_dict(convert_state_to_hf(hf_config, state["model"]))
     tokenizer = load_tokenizer(path, setting=setting)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for of_model in (model.config, model.generation_config):
@@ -94,12 +93,49 @@ def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path
     return model
 
 
+def empty_checkpoint(path: str, *, setting: str = "model.path") -> PreTrainedModel:
+    """The same without its weights, on the meta device. Raises ModelError."""
+    with _named_faults(path, setting), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_read_configs(Path(path).expanduser())[1])
+    return model
+
+
+@contextmanager
+def _named_faults(path: str, setting: str) -> Iterator[None]:
+    """OLMo-core fails in many ways on what it does not expect."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        of_rank = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"{type(of_rank).__name__}: {' '.join(str(of_rank).split())[:300]}"
+        raise ModelError(
+            f"{setting}: cannot load the OLMo-core checkpoint {path} ({reason}). Models of OLMo 2 and 3 can be loaded, "
+            "and what isopref wrote; convert others to a Hugging Face folder and give that."
+        ) from error
+
+
+def _read_configs(folder: Path) -> tuple[TransformerConfig, PreTrainedConfig]:
+    """The config of a checkpoint, and that of its Hugging Face form."""
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = TransformerConfig.from_dict(told["model"])
+    config.apply(_use_torch_attention)
+    if HF_CONFIG in told:
+        return config, AutoConfig.for_model(**told[HF_CONFIG])
+    hf_config = get_hf_config(config.build(init_device="meta"))
+    hf_config.max_position_embeddings = _context(told)
+    return config, hf_config
+
+
 def write_checkpoint(model: NativeModel, tokenizer: Any, folder: Path, *, is_first: bool) -> None:
     """Write an OLMo-core checkpoint that `read_checkpoint` and OLMo-core load. All ranks call this together."""
     if is_first:
         folder.mkdir(parents=True)
         context = model.config.get_text_config().max_position_embeddings
-        told = {"model": model.native_config.as_config_dict(), "dataset": {"sequence_length": context}}
+        told = {
+            "model": model.native_config.as_config_dict(),
+            "dataset": {"sequence_length": context},
+            HF_CONFIG: model.config.to_dict(),
+        }
         (folder / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(folder)
     save_model_and_optim_state(folder / WEIGHTS, model.transformer)

@@ -75,6 +75,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
     """The model's tokenizer, with its chat template if it has one. Raises ModelError."""
     if is_adapter(Path(path)) and not (Path(path) / "tokenizer_config.json").exists():
         path = base_of(path, setting=setting)
+    if is_olmo_core(path) and not (Path(path).expanduser() / "tokenizer_config.json").exists():
+        raise ModelError(
+            f"{setting}: the OLMo-core checkpoint {path} has no tokenizer. Put the files of its tokenizer there "
+            "(tokenizer.json, tokenizer_config.json)."
+        )
     tokenizer = _from_pretrained(AutoTokenizer, path, setting, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")

@@ -64,6 +64,7 @@ def parallelize(
     data = (("shard", shard),) if mode == "fsdp" else (("replicate", data_size // shard), ("shard", shard))
     mesh = _mesh(device.type, data if tensor_parallel == 1 else (*data, ("tensor", tensor_parallel)), dist.group.WORLD)
     if tensor_parallel > 1 and policy.native is not None:
+        mesh._flatten()  # so that a norm is one sum over all ranks, and the same to the last bit on each
         policy.native.transformer.apply_tp(mesh["tensor"])
         policy.tensor_mesh = mesh["tensor"]
         mesh = mesh[tuple(name for name, _ in data)]
