@@ -61,6 +61,13 @@ def test_the_same_scores_as_the_hugging_face_model(architecture: str, kind: RowK
     check_layout(policy, kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "olmo3"])
+def test_rounding_to_half_the_bits_is_no_reason_to_refuse(architecture: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        from_hf(tiny_model(architecture, dtype=dtype, seed=seed))
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -95,12 +102,15 @@ def test_what_would_be_another_model_is_refused(model: Any, reason: str) -> None
         from_hf(model())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("planted", [RoPEConfig(theta=20_000), RoPEConfig(theta=10_000)])
-def test_wrong_angles_show_in_the_logits(planted: RoPEConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_angles_show_in_the_logits(
+    planted: RoPEConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another base, and angles that should have been scaled."""
     monkeypatch.setattr(conversion, "_rope", lambda *_args: planted)
     with pytest.raises(ModelError, match="its logits would be off"):
-        from_hf(tiny_model("llama", rope_parameters=LLAMA3))
+        from_hf(tiny_model("llama", dtype=dtype, rope_parameters=LLAMA3))
 
 
 def test_the_hugging_face_form_has_the_weights_of_now_and_gives_them_back() -> None:

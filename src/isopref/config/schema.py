@@ -355,6 +355,8 @@ def _adapter_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     adapter = config.model.adapter
     if adapter is None:
         return
+    if config.model.native:
+        yield "model.native", "does not go with model.adapter, which peft puts into transformers' modules. Remove one."
     if config.objective.reference_moves is not None:
         yield (
             "objective.reference_moves",

@@ -115,6 +115,9 @@ def _tensor(base: Cell) -> Iterator[Cell]:
         yield replace(model, rows="packed" if n % 2 else "shared")
         yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="pair", own_weights=True)
         yield replace(model, num_pairs=3, nll_weight=0.7)
+    llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
+    yield replace(llama, objective="aot", cut="pair")
+    yield replace(llama, ld_alpha=0.4, wpo=True)
 
 
 def _objectives(base: Cell) -> Iterator[Cell]:

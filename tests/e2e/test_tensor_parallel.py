@@ -1,0 +1,73 @@
+"""Runs whose ranks compute every layer together: the same model as one process leaves, also when it goes on as one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from isopref.models.conversion import read_checkpoint
+from isopref.testing import oracle
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+
+Start = Callable[..., "Command"]
+Load = Callable[[Path], "Weights"]
+SETTINGS = ("run.folder=run", "run.save_every=2", "objective.loss=aot")  # ten steps; pairs that are coupled
+TOGETHER = "layout.tensor_parallel=2"
+BOUND = 1e-5  # of float32 inside, over ten steps of AdamW
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def make(make_project: MakeProject) -> Callable[[], Project]:
+    return lambda: make_project("llama", model={"dtype": "float64", "native": True})
+
+
+@pytest.fixture(scope="module")
+def alone(make: Callable[[], Project], load_weights: Load) -> Weights:
+    return load_weights(make().train("run", *SETTINGS[1:]) / "model")
+
+
+def test_two_ranks_to_a_layer(make: Callable[[], Project], start: Start, load_weights: Load, alone: Weights) -> None:
+    project = make()
+    code, out, err = start(project, *SETTINGS, TOGETHER).end()
+    assert code == 0, err
+    assert "layout.parallel: auto is fsdp, for layout.tensor_parallel\n" in out
+    assert err == ""
+    run = project.folder / "run"
+    found = load_weights(run / "model")
+    assert oracle.relative_error(found, alone) <= BOUND
+    again = read_checkpoint(str(run / "olmo_core"), dtype=torch.float64)
+    assert all(torch.equal(parameter, found[name]) for name, parameter in again.named_parameters())
+
+
+def test_it_goes_on_as_one_process_and_as_two_again(
+    make: Callable[[], Project], start: Start, load_weights: Load, alone: Weights
+) -> None:
+    project = make()
+    run = project.folder / "run"
+    command = start(project, *SETTINGS, TOGETHER)
+    command.wait_for(run / "checkpoints" / "step2" / "seal.json")
+    command.process.send_signal(signal.SIGTERM)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert "Stopped by SIGTERM" in out
+    project.train("run", *SETTINGS[1:], "run.export=false", "--resume")
+    code, out, err = start(project, *SETTINGS, TOGETHER, "--resume").end()  # all it has to do is to write the model
+    assert code == 0, err
+    assert "resume after step 10\n" in out
+    assert oracle.relative_error(load_weights(run / "model"), alone) <= BOUND
+
+
+def test_what_cannot_work_is_refused(make: Callable[[], Project], start: Start) -> None:
+    assert "layout.tensor_parallel: 2 does not divide the number of processes, 1" in make().refused("run", TOGETHER)
+    code, _, err = start(make(), "layout.tensor_parallel=3").end()
+    assert code == 1
+    assert "layout.tensor_parallel: 3 does not divide the number of processes, 2. Start another number" in err
