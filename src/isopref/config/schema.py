@@ -225,14 +225,10 @@ class RunConfig(Section):
     )
     samples: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="Held-out prompts that are answered before and after training (needs run.export). "
-        "null: 3 where that is possible; 0: none.",
+        description="Held-out prompts that are answered before and after training, greedily and by a draw at "
+        "temperature 1 (needs run.export). null: 3 where that is possible; 0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
-    sample_temperature: Positive | None = Field(
-        default=1.0,
-        description="Every prompt gets a greedy answer, and one drawn at this temperature. null: the greedy one only.",
-    )
     export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")
 
 
