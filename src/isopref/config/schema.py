@@ -70,9 +70,9 @@ class DataConfig(Section):
     )
     eval: SourcesOrShare | None = Field(
         default=None,
-        description="Held-out pairs, evaluated before and after training: in the form of train, and pairs of train "
-        "with one of their prompts are not trained on; or a number, as 0.05: that share of train's prompts, each with "
-        "all its pairs, chosen by the prompts alone. null: none.",
+        description="Held-out pairs, evaluated before and after training. Sources in the form of train: pairs of train "
+        "with one of their prompts are not trained on. A number, as 0.05: that share of train's prompts, each with all "
+        "its pairs, chosen by the prompts alone. null: none.",
     )
     template: Text | None = Field(
         default=None,
