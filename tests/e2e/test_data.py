@@ -154,7 +154,7 @@ def test_a_mistake_is_one_message(no_weights: Project, argument: str, says: str)
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data folder")
 def test_a_real_file(no_weights: Project) -> None:
-    found = report(no_weights, f"data.train={SHARED}", "data.eval=null", "data.eval_fraction=0.1")
+    found = report(no_weights, f"data.train={SHARED}", "data.eval=0.1")
     (source,) = found["sources"]
     assert (source["found"]["shape"], source["found"]["read"], source["found"]["kept"]) == ("sharegpt", 300, 300)
     assert source["train"] + source["held_out"] == 300
@@ -170,8 +170,7 @@ def test_a_run_on_several_sources_with_a_held_out_share(project: Project) -> Non
         "my.yaml",
         "run.folder=run",
         "data.train=[{path: train.jsonl, count: 18}, {path: eval.jsonl, count: 6}]",
-        "data.eval=null",
-        "data.eval_fraction=0.4",
+        "data.eval=0.4",
     )
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
@@ -179,7 +178,7 @@ def test_a_run_on_several_sources_with_a_held_out_share(project: Project) -> Non
         "data  train.jsonl: 23 pairs (jsonl, text), 18 in the mix",
         "data  eval.jsonl: 8 pairs (jsonl, text), 6 in the mix",
     ]
-    match = re.fullmatch(r"data  (\d+) pairs to train on, (\d+) held out \(data\.eval_fraction\)", lines[3])
+    match = re.fullmatch(r"data  (\d+) pairs to train on, (\d+) held out \(data\.eval\)", lines[3])
     assert match
     train, held_out = int(match[1]), int(match[2])
     assert train + held_out == 24

@@ -91,7 +91,7 @@ def test_mistakes(shared: Project, run: Path) -> None:
         ([], 2, "Missing option '--model'"),
         (["--model", "./nowhere"], 1, "error: --model: there is no folder "),
         (["--model", "run/model", "--reference", "./nowhere"], 1, "error: --reference: there is no folder "),
-        (["--model", "run/model", "data.eval=null"], 1, "error: data.eval and data.eval_fraction are null"),
+        (["--model", "run/model", "data.eval=null"], 1, "error: data.eval is null"),
         (["--model", "run/model", "--json", "my.yaml/x.json"], 1, "error: --json: my.yaml/x.json cannot be written"),
     ):
         outcome = shared.isopref("eval", "my.yaml", *arguments)
@@ -115,7 +115,7 @@ def test_figures_of_each_source_reach_the_metrics(project: Project, read_metrics
     figures = json.loads((run / "evaluation.json").read_text())["after"]
     assert {name: part["pairs"] for name, part in figures["by_source"].items()} == {"even": 4, "odd": 4}
 
-    sources = ("data.train=[train.jsonl, eval.jsonl]", "data.eval=null", "data.eval_fraction=0.5")
+    sources = ("data.train=[train.jsonl, eval.jsonl]", "data.eval=0.5")
     found = evaluated(project, *sources, "--model", "run/model")
     assert found["pairs"] == sum(part["pairs"] for part in found["by_source"].values())
     assert set(found["by_source"]) == {"train", "eval"}

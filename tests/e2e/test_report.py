@@ -255,7 +255,7 @@ def test_runs_laid_over_each_other(tab: Tab, run: Path, other: Path, tmp_path: P
 
 @needs_browser
 def test_text_of_models_is_only_text(tab: Tab, tmp_path: Path) -> None:
-    sample = {"prompt": HOSTILE, "greedy_before": HOSTILE, "greedy_after": HOSTILE}
+    sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after", "sampled_before", "sampled_after"), HOSTILE)
     folder = make_run(tmp_path / "run", noisy_metrics(3), settings={"model": {"path": HOSTILE}}, samples=[sample])
     path = tmp_path / "page.html"
     path.write_text(page([read_run(folder)]))

@@ -347,7 +347,7 @@ def test_resume_with_other_data(stopped: Project, change: str) -> None:
         case "mix":
             arguments = ["data.train=[{path: other.jsonl, weight: 1}, {path: eval.jsonl, weight: 1}]"]
         case "split":
-            arguments.append("data.eval_fraction=0.2")
+            arguments.append("data.eval=0.2")
     stopped.write_pairs("other.jsonl", records)
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE, *arguments, "--resume")

@@ -125,22 +125,22 @@ def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder
 def test_a_share_of_the_prompts_is_held_out(load: Load, folder: Path) -> None:
     rows = records(0, 200) + records(0, 200, answer="never")  # two pairs for each prompt
     (folder / "a.jsonl").write_text(jsonl(rows))
-    tables = load("data.eval_fraction=0.2")
+    tables = load("data.eval=0.2")
     assert tables.held_out is not None
     assert len(tables.train) + len(tables.held_out) == 400
     assert 40 < len(tables.held_out) < 120  # 80 expected
     assert prompts(tables.train).isdisjoint(prompts(tables.held_out))
     assert len(prompts(tables.held_out)) * 2 == len(tables.held_out)
     assert tables.num_left_out == 0
-    last = f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval_fraction)"
+    last = f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval)"
     assert said(tables)[-1] == last
     # The same prompts whatever the seed of training, so that runs can be compared.
-    other = load("data.eval_fraction=0.2", "optim.seed=3")
+    other = load("data.eval=0.2", "optim.seed=3")
     assert origins(other.held_out) == origins(tables.held_out)
 
 
 def test_the_held_out_part_of_a_mix_knows_its_sources(load: Load) -> None:
-    tables = load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 1}]", "data.eval_fraction=0.4")
+    tables = load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 1}]", "data.eval=0.4")
     assert tables.held_out is not None
     assert tables.held_out.source_names == ("a.jsonl", "b.jsonl")
     for source, use in enumerate(tables.sources):
@@ -169,13 +169,13 @@ def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> No
 
 
 def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
-    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*data\.eval_fraction in place of"):
+    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*as data\.eval: 0\.05"):
         load("data.eval=a.jsonl")
 
 
 def test_a_share_too_small_for_one_prompt_is_refused(load: Load) -> None:
     with pytest.raises(DataError, match=r"Holding out 1e-06 of 20 pairs leaves 20 to train on and 0 to evaluate on"):
-        load("data.eval_fraction=1e-6")
+        load("data.eval=1e-6")
 
 
 # --- the cache ---------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_only_what_decides_tokens_builds_a_table_again(load: Load, folder: Path)
     for overrides in (
         ["optim.lr=1"],
         ["optim.seed=5", "objective.beta=3", "layout.rows=padded", "run.keep=1"],
-        ["data.eval_fraction=0.3"],
+        ["data.eval=0.3"],
     ):
         load("data.train=[a.jsonl, b.jsonl]", *overrides)
     load("data.train=[{path: a.jsonl, weight: 1}, {path: b.jsonl, weight: 2}]")
@@ -225,7 +225,7 @@ def test_only_what_decides_tokens_builds_a_table_again(load: Load, folder: Path)
 
 def test_another_models_template_holds_out_the_same(folder: Path) -> None:
     """A model is evaluated on what another one was not trained on, whatever tokenizer it has."""
-    config = load_config(folder / "c.yaml", ["data.train=b.jsonl", "data.eval_fraction=0.3"])
+    config = load_config(folder / "c.yaml", ["data.train=b.jsonl", "data.eval=0.3"])
     held_out = [held_out_table(config, tiny_tokenizer(kind), Display(quiet=True)) for kind in ("chatml", "llama3")]
     assert origins(held_out[0]) == origins(held_out[1])
     assert prompts(held_out[0]) != prompts(held_out[1])
@@ -237,7 +237,7 @@ def test_held_out_pairs_of_a_count_are_the_same_for_every_seed(load: Load) -> No
 
 
 def test_no_held_out_pairs(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.eval and data\.eval_fraction are null"):
+    with pytest.raises(ConfigError, match=r"data\.eval is null"):
         held_out_table(load_config(folder / "c.yaml"), tiny_tokenizer("chatml"), Display(quiet=True))
 
 

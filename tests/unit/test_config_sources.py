@@ -1,4 +1,4 @@
-"""Sources in the config: text, lists, what is refused and at which place, the run id, the way back to YAML."""
+"""Sources in the config: text, lists, a share, what is refused and at which place, the run id, the way back to YAML."""
 
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def test_an_override_replaces_the_whole_field(file: Path, text: str, override: s
 @pytest.mark.parametrize(
     "text",
     [
-        "  train: a\n  eval_fraction: 0.25\n",
+        "  train: a\n  eval: 0.25\n",
+        "  train: a\n  eval: '0.25'\n",
         "  train: [a, '1e5', 'null']\n  eval: [{path: '2', count: 7}]\n",
         "  train: [{path: a, weight: 0.1, columns: {prompt: '1e5'}}, {path: b, weight: 3}]\n",
     ],
@@ -70,11 +71,13 @@ def test_the_run_id_follows_every_field_of_a_source(file: Path) -> None:
     values += ["[{path: a, columns: {prompt: q}}]", "[{path: a}, b]", "[b, {path: a}]"]
     ids = {run_id(load_config(file, [f"data.train={value}"])) for value in values}
     assert len(ids) == len(values)
-    assert run_id(load_config(file, ["data.eval_fraction=0.1"])) != run_id(load_config(file))
+    held_out = ["null", "0.1", "0.2", "'0.1'", "['0.1']"]
+    assert len({run_id(load_config(file, [f"data.eval={value}"])) for value in held_out}) == len(held_out)
 
 
 SOURCE = "must be non-empty text or a source (path, weight, count, columns)"
 SOURCES = "must be non-empty text or a non-empty list of sources"
+HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ SOURCES = "must be non-empty text or a non-empty list of sources"
         ("  train: []\n", f"c.yaml:3: data.train: {SOURCES}; found []."),
         ("  train: {path: a}\n", f"c.yaml:3: data.train: {SOURCES}; found {{path: a}}."),
         ("  train: 7\n", f'c.yaml:3: data.train: {SOURCES}; found 7. Put it in quotes: "7".'),
-        ("  train: a\n  eval: []\n", f"c.yaml:4: data.eval: {SOURCES} or null; found []."),
+        ("  train: a\n  eval: []\n", f"c.yaml:4: data.eval: {HELD_OUT}; found []."),
         ("  train:\n  - a\n  - 7\n", f'c.yaml:5: data.train[1]: {SOURCE}; found 7. Put it in quotes: "7".'),
         ("  train: [a, ['b']]\n", f"c.yaml:3: data.train[1]: {SOURCE}; found [b]."),
         (
@@ -115,12 +118,13 @@ SOURCES = "must be non-empty text or a non-empty list of sources"
             "c.yaml:5: data.train[0].path: given twice, the first time in line 4. Remove one of the two.",
         ),
         (
-            "  train: a\n  eval_fraction: 1\n",
-            "c.yaml:4: data.eval_fraction: must be a number, above 0, below 1, or null",
+            "  train: a\n  eval_fraction: 0.1\n",
+            "c.yaml:4: data.eval_fraction: there is no such field. Did you mean data.eval?",
         ),
+        ("  train: a\n  val_size: 0.1\n", "c.yaml:4: data.val_size: there is no such field. Did you mean data.eval?"),
         (
-            "  train: a\n  eval: b\n  eval_fraction: 0.1\n",
-            "c.yaml:5: data.eval_fraction: 0.1 of data.train, but data.eval names held-out pairs too. Keep one",
+            "  train: [{path: a, columns: {}}]\n  eval: 0.1\n  columns: {prompt: q}\n",
+            "c.yaml:5: data.columns: does nothing: every source has columns of its own. Remove it, or theirs.",
         ),
         (
             "  train:\n  - path: a\n    weight: 1\n    count: 2\n",
@@ -139,6 +143,31 @@ SOURCES = "must be non-empty text or a non-empty list of sources"
 def test_what_is_wrong_is_named_with_its_place(file: Path, text: str, message: str) -> None:
     (line,) = problems(file, text)
     assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "share", "sources"),
+    [
+        ("0.05", 0.05, None),
+        ("1e-3", 0.001, None),
+        ("held_out.jsonl", None, "held_out.jsonl"),
+        ("'0.05'", None, "0.05"),
+        ("'3'", None, "3"),
+        ("[a, b]", None, ["a", "b"]),
+        ("null", None, None),
+    ],
+)
+def test_held_out_pairs_are_a_share_or_sources(
+    file: Path, value: str, share: float | None, sources: str | list[str] | None
+) -> None:
+    for found in (data(file, f"  train: a\n  eval: {value}\n"), data(file, "  train: a\n", f"data.eval={value}")):
+        assert (found.eval_share, found.eval_sources) == (share, sources)
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "1", "1.0", "1.5", "-0.1", "3", "true", ".nan", ".inf", "{path: a}"])
+def test_a_share_is_above_0_and_below_1(file: Path, value: str) -> None:
+    text = f"  train: a\n  eval: {value}\n"
+    assert problems(file, text) == [f"c.yaml:4: data.eval: {HELD_OUT}; found {value}."]
 
 
 def test_an_override_s_mistake_is_not_said_of_the_file(file: Path) -> None:
@@ -165,7 +194,7 @@ def test_every_problem_of_every_source_is_reported(file: Path) -> None:
     [
         "  train: [{path: a, count: 1}, b]\n",
         "  train: [{path: a, columns: {prompt: q}}, b]\n  columns: {prompt: r}\n",
-        "  train: a\n  eval_fraction: 0.1\nrun: {eval_every: 3}\n",
+        "  train: a\n  eval: 0.1\nrun: {eval_every: 3, samples: 2}\n",
     ],
 )
 def test_possible_combinations(file: Path, text: str) -> None:

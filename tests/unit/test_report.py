@@ -128,7 +128,7 @@ def test_text_is_escaped_once_and_markup_is_not() -> None:
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    sample = {"prompt": HOSTILE, "greedy_before": HOSTILE, "greedy_after": HOSTILE}
+    sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after", "sampled_before", "sampled_after"), HOSTILE)
     state = State("failed", 1, 2, 1.0, HOSTILE)
     folder = make_run(
         tmp_path / "a<b>", losses([0.7]), settings={"model": {"path": HOSTILE}}, state=state, samples=[sample]
@@ -139,6 +139,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "<img" not in html
     assert "\x1b" not in html
     assert "&lt;img src=x onerror=alert(2)&gt;" in html
+    assert html.count("<pre>") == 4  # greedy and drawn, before and after
     text = markdown([run])
     assert "<img" not in text
     assert "\\| \\`code\\` \\[a\\](b) @\u200ball" in text

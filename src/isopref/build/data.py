@@ -63,17 +63,17 @@ def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: b
     """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError."""
     data = config.data
     mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed)
-    if data.eval_fraction is not None:
-        train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_fraction, SPLIT_SEED))
+    if data.eval_share is not None:
+        train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_share, SPLIT_SEED))
         return Tables(train, held_out, _uses("data.train", mixed, train, held_out))
-    if data.eval is None:
+    if data.eval_sources is None:
         return Tables(mixed, None, _uses("data.train", mixed, mixed, None))
-    held_out = _mixed_table(config, data.eval, tokenizer, display, is_first, seed=SPLIT_SEED)
+    held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED)
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
             f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Name "
-            "other held-out pairs, or set data.eval_fraction in place of data.eval."
+            "other held-out pairs, or a share of the prompts, as data.eval: 0.05."
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
     return Tables(train, held_out, uses)
@@ -81,11 +81,12 @@ def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: b
 
 def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> PairTable:
     """The held-out pairs alone: data.train is only read where they are a share of it. Raises ConfigError for none."""
-    data = config.data
-    if data.eval is not None:
-        return _mixed_table(config, data.eval, tokenizer, display, is_first, seed=SPLIT_SEED)
-    if data.eval_fraction is None:
-        raise ConfigError("data.eval and data.eval_fraction are null, so there are no held-out pairs. Set one of them.")
+    if (sources := config.data.eval_sources) is not None:
+        return _mixed_table(config, sources, tokenizer, display, is_first, seed=SPLIT_SEED)
+    if config.data.eval_share is None:
+        raise ConfigError(
+            "data.eval is null: there are no held-out pairs. Name some, or a share of the prompts, as data.eval: 0.05."
+        )
     held_out = pair_tables(config, tokenizer, display, is_first=is_first).held_out
     assert held_out is not None
     return held_out
@@ -103,9 +104,7 @@ def say_tables(tables: Tables, display: Display) -> None:
     if tables.num_left_out:
         display.say(f"data  {left_out_note(tables.num_left_out)}")
     if tables.held_out is not None and any(source.train and source.held_out for source in tables.sources):
-        display.say(
-            f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval_fraction)"
-        )
+        display.say(f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval)")
 
 
 def left_out_note(count: int) -> str:

@@ -53,8 +53,13 @@ def say_answers(
     every = list(zip(questions, before, after, strict=True))
     with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
         for question, old, new in every:
-            sampled = {} if new.sampled is None else {"sampled_before": old.sampled, "sampled_after": new.sampled}
-            line = {"prompt": question, "greedy_before": old.greedy, "greedy_after": new.greedy, **sampled}
+            line = {
+                "prompt": question,
+                "greedy_before": old.greedy,
+                "greedy_after": new.greedy,
+                "sampled_before": old.sampled,
+                "sampled_after": new.sampled,
+            }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     rows = [(question, old.greedy, new.greedy) for question, old, new in every]
     run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
@@ -62,15 +67,8 @@ def say_answers(
 
 def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) -> list[Answer]:
     """Answers to some prompts, as the config asks for them."""
-    settings = run.config.run
-    return answers(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=settings.sample_tokens,
-        temperature=settings.sample_temperature,
-        seed=run.config.optim.seed,
-    )
+    config = run.config
+    return answers(model, tokenizer, prompts, max_new_tokens=config.run.sample_tokens, seed=config.optim.seed)
 
 
 def write_report(run: Run) -> None:

@@ -147,7 +147,7 @@ def evaluate(
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
-    """Evaluate a model on the config's held-out pairs (data.eval or data.eval_fraction).
+    """Evaluate a model on the config's held-out pairs (data.eval).
 
     Preference accuracy, reward margins, loss and length bias, with 95% intervals. The reference's side comes
     from the cache where it was scored before.

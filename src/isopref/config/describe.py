@@ -74,7 +74,7 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         words = f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
     elif _is_union(annotation):
         inner = [_words(arg) for arg in args]
-        words = (", or " if "," in inner[0] else " or ").join(inner)
+        words = (", or " if any("," in one for one in inner) else " or ").join(inner)
     elif origin is list:
         named = get_origin(args[0]) is Literal
         text = get_args(args[0])[:1] == (str,)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
 from isopref.config.peers import PEERS
 from isopref.config.schema import Config
-from isopref.config.values import IS_LIST, IS_SOURCE, IS_TEXT
+from isopref.config.values import IS_LIST, TAGS
 from isopref.errors import ConfigError
 
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
@@ -198,7 +198,7 @@ def _validate(draft: _Draft) -> Config | None:
             for name, what in one.get("ctx", {}).get("conflicts", ()):
                 draft.report(tuple(int(key) if key.isdigit() else key for key in name.split(".")), what)
             in_list = IS_LIST in one["loc"]
-            path = [key for key in one["loc"] if key not in (IS_LIST, IS_SOURCE, IS_TEXT)]
+            path = [key for key in one["loc"] if key not in TAGS]
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
             keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
@@ -237,7 +237,8 @@ def _unknown(keys: Keys) -> str:
         known, what, prefix = list(sections()), "section", ""
     else:
         known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
-    near = [*PEERS.get(name, ())] or [prefix + match for match in get_close_matches(name, known, n=1)] + _homes(name)
+    match = get_close_matches(name, known, n=1) or [field for field in known if name.startswith(f"{field}_")]
+    near = [*PEERS.get(name, ())] or [prefix + field for field in match] + _homes(name)
     if near:
         return f"there is no such {what}. Did you mean {' or '.join(near)}?"
     return f"there is no such {what}. Known: {', '.join(known)}."

@@ -66,8 +66,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "truncation_mode": ("data.truncation",),
     "use_peft": ("model.adapter",),
     "use_weighting": ("objective.wpo",),
-    "val_set_size": ("data.eval_fraction",),
-    "val_size": ("data.eval_fraction",),
+    "val_set_size": ("data.eval",),
+    "val_size": ("data.eval",),
     "warmup_ratio": ("optim.warmup",),
     "warmup_steps": ("optim.warmup",),
 }

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from isopref.config.objective import ObjectiveConfig
 from isopref.config.section import Count, Decay, NonNegative, Positive, Section, Text
-from isopref.config.values import AdapterConfig, SourceConfig, Sources
+from isopref.config.values import AdapterConfig, SourceConfig, Sources, SourcesOrShare
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
@@ -68,15 +68,11 @@ class DataConfig(Section):
         "[{path: a.jsonl, weight: 2}, {path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
         examples=["train.jsonl"],
     )
-    eval: Sources | None = Field(
+    eval: SourcesOrShare | None = Field(
         default=None,
-        description="Held-out pairs, evaluated before and after training, in the form of train. Pairs of train with "
-        "a prompt that is held out are not trained on. null: none.",
-    )
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None,
-        description="Share of train's prompts to hold out instead of eval, each with all its pairs; which ones depends "
-        "on the prompts alone. null: none.",
+        description="Held-out pairs, evaluated before and after training. Sources in the form of train: pairs of train "
+        "with one of their prompts are not trained on. A number, as 0.05: that share of train's prompts, each with all "
+        "its pairs, chosen by the prompts alone. null: none.",
     )
     template: Text | None = Field(
         default=None,
@@ -100,6 +96,16 @@ class DataConfig(Section):
         description="Names of the columns in your data where they differ from ours, as ours: yours, "
         "for example {prompt: question}.",
     )
+
+    @property
+    def eval_share(self) -> float | None:
+        """The share of train's prompts to hold out, if eval is one."""
+        return self.eval if isinstance(self.eval, float) else None
+
+    @property
+    def eval_sources(self) -> Sources | None:
+        """Where held-out pairs of their own are, if eval says so."""
+        return None if isinstance(self.eval, float) else self.eval
 
 
 class OptimConfig(Section):
@@ -225,14 +231,10 @@ class RunConfig(Section):
     )
     samples: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="Held-out prompts that are answered before and after training (needs run.export). "
-        "null: 3 where that is possible; 0: none.",
+        description="Held-out prompts that are answered before and after training, greedily and by a draw at "
+        "temperature 1 (needs run.export). null: 3 where that is possible; 0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer.")
-    sample_temperature: Positive | None = Field(
-        default=1.0,
-        description="Every prompt gets a greedy answer, and one drawn at this temperature. null: the greedy one only.",
-    )
     export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")
 
 
@@ -315,20 +317,18 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
             "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
             "usually the GPUs of one node; or use layout.parallel: fsdp.",
         )
-    held_out = data.eval is not None or data.eval_fraction is not None
-    if run.samples and not (held_out and run.export):
+    if run.samples and (data.eval is None or not run.export):
         yield (
             "run.samples",
-            f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval or data.eval_fraction "
-            "and run.export: true, or remove samples.",
+            f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval and run.export: true, or "
+            "remove samples.",
         )
     for name in {name for name in run.loggers if run.loggers.count(name) > 1}:
         yield "run.loggers", f"names {name} twice. Keep one of the two."
-    if run.eval_every is not None and not held_out:
+    if run.eval_every is not None and data.eval is None:
         yield (
             "run.eval_every",
-            f"{run.eval_every} does nothing without held-out pairs. Set data.eval or data.eval_fraction, or remove "
-            "eval_every.",
+            f"{run.eval_every} does nothing without held-out pairs. Set data.eval, or remove eval_every.",
         )
     if run.keep_best and run.eval_every is None:
         yield (
@@ -371,12 +371,8 @@ def _adapter_conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 def _source_conflicts(data: DataConfig) -> Iterator[tuple[str, str]]:
     """The same for the sources. The field of a list's third source is "data.train.2.weight"."""
-    if data.eval is not None and data.eval_fraction is not None:
-        yield (
-            "data.eval_fraction",
-            f"{data.eval_fraction} of data.train, but data.eval names held-out pairs too. Keep one of the two.",
-        )
-    named = [(name, sources) for name, sources in (("train", data.train), ("eval", data.eval)) if sources is not None]
+    both = (("train", data.train), ("eval", data.eval_sources))
+    named = [(name, sources) for name, sources in both if sources is not None]
     each = [source for _, sources in named for source in (sources if isinstance(sources, list) else [sources])]
     if data.columns and all(isinstance(source, SourceConfig) and source.columns is not None for source in each):
         yield "data.columns", "does nothing: every source has columns of its own. Remove it, or theirs."

@@ -26,7 +26,7 @@ class SourceConfig(Section):
 
 # A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
 # names: load.py takes them out of an error's place again.
-IS_TEXT, IS_LIST, IS_SOURCE = "<text>", "<list>", "<source>"
+IS_TEXT, IS_LIST, IS_SOURCE, IS_SOURCES, IS_SHARE = TAGS = ("<text>", "<list>", "<source>", "<sources>", "<share>")
 
 OneOfSources = Annotated[
     Annotated[Text, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
@@ -35,6 +35,10 @@ OneOfSources = Annotated[
 Sources = Annotated[
     Annotated[Text, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
     Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
+]
+SourcesOrShare = Annotated[
+    Annotated[Sources, Tag(IS_SOURCES)] | Annotated[float, Field(gt=0, lt=1), Tag(IS_SHARE)],
+    Discriminator(lambda value: IS_SHARE if isinstance(value, int | float) else IS_SOURCES),
 ]
 
 

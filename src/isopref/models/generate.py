@@ -15,54 +15,45 @@ class Answer(NamedTuple):
     """What a model says to a prompt."""
 
     greedy: str
-    sampled: str | None
+    sampled: str
 
 
 class _Gumbel(LogitsProcessor):  # type: ignore[misc,unused-ignore]
-    """Makes the greedy choice in the later rows a draw from softmax(logits / temperature).
+    """Makes the greedy choice in the later rows a draw from softmax(logits).
 
-    The largest of logit / temperature + Gumbel noise is such a draw. Each row has noise of its own, so an answer does
-    not depend on which others are in the batch.
+    The largest of logit + Gumbel noise is such a draw. Each row has noise of its own, so an answer does not depend on
+    which others are in the batch.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], temperature: float):
-        self.generators, self.temperature = generators, temperature
+    def __init__(self, generators: Sequence[torch.Generator]):
+        self.generators = generators
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         exponential = torch.empty(len(self.generators), scores.shape[1])
         for row, generator in zip(exponential, self.generators, strict=True):
             row.exponential_(generator=generator)
-        drawn = scores[-len(self.generators) :].float() / self.temperature - exponential.log().to(scores.device)
+        drawn = scores[-len(self.generators) :].float() - exponential.log().to(scores.device)
         return torch.cat([scores[: -len(self.generators)].float(), drawn])
 
 
 @torch.no_grad()
 def answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[IntArray],
-    *,
-    max_new_tokens: int,
-    temperature: float | None = None,
-    seed: int = 0,
+    model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int, seed: int = 0
 ) -> list[Answer]:
-    """A greedy answer for each tokenised prompt and, with a temperature, one drawn at it; all as one left-padded batch.
+    """A greedy answer for each tokenised prompt and one drawn at temperature 1, all as one left-padded batch.
 
     The noise of a draw comes from the seed and the prompt's content.
     """
     if not prompts:
         return []
-    rows = [*prompts, *(prompts if temperature is not None else [])]
+    rows = [*prompts, *prompts]
     device = next(model.parameters()).device
-    width = max(len(prompt) for prompt in rows)
+    width = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(rows), width), tokenizer.eos_token_id)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(rows):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
         mask[row, width - len(prompt) :] = 1
-    draws = LogitsProcessorList()
-    if temperature is not None:
-        draws.append(_Gumbel([_generator(prompt, seed) for prompt in prompts], temperature))
     was_training = model.training
     model.eval()
     out = model.generate(
@@ -71,12 +62,11 @@ def answers(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,
-        logits_processor=draws,
+        logits_processor=LogitsProcessorList([_Gumbel([_generator(prompt, seed) for prompt in prompts])]),
     )
     model.train(was_training)
     texts = [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in out]
-    drawn = texts[len(prompts) :] if temperature is not None else [None] * len(prompts)
-    return [Answer(*both) for both in zip(texts[: len(prompts)], drawn, strict=True)]
+    return [Answer(*both) for both in zip(texts[: len(prompts)], texts[len(prompts) :], strict=True)]
 
 
 def _generator(prompt: IntArray, seed: int) -> torch.Generator:

@@ -1,0 +1,270 @@
+"""What a config file or an override is refused for, and in which words."""
+
+from pathlib import Path
+
+import pytest
+
+from isopref.config.describe import fields
+from isopref.config.load import load_config
+from isopref.errors import ConfigError
+from isopref.objectives import OBJECTIVES
+
+MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
+LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "c.yaml"
+
+
+def problems(file: Path, text: str, *overrides: str) -> list[str]:
+    """The lines of the error for a file's text, with the file's path cut to its name."""
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    lines = str(caught.value).replace(str(file), file.name).split("\n")
+    if len(lines) == 1:
+        return lines
+    assert lines[0] == f"{file.name}: {len(lines) - 1} problems:"
+    return [line.removeprefix("  ") for line in lines[1:]]
+
+
+def test_missing_file_says_how_to_get_one(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value) == f"{file}: there is no such file. To write a starter: isopref init {file}"
+
+
+def test_folder_and_binary_file_are_refused(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(tmp_path)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("model:\n  path: [a\noptim: 1\n", "c.yaml:3: not valid YAML: "),
+        ("model:\n\tpath: a\n", "c.yaml:2: not valid YAML: "),
+        ("model: 1\n---\nmodel: 2\n", "c.yaml:2: not valid YAML: "),
+        ("model:\n  path: !!python/name:os.system x\n", "c.yaml:2: not valid YAML: "),
+        ("model:\n  path: !!int x\n", "c.yaml: not valid YAML: "),
+        ("model: \x07", "c.yaml: not valid YAML: "),
+    ],
+)
+def test_broken_yaml_names_the_line(file: Path, text: str, start: str) -> None:
+    (line,) = problems(file, text)
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize("text", ["- a", "just text", "3"])
+def test_file_without_sections(file: Path, text: str) -> None:
+    (line,) = problems(file, text)
+    assert line.startswith("c.yaml: expected sections with fields (model, data, objective, optim, layout, run)")
+
+
+def test_empty_file_names_the_required_fields(file: Path) -> None:
+    model, data = problems(file, "")
+    assert model.startswith("c.yaml: model.path: is required. Model to start from")
+    assert data.startswith("c.yaml: data.train: is required. Preference pairs")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("objective: {betta: 1}", "objective.betta: there is no such field. Did you mean objective.beta?"),
+        ("layout: {lr: 1}", "layout.lr: there is no such field. Did you mean optim.lr?"),
+        (
+            "optim: {beta: 1}",
+            "optim.beta: there is no such field. Did you mean optim.betas or objective.beta?",
+        ),
+        (
+            "objective: {zzz: 1}",
+            f"objective.zzz: there is no such field. Known: {', '.join(fields('objective'))}.",
+        ),
+        ("optimizer: {lr: 1}", "optimizer: there is no such section. Did you mean optim?"),
+        ("learning_rate: 1e-6", "learning_rate: there is no such section. Did you mean optim.lr?"),
+        ("optim: {num_train_epochs: 3}", "optim.num_train_epochs: there is no such field. Did you mean optim.epochs?"),
+        ("run: {max_prompt_length: 3}", "run.max_prompt_length: there is no such field. Did you mean data.max_length?"),
+        (
+            "layout: {per_device_train_batch_size: 3}",
+            "layout.per_device_train_batch_size: there is no such field. Did you mean layout.microbatch_tokens or "
+            "layout.microbatch_pairs or optim.batch_pairs?",
+        ),
+        ("beta: 0.1", "beta: there is no such section. Did you mean objective.beta?"),
+        ("7: {}", "7: there is no such section. Known: model, data, objective, optim, layout, run."),
+        (
+            "objective: 3",
+            f"objective: must be a section with fields ({', '.join(fields('objective'))}); found 3.",
+        ),
+        ("optim: {lr: fast}", 'optim.lr: must be a number, at least 0; found "fast".'),
+        ("optim: {lr: .inf}", "optim.lr: must be a number, at least 0; found .inf."),
+        ("optim: {lr: true}", "optim.lr: must be a number, at least 0; found true."),
+        ("optim: {lr: null}", "optim.lr: must be a number, at least 0; found null."),
+        ("optim: {lr: &a [*a]}", "optim.lr: must be a number, at least 0; found &id001 [*id001]."),
+        ("optim: {lr: '1e-6'}", 'optim.lr: must be a number, at least 0; found "1e-6".'),
+        ("optim: {epochs: 1.5}", "optim.epochs: must be a whole number, at least 1; found 1.5."),
+        ("optim: {max_steps: 0}", "optim.max_steps: must be a whole number, at least 1, or null; found 0."),
+        ("optim: {warmup: 1.1}", "optim.warmup: must be a number, at least 0, at most 1; found 1.1."),
+        (
+            "optim: {betas: [1, 2]}",
+            "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
+        ),
+        (
+            "objective: {reference_moves: [8, 1.5]}",
+            "objective.reference_moves: must be [a whole number, at least 1; a number, above 0, at most 1], or null; "
+            "found [8, 1.5].",
+        ),
+        ("optim: {schedule: step}", 'optim.schedule: must be one of linear, cosine, constant; found "step".'),
+        (
+            "objective: {loss: dpo}",
+            f'{LOSS}; found "dpo".',
+        ),
+        ("objective: {loss: {}}", f"{LOSS}; found {{}}."),
+        ("objective: {loss: {sigmoid: 1, dpo: 1}}", f"{LOSS}; found {{sigmoid: 1, dpo: 1}}."),
+        ("objective: {beta: 0}", "objective.beta: must be a number, above 0, or null; found 0."),
+        (
+            "objective: {label_smoothing: 0.5}",
+            "objective.label_smoothing: must be a number, at least 0, below 0.5, or null; found 0.5.",
+        ),
+        (
+            "objective: {divergence: 1.0}",
+            "objective.divergence: must be one of reverse_kl, forward_kl, jensen_shannon, or a number, above 0, below "
+            "1, or null; found 1.0.",
+        ),
+        ("run: {export: 1}", "run.export: must be true or false; found 1."),
+        (
+            "run: {folder: 12}",
+            'run.folder: must be non-empty text or null; found 12. Put it in quotes: "12".',
+        ),
+        ("run: {folder: ''}", 'run.folder: must be non-empty text or null; found "".'),
+    ],
+)
+def test_wrong_names_and_values(file: Path, text: str, message: str) -> None:
+    assert problems(file, MINIMAL + text) == [f"c.yaml:3: {message}"]
+
+
+def test_columns_must_be_text(file: Path) -> None:
+    text = "model: {path: m}\ndata:\n  train: d\n  columns:\n    prompt: q\n    chosen: 1\n"
+    message = "data.columns: must be a mapping from text to text; found {prompt: q, chosen: 1}."
+    assert problems(file, text) == [f"c.yaml:6: {message}"]
+
+
+def test_duplicate_keys_are_refused_at_every_depth(file: Path) -> None:
+    text = (
+        "model:\n  path: a\n  path: b\n"
+        "data:\n  train: d\n  columns:\n    prompt: a\n    prompt: b\n"
+        "optim: {lr: 1}\noptim: {lr: 2}\n"
+    )
+    way_out = "Remove one of the two."
+    assert problems(file, text) == [
+        f"c.yaml:3: model.path: given twice, the first time in line 2. {way_out}",
+        f"c.yaml:8: data.columns.prompt: given twice, the first time in line 7. {way_out}",
+        f"c.yaml:10: optim: given twice, the first time in line 9. {way_out}",
+    ]
+
+
+def test_all_problems_are_reported_at_once(file: Path) -> None:
+    text = "model: {path: m, path: m}\noptim:\n  lr: fast\n  eps: 0\nlayuot: {}\n"
+    lines = problems(file, text, "lr=1", "run.keep=0")
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["c.yaml:1", "model.path"],
+        ["override 'lr=1'", "write section.field=value, as in optim.lr=1e-6. Did you mean optim.lr=1?"],
+        ["c.yaml", "data.train"],
+        ["c.yaml:3", "optim.lr"],
+        ["c.yaml:4", "optim.eps"],
+        ["override 'run.keep=0'", "run.keep"],
+        ["c.yaml:5", "layuot"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr", "write section.field=value, as in optim.lr=1e-6."),
+        ("=3", "write section.field=value, as in optim.lr=1e-6."),
+        ("optim.=3", "write section.field=value, as in optim.lr=1e-6."),
+        ("rl_beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
+        ("beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
+        ("optim.lr=fast", 'optim.lr: must be a number, at least 0; found "fast".'),
+        ("optim.lr=", "optim.lr: must be a number, at least 0; found null."),
+        ("optim.lr.x=1", "optim.lr: must be a number, at least 0; found {x: 1}."),
+        ("model.path.x=1", 'model.path is "m", which has no fields.'),
+        ("optim.epoch=1", "optim.epoch: there is no such field. Did you mean optim.epochs?"),
+        ("optin.lr=1", "optin: there is no such section. Did you mean optim?"),
+        ("data.columns={a: b, a: c}", "data.columns.a: given twice. Remove one of the two."),
+        ("data.columns.a=1", "data.columns: must be a mapping from text to text; found {a: 1}."),
+    ],
+)
+def test_wrong_overrides(file: Path, override: str, message: str) -> None:
+    assert problems(file, MINIMAL, override) == [f"override '{override}': {message}"]
+
+
+def test_override_that_is_not_yaml(file: Path) -> None:
+    (line,) = problems(file, MINIMAL, "optim.betas=[0.9")
+    assert line.startswith("override 'optim.betas=[0.9': not valid YAML: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "way_out"),
+    [
+        (["layout.hsdp_shard=4"], "layout.hsdp_shard", "Use layout.parallel: hsdp, or remove hsdp_shard."),
+        (["layout.parallel=hsdp"], "layout.hsdp_shard", "or use layout.parallel: fsdp."),
+        (
+            ["model.compute_dtype=bfloat16", "layout.parallel=single"],
+            "model.compute_dtype",
+            "Use layout.parallel: fsdp, or auto.",
+        ),
+        (
+            ["model.compute_dtype=float32", "model.dtype=float64", "layout.parallel=ddp"],
+            "model.compute_dtype",
+            "Use layout.parallel: fsdp, or auto.",
+        ),
+        (["data.truncation=keep_end"], "data.truncation", "Set data.max_length, or remove truncation."),
+        (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
+        (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
+        (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
+        (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another objective.loss."),
+        (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
+        (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
+    ],
+)
+def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
+    (line,) = problems(file, MINIMAL, *overrides)
+    assert f": {field}: " in line
+    assert line.endswith(way_out)
+
+
+def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
+    lines = problems(file, MINIMAL + "layout:\n  hsdp_shard: 2\nrun:\n  eval_every: 3\n")
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["c.yaml:4", "layout.hsdp_shard"],
+        ["c.yaml:6", "run.eval_every"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["layout.parallel=hsdp", "layout.hsdp_shard=4"],
+        ["model.compute_dtype=bfloat16"],
+        ["model.compute_dtype=bfloat16", "layout.parallel=fsdp"],
+        ["model.compute_dtype=bfloat16", "layout.parallel=hsdp", "layout.hsdp_shard=4"],
+        ["model.compute_dtype=float32", "layout.parallel=ddp"],
+        ["data.truncation=keep_end", "data.max_length=128"],
+        ["run.eval_every=10", "data.eval=e"],
+        ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
+        ["objective.loss=exo_pair"],
+        ["objective.wpo=true", "objective.ld_alpha=0.5"],
+        ["objective.reference_moves=[8, 1]", "objective.loss={simpo: 1, hinge: 1}"],
+        ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],
+        ["objective.loss.aot=1.5", "objective.loss.hinge=1"],
+        ["objective.divergence=0.5", "objective.label_smoothing=0.1"],
+    ],
+)
+def test_possible_combinations(file: Path, overrides: list[str]) -> None:
+    file.write_text(MINIMAL)
+    load_config(file, overrides)
