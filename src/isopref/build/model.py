@@ -81,8 +81,8 @@ def _load_base(run: Run, path: str | None, setting: str) -> PreTrainedModel:
     model = run.config.model
     if hf.is_olmo_core(model.path):
         raise ConfigError(
-            f"model.adapter: {model.path} is an OLMo-core checkpoint, which peft cannot load as an adapter's base. Give "
-            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+            f"model.adapter: {model.path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. "
+            "Give the model as a Hugging Face folder: isopref writes one beside a checkpoint."
         )
     base = _load(run, model.path, getattr(torch, run.compute_dtype), "model.path")
     if model.adapter is not None and model.adapter.quantize is not None:

@@ -1,5 +1,7 @@
 """Mistakes of a user, by name, made on every rank alike."""
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -103,6 +105,13 @@ def error_of(mistake: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def die_on_rank_one() -> None:
+    """End the process of the second rank, as a crash would, while the first one waits for it."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
 
 
 def fail_on_rank_one() -> None:

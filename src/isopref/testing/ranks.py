@@ -1,5 +1,6 @@
 """CPU ranks for tests: processes with a gloo group over loopback, kept alive to run one function after another."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -16,7 +17,11 @@ CALL_S = 240
 
 
 class RankError(Exception):
-    """A rank failed, died or did not answer in time."""
+    """A rank failed, or did not answer in time."""
+
+
+class RankDiedError(RankError):
+    """The process of a rank ended without an answer."""
 
 
 class Ranks:
@@ -32,6 +37,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S) -> list[Any]:
+        """Raises RankError."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -39,8 +45,9 @@ class Ranks:
         answers = [self._answer(rank, timeout_s) for rank in range(self.world_size)]
         failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
+            died = any(process.exitcode is not None for process in self._processes)
             self.close()
-            raise RankError("\n".join(failed))
+            raise (RankDiedError if died else RankError)("\n".join(failed))
         return [result for _, result in answers]
 
     def _answer(self, rank: int, timeout_s: float) -> tuple[bool, Any]:
@@ -49,7 +56,8 @@ class Ranks:
                 answer: tuple[bool, Any] = self._pipes[rank].recv()
                 return answer
         except (EOFError, OSError):
-            return False, "died"
+            self._processes[rank].join(START_S)
+            return False, f"died with exit code {self._processes[rank].exitcode}"
         return False, f"no answer in {timeout_s} s"
 
     def _start(self) -> None:
@@ -98,6 +106,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash in native code says where Python was
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=CALL_S)
