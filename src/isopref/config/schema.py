@@ -27,7 +27,7 @@ Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 class ModelConfig(Section):
     path: Text = Field(
         description="Model to start from: a Hugging Face folder, a hub name, a .gguf file, "
-        "package:PACKAGE/FILE.gguf for one inside an installed Python package, or an OLMo-core checkpoint (docs/olmo-core.md).",
+        "package:PACKAGE/FILE.gguf for one in an installed package, or an OLMo-core checkpoint (docs/olmo-core.md).",
         examples=["HuggingFaceTB/SmolLM2-135M-Instruct"],
     )
     reference: Text | None = Field(
