@@ -1,24 +1,31 @@
 """A rank that runs out of memory: the step is done again in smaller microbatches, with the same gradient."""
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from isopref.data.packing import Budget
 from isopref.testing import faults
-from isopref.testing.ranks import Ranks
+from isopref.testing.ranks import RankError, Ranks
 
 WARNING = (
-    "warning: a step ran out of memory with microbatches of 60 tokens and is done again: from here on it is "
+    "warning: a step ran out of memory with microbatches of {} tokens and is done again: from here on it is "
     "microbatches of {} tokens. The result does not depend on it."
 )
 
 
+@pytest.mark.parametrize("budget", [faults.SMALL, Budget("padded", 120)])
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_one_rank(tmp_path: Path, microbatch: int) -> None:
-    cut = faults.out_of_memory("single", 0, microbatch, str(tmp_path))
+def test_one_rank(tmp_path: Path, microbatch: int, budget: Budget) -> None:
+    cut = faults.out_of_memory("single", 0, microbatch, str(tmp_path), budget=budget)
     assert cut.gradient_error <= 1e-6  # float32
-    assert 30 <= cut.tokens < 60
-    assert cut.said == [WARNING.format(cut.tokens)]
+    assert budget.tokens // 2 <= cut.tokens < budget.tokens
+    assert cut.said == [WARNING.format(budget.tokens, cut.tokens)]
+    logged, done = cut.padding
+    assert logged == done
+    assert (done > 0) == (budget.kind == "padded")
 
 
 def test_two_ranks_shrink_together(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -27,4 +34,11 @@ def test_two_ranks_shrink_together(two_ranks: Ranks, tmp_path: Path) -> None:
     assert [cut.tokens for cut in cuts] == [30, 30]
     for cut in cuts:
         assert cut.gradient_error <= 1e-6
-        assert cut.said == [WARNING.format(cut.tokens)]
+        assert cut.said == [WARNING.format(60, cut.tokens)]
+
+
+def test_where_ranks_have_met_the_run_starts_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    """DDP that reduces gradients after every microbatch: others may wait there for a rank that fails."""
+    with pytest.raises(RankError, match=r"StartAgainError: out of memory with microbatches of 60 tokens, at a point"):
+        two_ranks(partial(faults.out_of_memory, meets=True), "ddp", None, 1, str(tmp_path))
+    assert json.loads((tmp_path / "microbatch.json").read_text())["fits"]["tokens"] == 30

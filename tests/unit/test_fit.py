@@ -12,6 +12,7 @@ from isopref.data.table import PairTable
 from isopref.engine import fit
 from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError
+from isopref.models.adapter import quantize_nf4, stored_bytes
 from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.testing.models import random_pairs, tiny_model
@@ -139,3 +140,13 @@ def test_a_part_of_a_layer_is_no_layer() -> None:
     policy = Policy(tiny_model("mamba"))
     names = [type(layer).__name__ for layer in decoder_layers(policy)]
     assert names == ["MambaBlock"] * 2
+
+
+def test_a_weight_in_four_bits_takes_its_own_bytes() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert stored_bytes(weight) == 2 * weight.numel()
+    quantize_nf4(model, torch.device("cpu"), head=model.get_output_embeddings())
+    weight = model.model.layers[0].mlp.up_proj.weight
+    # Half a byte each, a byte for the scale of 64; tables of a fixed size on top.
+    assert 0 < stored_bytes(weight) - weight.numel() * (1 / 2 + 1 / 64) < 64

@@ -13,6 +13,7 @@ from isopref.build.run import Run
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.data.table import PairTable
 from isopref.engine.fit import fit_memory
+from isopref.models.adapter import stored_bytes
 from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, has_layers, unwrap
 
 CPU_TOKENS = 4096
@@ -71,7 +72,8 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
         return asked
     # Where weights are frozen it is they that `last` keeps whole.
     what = "gradient" if all(p.requires_grad for p in model.parameters()) else "model"
-    kept, room = sum(p.numel() * p.element_size() for p in model.parameters()), device_memory(run.env.device)
+    kept = sum(map(stored_bytes, model.parameters())) / run.config.layout.tensor_parallel
+    room = device_memory(run.env.device)
     sharded = isinstance(model, FSDPModule)
     chosen = auto.grad_sync(kept, room, sharded=sharded, offload=run.config.layout.offload)
     if sharded:

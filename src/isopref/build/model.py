@@ -224,7 +224,7 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     why, ranks = run.config.only_fsdp_for, run.env.world_size
     # Weights, also those of a reference that moves; of what is trained the gradient and two moments.
     weights = 1 if run.config.objective.reference_moves is None else 2
-    state = sum((weights + 3 * p.requires_grad) * p.numel() * p.element_size() for p in policy.parameters())
+    state = sum((weights + 3 * p.requires_grad) * adapter.stored_bytes(p) for p in policy.parameters())
     room = device_memory(run.env.device)
     chosen = auto.parallel(state, room, only_fsdp=why is not None, ranks=ranks)
     if why is not None:

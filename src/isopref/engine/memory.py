@@ -63,11 +63,13 @@ class Memory:
         self._met = False
         self._recall()
 
-    def run(self, step: Step, accumulate: Callable[[Step, Before], Tensor], drop: Callable[[], None]) -> Tensor:
-        """What `accumulate` returns for a step; where that runs out of memory, `drop` what it left, and again."""
+    def run(
+        self, step: Step, accumulate: Callable[[Step, Before], Tensor], drop: Callable[[], None]
+    ) -> tuple[Step, Tensor]:
+        """The step, and what `accumulate` returns for it. Where that runs out of memory, `drop` what it left; again."""
         while True:
             try:
-                return self._attempt(step, accumulate)
+                return step, self._attempt(step, accumulate)
             except AgainError:
                 pass
             # Only here is the exception gone, and with it the tensors of the failed step.

@@ -139,9 +139,10 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
-        sums = (
-            self._accumulate(step) if self.memory is None else self.memory.run(step, self._accumulate, self.zero_grads)
-        )
+        if self.memory is None:
+            sums = self._accumulate(step)
+        else:
+            step, sums = self.memory.run(step, self._accumulate, self.zero_grads)
         if dry_run:
             self.zero_grads()
             return

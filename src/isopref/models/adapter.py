@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from isopref import optional
@@ -64,7 +65,15 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:
-    return type(parameter) is not nn.Parameter
+    return type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor)
+
+
+def stored_bytes(parameter: nn.Parameter) -> int:
+    """Memory of a parameter. One in four bits says of itself that it has two bytes a number."""
+    if not is_quantised(parameter):
+        return parameter.numel() * parameter.element_size()
+    parts, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    return sum(int(getattr(parameter, part).nbytes) for part in parts)
 
 
 def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setting: str) -> None:

@@ -108,18 +108,24 @@ def _state(module: DPOTrainModule) -> dict[str, Tensor]:
     return state
 
 
+SMALL = Budget("shared", 60)
+
+
 class Cut(NamedTuple):
     """What a step that ran out of memory came to."""
 
     gradient_error: float  # against the same step without the fault
     tokens: int  # of a microbatch, from then on
+    padding: tuple[float, float]  # as logged, and of the step as it was done in the end
     said: list[str]
 
 
-def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cut:
-    """A step in which a rank runs out of memory once, in a microbatch. All ranks call this together."""
+def out_of_memory(
+    mode: Parallel, rank: int | None, microbatch: int, folder: str, *, budget: Budget = SMALL, meets: bool = False
+) -> Cut:
+    """A step in which a rank (None: each) runs out of memory once, in a microbatch. All ranks call this together."""
     own, ranks = (dist.get_rank(), dist.get_world_size()) if mode != "single" else (0, 1)
-    module, pairs = _module(mode, False), loader(Budget("shared", 60), num_pairs=12, ranks=ranks, rank=own)
+    module, pairs = _module(mode, False), loader(budget, num_pairs=12, ranks=ranks, rank=own)
     module.reference_2N = torch.full((2, 12), -30.0, dtype=torch.float64)
     step = pairs.step(np.arange(12))
     assert len(step.work) > microbatch + 1
@@ -127,8 +133,8 @@ def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cu
     expected = full_gradient(module.model)
     module.zero_grads()
     said: list[str] = []
-    module.memory = Memory(module.model, pairs, meets=False, asked={}, folder=Path(folder), say=said.append)
-    left = [microbatch if own == rank else -1]
+    module.memory = Memory(module.model, pairs, meets=meets, asked={}, folder=Path(folder), say=said.append)
+    left = [microbatch if rank in (own, None) else -1]
 
     def failing(model: nn.Module, one: Microbatch, **options: Any) -> PairLogps:
         # First: DDP lets ranks meet in a forward pass once, when it learns its buckets.
@@ -140,4 +146,6 @@ def out_of_memory(mode: Parallel, rank: int, microbatch: int, folder: str) -> Cu
 
     with patch.object(train_module, "score", failing):
         module.train_batch({"step": step})
-    return Cut(relative_error(full_gradient(module.model), expected), pairs.budget.tokens, said)
+    metrics: dict[str, float] = module.trainer.metrics  # type: ignore[attr-defined]
+    padding = float(metrics["train/padding_fraction"]), pairs.step(np.arange(12)).padding_fraction
+    return Cut(relative_error(full_gradient(module.model), expected), pairs.budget.tokens, padding, said)
