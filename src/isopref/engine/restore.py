@@ -1,6 +1,5 @@
 """Reading a run's checkpoint back without running anything that is in it, as the engine's own way would."""
 
-import pickle  # for its error
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from olmo_core.train import Trainer
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from isopref.errors import RunError
-from isopref.models.plain import PlainPlanner, PlainReader
+from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
 
 _SEED = np.zeros(1, np.uint32)
 NUMPY_STATE: list[Any] = [
@@ -39,7 +38,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
         trainer.data_loader.load_state_dict(state["data_loader"])  # first: it refuses other data
         weights = module.state_dict_to_load(reader.read_metadata(), optim=True)
         load(weights, storage_reader=reader, planner=PlainPlanner())
-    except pickle.UnpicklingError as error:
+    except NotPlainError as error:
         raise RunError(
             f"{folder}: holds more than data ({' '.join(str(error).split())[:200]}), so it is not read. Is it a "
             "checkpoint of isopref? Remove it to go on from an earlier one."

@@ -1,7 +1,7 @@
 """Reading a torch checkpoint folder without running anything that is in it.
 
 Torch's own way unpickles whatever a folder holds. Here its index may name only the classes that make up an index, and
-all else is read as plain data. Raises pickle.UnpicklingError for more than that.
+all else is read as plain data. Raises NotPlainError for more than that.
 """
 
 import io
@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
+
+NotPlainError = pickle.UnpicklingError  # what torch raises, too
 
 INDEX_CLASSES = (
     "BytesStorageMetadata",
@@ -56,4 +58,4 @@ class _Index(pickle.Unpickler):
             return getattr(torch.serialization, name)
         if (module, name) == ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"):
             return filesystem._StorageInfo  # torch's, which torch's reader takes; the engine's has the same fields
-        raise pickle.UnpicklingError(f"its index names {module}.{name}")
+        raise NotPlainError(f"its index names {module}.{name}")
