@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from isopref.models.conversion import read_checkpoint
+
 Load = Callable[[Path], dict[str, torch.Tensor]]
 SETTINGS = {"model": {"dtype": "float32"}, "optim": {"lr": 1e-3, "batch_pairs": 5, "max_steps": 3}}
 
@@ -43,3 +45,26 @@ def test_another_kind_of_model_is_refused(make_project: Any) -> None:
 def test_a_resumed_run_keeps_its_modules(olmo: Any) -> None:
     olmo.train("run", "model.native=true", "run.export=false")
     assert "native" in olmo.refused("run", "run.export=false", "--resume")
+
+
+@pytest.mark.parametrize("fault", ["conversion.save_model_and_optim_state", "hf._save_whole"])
+def test_ended_while_it_writes_its_result_it_goes_on(
+    olmo: Any, load_weights: Load, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """As a kill would leave it: a form of the model is there in whole or not at all."""
+    with monkeypatch.context() as planted:
+        planted.setattr(f"isopref.models.{fault}", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            olmo.train("run", "model.native=true")
+    run = olmo.folder / "run"
+    assert not (run / "model").exists()
+    assert (run / "olmo_core").exists() == (fault == "hf._save_whole")
+    olmo.train("run", "model.native=true", "--resume")
+    found = read_checkpoint(str(run / "olmo_core"), dtype=torch.float32)
+    expected = load_weights(run / "model")
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in found.named_parameters())
+    assert not list(run.glob("*.partial*"))
+
+
+def fail(*_args: Any, **_options: Any) -> None:
+    raise RuntimeError("planted")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from olmo_core.distributed.checkpoint import load_model_and_optim_state
 from olmo_core.nn.rope import RoPEConfig
 from olmo_core.nn.transformer import TransformerConfig
+from olmo_core.train.checkpoint import Checkpointer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,6 +31,7 @@ ARCHITECTURES = ("llama", "llama_tied", "qwen3", "olmo2", "olmo3", "gemma3")
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
 
 
@@ -72,7 +75,7 @@ def test_rounding_to_half_the_bits_is_no_reason_to_refuse(architecture: str, dty
     "scaling",
     [
         LLAMA3,
-        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+        YARN,
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     ],
 )
@@ -103,6 +106,40 @@ def test_what_would_be_another_model_is_refused(model: Any, reason: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_difference_shows_in_half_precision_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles that are a little off: less than bfloat16 rounds."""
+    own = conversion._rope
+
+    def off(*args: Any) -> RoPEConfig:
+        rope = own(*args)
+        return replace(rope, theta=rope.theta + 3)
+
+    monkeypatch.setattr(conversion, "_rope", off)
+    with pytest.raises(ModelError, match="its logits would be off"):
+        from_hf(tiny_model("qwen3", dtype=dtype))
+
+
+def test_a_window_too_wide_to_show_in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = conversion.transformer_config
+
+    def narrow(model: Any, setting: str) -> TransformerConfig:
+        model.config.sliding_window = 100
+        found = own(model, setting)
+        model.config.sliding_window = 128
+        return found
+
+    monkeypatch.setattr(conversion, "transformer_config", narrow)
+    with pytest.raises(ModelError, match=r"windows of \[100, .*not \[128, "):
+        from_hf(tiny_model("olmo3", sliding_window=128))
+
+
+@pytest.mark.parametrize("key", ["attention_factor", "truncate", "mscale"])
+def test_angles_that_olmo_core_does_not_know(key: str) -> None:
+    with pytest.raises(ModelError, match=f"rotary angles have no {key}"):
+        from_hf(tiny_model("llama", rope_parameters={**YARN, key: 1.0}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("planted", [RoPEConfig(theta=20_000), RoPEConfig(theta=10_000)])
 def test_wrong_angles_show_in_the_logits(
     planted: RoPEConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +158,7 @@ def test_the_hugging_face_form_has_the_weights_of_now_and_gives_them_back() -> N
             model.get_parameter(f"{name}.weight").mul_(1.5)
     with native.as_hf() as found:
         assert torch.equal(logits(found), logits(expected))
-    assert all(parameter.is_meta for parameter in vars(native)["twin"].parameters())
+    assert all(parameter.is_meta for parameter in native.twin.parameters())
     assert sum(map(Tensor.numel, native.parameters())) == sum(map(Tensor.numel, expected.parameters()))  # tied: once
 
 
@@ -134,7 +171,7 @@ def olmo_core_reads(folder: Path) -> Any:
 
 
 def written(native: NativeModel, folder: Path) -> Path:
-    write_checkpoint(native, byte_tokenizer(), folder, is_first=True)
+    write_checkpoint(native, byte_tokenizer(), folder, is_first=True, barrier=lambda: None)
     assert is_olmo_core(str(folder))
     return folder
 
@@ -195,6 +232,41 @@ class Touches:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"_CLASS_": "huggingface_hub.utils._subprocess.run_subprocess", "command": "touch {mark}"},
+        {"_CLASS_": "pathlib.Path.touch", "self": "{mark}"},
+        {"_CLASS_": "olmo_core.io.clear_directory", "dir": "{mark}"},
+        {"_CLASS_": ["os", "mkdir"]},
+    ],
+)
+def test_nothing_that_a_config_names_is_called(tmp_path: Path, planted: dict[str, Any]) -> None:
+    folder, mark = written(from_hf(shaken("olmo2")), tmp_path / "out"), tmp_path / "mark"
+    told = json.loads((folder / "config.json").read_text())
+    told["model"]["block"]["full_attention"]["layer_norm"] = [{name: str(value) for name, value in planted.items()}]
+    (folder / "config.json").write_text(json.dumps(told).replace("{mark}", str(mark)))
+    for read in (read_checkpoint, lambda path, **_: empty_checkpoint(path)):
+        with pytest.raises(ModelError, match=r"config\.json names .* no config of OLMo-core"):
+            read(str(folder), dtype=torch.float32)
+    assert not mark.exists()
+
+
+def test_only_known_models_are_named(tmp_path: Path) -> None:
+    folder = written(from_hf(shaken("olmo2")), tmp_path / "out")
+    told = json.loads((folder / "config.json").read_text())
+    told[HF_CONFIG]["model_type"] = "gpt2"
+    (folder / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match="has the model_type gpt2"):
+        read_checkpoint(str(folder), dtype=torch.float32)
+
+
+def test_olmo_core_takes_it_for_a_checkpoint(tmp_path: Path) -> None:
+    folder = written(from_hf(shaken("llama")), tmp_path / "out")
+    assert Checkpointer.dir_is_checkpoint(folder / "model_and_optim")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}  # nothing that is written on the way
 
 
 def test_a_checkpoint_without_a_tokenizer_says_what_it_lacks(tmp_path: Path) -> None:

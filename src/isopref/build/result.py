@@ -29,11 +29,12 @@ def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
     adapted = run.config.model.adapter is not None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=whole)
-    if run.env.is_first:
+    if (native := unwrap(model).native) is not None:
+        env = run.env
+        conversion.write_checkpoint(native, tokenizer, run.native_folder, is_first=env.is_first, barrier=env.barrier)
+    if run.env.is_first:  # last: it is by this folder that a run is finished
         with unwrap(model).saved_form(state) as (inner, weights):
             hf.export(inner, weights, tokenizer, run.model_folder, base=run.config.model.path)
-    if (native := unwrap(model).native) is not None:
-        conversion.write_checkpoint(native, tokenizer, run.native_folder, is_first=run.env.is_first)
     run.env.barrier()
 
 

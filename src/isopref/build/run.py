@@ -221,7 +221,8 @@ def claim_folder(run: Run, keys: Keys) -> None:
 def _refuse_folder(run: Run, resume: bool) -> None:
     """Raise RunError where the folder's content and `resume` do not go together."""
     has_run = (run.folder / CONFIG_FILE).exists()
-    taken = [folder.name for folder in (run.model_folder, run.native_folder) if folder.exists()]
+    places = (run.model_folder,) if has_run else (run.model_folder, run.native_folder)
+    taken = [folder.name for folder in places if folder.exists()]
     if run.config.run.export and taken:
         what = "a finished run" if has_run else f"a folder '{taken[0]}', where the tuned model is to go"
         raise RunError(f"{run.folder} holds {what}. Start in another folder: set run.folder, or remove that one.")

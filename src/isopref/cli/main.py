@@ -20,7 +20,7 @@ from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
 
-OTHER_RANKS_WAIT_S = 3
+OTHER_RANKS_WAIT_S = 5
 ECHO_WAIT_S = 15
 
 

@@ -4,14 +4,17 @@ OLMo-core renames weights but has no way from a Hugging Face config to its own; 
 architectures it converts exactly, and what comes out is only used once its logits are those of the original.
 """
 
+import copy
+import importlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from olmo_core.config import DType
+from olmo_core.config import Config, DType
 from olmo_core.distributed.checkpoint import save_model_and_optim_state
 from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, SlidingWindowAttentionConfig
 from olmo_core.nn.feed_forward import ActivationFunction, FeedForwardConfig
@@ -35,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from isopref.errors import ModelError
 from isopref.models.hf import WEIGHTS, disable_dropout, load_tokenizer
 from isopref.models.native import NativeModel, drop_weights
-from isopref.models.plain import PlainPlanner, PlainReader
+from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
 from isopref.types import Segments
 
 BLOCKS = {
@@ -49,10 +52,24 @@ BLOCKS = {
 NORMS = {"llama": LayerNormType.qwen_rms, "qwen3": LayerNormType.qwen_rms}
 ACTIVATIONS = {"silu": ActivationFunction.silu, "gelu_pytorch_tanh": ActivationFunction.gelu_tanh}
 
+EXACT = (torch.float32, torch.float64)
+ROPE_KEYS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+)
+
 # What logits of two right computations may differ by, as a share of their norm.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 PROOF_TOKENS = 80
 HF_CONFIG = "hf_config"  # of a checkpoint that isopref wrote: what OLMo-core's own config cannot say
+THIN_WORDS = 128
 FAR = 32768  # positions looked at, at most
 
 
@@ -60,16 +77,19 @@ def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeMod
     """The model with OLMo-core's modules; `model` is left without weights. Raises ModelError where it is not exact."""
     disable_dropout(model)
     config = transformer_config(model, setting)
+    if model.dtype not in EXACT:  # where rounding would hide a small difference
+        thin = _thin(model)
+        _prove(_built(transformer_config(thin, setting), _to_native(thin, thin.state_dict(), setting), thin), setting)
     state = model.state_dict()
     native = _built(config, _to_native(model, state, setting), model)
-    _check_round_trip(native, model, state, setting)
-    _check_logits(native, model, setting)
+    _check_round_trip(native, state, setting)
+    _prove(native, setting)
     drop_weights(model)
     return native
 
 
 def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path") -> PreTrainedModel:
-    """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits. All ranks call this together.
+    """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits.
 
     Raises ModelError for one that has no Hugging Face form: those of OLMo 2 and 3, and what isopref wrote, have one.
     """
@@ -77,18 +97,18 @@ def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path
     with _named_faults(path, setting):
         config, hf_config = _read_configs(folder)
         wide = torch.promote_types(dtype, torch.float32)
-        transformer = config.build(init_device="cpu").to(wide)
-        state: dict[str, Any] = {"model": dict(transformer.state_dict())}
+        names = config.build(init_device="meta").state_dict()
+        state: dict[str, Any] = {"model": {name: torch.empty(one.shape, dtype=wide) for name, one in names.items()}}
         reader = PlainReader(folder / WEIGHTS)
         reader.read_metadata()  # what it refuses would be hard to tell from what `load` makes of it
-        load(state, storage_reader=reader, planner=PlainPlanner())
+        load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
         model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=wide)
         model.load_state_dict(convert_state_to_hf(hf_config, state["model"]))
     tokenizer = load_tokenizer(path, setting=setting)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for of_model in (model.config, model.generation_config):
             setattr(of_model, name, getattr(tokenizer, name))
-    _check_logits(NativeModel(transformer, config, model), model.eval(), setting)
+    _prove(_built(config, state["model"], model.eval()), setting)
     model.to(dtype)
     assert isinstance(model, PreTrainedModel)
     return model
@@ -118,28 +138,60 @@ def _named_faults(path: str, setting: str) -> Iterator[None]:
 def _read_configs(folder: Path) -> tuple[TransformerConfig, PreTrainedConfig]:
     """The config of a checkpoint, and that of its Hugging Face form."""
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check_classes(told["model"])
     config = TransformerConfig.from_dict(told["model"])
     config.apply(_use_torch_attention)
     if HF_CONFIG in told:
+        if told[HF_CONFIG]["model_type"] not in BLOCKS:
+            raise ValueError(f"{HF_CONFIG} has the model_type {told[HF_CONFIG]['model_type']}")
         return config, AutoConfig.for_model(**told[HF_CONFIG])
     hf_config = get_hf_config(config.build(init_device="meta"))
     hf_config.max_position_embeddings = _context(told)
     return config, hf_config
 
 
-def write_checkpoint(model: NativeModel, tokenizer: Any, folder: Path, *, is_first: bool) -> None:
-    """Write an OLMo-core checkpoint that `read_checkpoint` and OLMo-core load. All ranks call this together."""
+def _check_classes(told: Any) -> None:
+    """Raise NotPlainError for a config that names more than configs: OLMo-core calls whatever it names."""
+    if isinstance(told, dict):
+        name = told.get(Config.CLASS_NAME_FIELD)
+        if name is not None:
+            module, _, last = str(name).rpartition(".")
+            of_olmo_core = module.split(".")[0] == "olmo_core"
+            found = getattr(importlib.import_module(module), last, None) if of_olmo_core else None
+            if not (isinstance(found, type) and issubclass(found, Config)):
+                raise NotPlainError(f"config.json names {name}, which is no config of OLMo-core")
+        for value in told.values():
+            _check_classes(value)
+    elif isinstance(told, list):
+        for value in told:
+            _check_classes(value)
+
+
+def write_checkpoint(
+    model: NativeModel, tokenizer: Any, folder: Path, *, is_first: bool, barrier: Callable[[], None]
+) -> None:
+    """Write an OLMo-core checkpoint that `read_checkpoint` takes, and OLMo-core its `model_and_optim`.
+
+    All ranks call this together. Written beside its place and renamed, so that a folder of that name is always whole.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
     if is_first:
-        folder.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         context = model.config.get_text_config().max_position_embeddings
         told = {
             "model": model.native_config.as_config_dict(),
             "dataset": {"sequence_length": context},
             HF_CONFIG: model.config.to_dict(),
         }
-        (folder / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-        tokenizer.save_pretrained(folder)
-    save_model_and_optim_state(folder / WEIGHTS, model.transformer)
+        (partial / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save_pretrained(partial)
+    barrier()
+    save_model_and_optim_state(partial / WEIGHTS, model.transformer)
+    barrier()
+    if is_first:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended between this and its Hugging Face form
+        partial.rename(folder)
 
 
 def _use_torch_attention(config: Any) -> None:
@@ -167,7 +219,7 @@ def transformer_config(model: PreTrainedModel, setting: str = "model.path") -> T
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "query_pre_attn_scalar", head_width) != head_width:
         raise _refusal(model, "OLMo-core's config has no scale of queries (query_pre_attn_scalar)", setting)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = _kinds(config)
     gemma = config.model_type == "gemma3_text"
     norm = LayerNormConfig(
         name=NORMS.get(config.model_type, LayerNormType.rms), eps=config.rms_norm_eps, bias=False, dtype=DType.float32
@@ -220,6 +272,9 @@ def _rope(model: PreTrainedModel, kind: str, setting: str) -> RoPEConfig:
     told = config.rope_parameters
     told = told.get(kind, told)  # some models have angles for each kind of layer
     name = told.get("rope_type", "default")
+    extra = [key for key, value in told.items() if key not in ROPE_KEYS and value is not None]
+    if extra:
+        raise _refusal(model, f"OLMo-core's rotary angles have no {extra[0]}", setting)
     factor, before = told.get("factor"), told.get("original_max_position_embeddings")
     scaling: RoPEScalingConfig | None = None
     if name == "linear":
@@ -259,25 +314,45 @@ def _to_native(model: PreTrainedModel, state: dict[str, Tensor], setting: str) -
     return native
 
 
-def _check_round_trip(native: NativeModel, model: PreTrainedModel, state: dict[str, Tensor], setting: str) -> None:
+def _thin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same config in float32, random, with one layer of each kind and a few words."""
+    config: Any = copy.deepcopy(model.config)
+    kinds = sorted(set(_kinds(config)))
+    config.num_hidden_layers, config.vocab_size = len(kinds), THIN_WORDS
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = kinds
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        thin: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    disable_dropout(thin.eval())
+    return thin
+
+
+def _check_round_trip(native: NativeModel, state: dict[str, Tensor], setting: str) -> None:
     """Raise ModelError where weights would not come back: Gemma's norms have one added, which bfloat16 rounds away."""
-    back = convert_state_to_hf(model.config, dict(native.transformer.state_dict()))
+    back = convert_state_to_hf(native.config, dict(native.transformer.state_dict()))
     for name, tensor in back.items():
         off = float((tensor.float() - state[name].float()).abs().max())
         if off > 1e-6:
-            raise _refusal(model, f"{name} changes by {off:.2g} there and back; model.dtype: float32 is exact", setting)
+            reason = f"{name} changes by {off:.2g} there and back; model.dtype: float32 is exact"
+            raise _refusal(native.twin, reason, setting)
 
 
 @torch.no_grad()
-def _check_logits(native: NativeModel, model: PreTrainedModel, setting: str) -> None:
-    """Raise ModelError unless both give the same logits, with positions one apart and with positions far apart.
+def _prove(native: NativeModel, setting: str) -> None:
+    """Raise ModelError unless a model and its twin, which has its weights still, look at and say the same.
 
-    Far ones show angles that are scaled otherwise; transformers takes them for one sequence if it has a mask.
+    Logits are compared with positions one apart and with positions far apart: those show angles that are scaled
+    otherwise; transformers takes them for one sequence if it has a mask. They are too few to show a window.
     """
+    model, config = native.twin, native.config.get_text_config()
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _kinds(config)]
+    if native.windows != windows:
+        raise _refusal(model, f"its layers would have windows of {native.windows}, not {windows}", setting)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.get_text_config().vocab_size, (1, PROOF_TOKENS), generator=generator)
-    context = min(FAR, model.config.get_text_config().max_position_embeddings)
-    far = torch.arange(PROOF_TOKENS)[None] * max(1, context // PROOF_TOKENS)
+    ids = torch.randint(config.vocab_size, (1, PROOF_TOKENS), generator=generator)
+    far = torch.arange(PROOF_TOKENS)[None] * max(1, min(FAR, config.max_position_embeddings) // PROOF_TOKENS)
     head = native.get_output_embeddings()
     for told, ours in (({}, {}), ({"position_ids": far}, {"position_ids": far, "segments": _one_sequence(far)})):
         expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), **told).logits
@@ -285,6 +360,11 @@ def _check_logits(native: NativeModel, model: PreTrainedModel, setting: str) -> 
         off = float((found - expected).float().norm() / expected.float().norm())
         if not off <= TOLERANCE[expected.dtype]:
             raise _refusal(model, f"its logits would be off by {off:.2g} of their norm", setting)
+
+
+def _kinds(config: Any) -> list[str]:
+    """What each layer attends to, by transformers' names."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def _one_sequence(position_ids: Tensor) -> Segments:

@@ -7,7 +7,7 @@ nothing left of a quantised file. It knows nothing of layouts.
 """
 
 import copy
-import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,8 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
 
 def is_olmo_core(path: str) -> bool:
     """Whether the path is a checkpoint of OLMo-core, which conversion.py reads."""
-    return (Path(path).expanduser() / WEIGHTS).is_dir()
+    folder = Path(path).expanduser()
+    return (folder / WEIGHTS).is_dir() and (folder / "config.json").exists()
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> Any:
@@ -211,7 +212,8 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
-    partial = folder.with_name(folder.name + f".partial-{os.getpid()}")
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     if has_adapter(model):
         local = Path(base).expanduser()
         save_adapter(model, state, str(local.absolute()) if local.exists() else base, partial)

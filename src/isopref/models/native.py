@@ -68,7 +68,7 @@ class NativeModel(nn.Module):
         self.transformer = transformer
         self.native_config = config
         self.config: Any = twin.config
-        vars(self)["twin"] = twin  # not as a part of this module, whose weights would then be there twice
+        vars(self)["_twin"] = twin  # not as a part of this module, whose weights would then be there twice
         self._no_split_modules = sorted({type(block).__name__ for block in transformer.blocks.values()})
         for attention in self._attentions():
             attention.backend = SegmentBackend(attention.backend)  # type: ignore[assignment]
@@ -77,6 +77,16 @@ class NativeModel(nn.Module):
         for block in self.transformer.blocks.values():
             assert isinstance(block.attention, Attention)
             yield block.attention
+
+    @property
+    def twin(self) -> PreTrainedModel:
+        twin: PreTrainedModel = vars(self)["_twin"]
+        return twin
+
+    @property
+    def windows(self) -> list[int | None]:
+        """How far back each layer looks, itself included; None: to the start."""
+        return [attention.backend.window for attention in self._attentions()]  # type: ignore[misc]
 
     @property
     def base_model(self) -> "NativeModel":
@@ -133,7 +143,7 @@ class NativeModel(nn.Module):
         converted = convert_state_to_hf(
             self.config, {name.removeprefix("transformer."): tensor for name, tensor in named.items()}
         )
-        twin: PreTrainedModel = vars(self)["twin"]
+        twin = self.twin
         twin.load_state_dict(converted, assign=True)
         twin.tie_weights()
         twin.to(next(iter(converted.values())).device)  # its buffers

@@ -29,7 +29,7 @@ def write_both(folder: str, architecture: str, parallel: Parallel) -> None:
             export(whole, weights, tokenizer, Path(folder) / "hf")
     native = unwrap(model).native
     assert native is not None
-    write_checkpoint(native, tokenizer, Path(folder) / "olmo_core", is_first=first)
+    write_checkpoint(native, tokenizer, Path(folder) / "olmo_core", is_first=first, barrier=dist.barrier)
 
 
 def tensor_parallel_scores() -> tuple[TableLogps, list[int]]:
