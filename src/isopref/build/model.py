@@ -38,7 +38,7 @@ def check_parallel(run: Run) -> None:
             "another number (--nproc), or change it."
         )
     if layout.hsdp_shard is not None:
-        check_shard(layout.hsdp_shard, run.num_shares)
+        check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
@@ -62,9 +62,10 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
 
 
 def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedModel:
+    trust = run.config.model.trust_remote_code
     if hf.is_olmo_core(path):
-        return conversion.read_checkpoint(path, dtype=dtype, setting=setting)
-    return hf.load_model(path, dtype=dtype, trust_remote_code=run.config.model.trust_remote_code, setting=setting)
+        return conversion.read_checkpoint(path, dtype=dtype, trust_remote_code=trust, setting=setting)
+    return hf.load_model(path, dtype=dtype, trust_remote_code=trust, setting=setting)
 
 
 def load_exported(run: Run) -> PreTrainedModel:

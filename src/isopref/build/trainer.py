@@ -50,7 +50,8 @@ def build_trainer(
     """
     optim = run.config.optim
     if run.num_shares > optim.batch_pairs:
-        run.display.say(f"warning: {run.num_shares} ranks share {optim.batch_pairs} pairs a step; some stay idle")
+        ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
+        run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_pairs} pairs a step; some stay idle")
     every = optim.epochs * num_batches(len(table), optim.batch_pairs)
     steps = min(every, optim.max_steps or every)
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""

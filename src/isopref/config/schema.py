@@ -1,20 +1,20 @@
 """What a run can be told: every field, its default and its meaning, once.
 
-Owns the shape of the config, the combinations that cannot work, and the run id. Reading files is
+Owns the shape of the config and the run id. Combinations that cannot work are conflicts.py's, reading files is
 load.py's, and turning a config into objects is build's. Imports no torch.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from isopref.config.conflicts import conflicts_of
 from isopref.config.objective import ObjectiveConfig
 from isopref.config.section import Count, Decay, NonNegative, Positive, Section, Text
-from isopref.config.values import AdapterConfig, SourceConfig, Sources, SourcesOrShare
+from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
@@ -266,131 +266,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
-        conflicts = list(_conflicts(self))
+        conflicts = list(conflicts_of(self))
         if conflicts:
             text = "; ".join(f"{field}: {why}" for field, why in conflicts)
             raise PydanticCustomError("conflict", "{text}", {"text": text, "conflicts": conflicts})
         return self
-
-
-def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
-    model, data, layout, run = config.model, config.data, config.layout, config.run
-    if model.is_mixed and layout.parallel in ("single", "ddp"):
-        yield (
-            "model.compute_dtype",
-            f"{model.compute_dtype} differs from model.dtype: {model.dtype}. This mixed precision needs "
-            f"FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
-        )
-    needs = {
-        "model.native: true": model.native,
-        "layout.parallel: fsdp, hsdp or auto": layout.parallel not in ("single", "ddp"),
-        "layout.rows: shared or packed": layout.rows in ("shared", "packed"),
-    }
-    missing = " and ".join(what for what, there in needs.items() if not there)
-    if layout.tensor_parallel > 1 and missing:
-        yield "layout.tensor_parallel", f"{layout.tensor_parallel} needs {missing}. Set that, or remove it."
-    if layout.offload and layout.parallel in ("single", "ddp"):
-        yield (
-            "layout.offload",
-            f"needs FSDP, but layout.parallel is {layout.parallel}. Use layout.parallel: fsdp, or auto.",
-        )
-    yield from _adapter_conflicts(config)
-    yield from _optim_conflicts(config)
-    if data.truncation != "drop" and data.max_length is None:
-        yield (
-            "data.truncation",
-            f"{data.truncation} does nothing without a limit. Set data.max_length, or remove truncation.",
-        )
-    yield from _source_conflicts(data)
-    for name, what in config.objective.problems():
-        yield f"objective.{name}", what
-    if layout.hsdp_shard is not None and layout.parallel != "hsdp":
-        yield (
-            "layout.hsdp_shard",
-            f"{layout.hsdp_shard} does nothing with layout.parallel: {layout.parallel}. "
-            "Use layout.parallel: hsdp, or remove hsdp_shard.",
-        )
-    if layout.hsdp_shard is None and layout.parallel == "hsdp":
-        yield (
-            "layout.hsdp_shard",
-            "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
-            "usually the GPUs of one node; or use layout.parallel: fsdp.",
-        )
-    if run.samples and (data.eval is None or not run.export):
-        yield (
-            "run.samples",
-            f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval and run.export: true, or "
-            "remove samples.",
-        )
-    for name in {name for name in run.loggers if run.loggers.count(name) > 1}:
-        yield "run.loggers", f"names {name} twice. Keep one of the two."
-    if run.eval_every is not None and data.eval is None:
-        yield (
-            "run.eval_every",
-            f"{run.eval_every} does nothing without held-out pairs. Set data.eval, or remove eval_every.",
-        )
-    if run.keep_best and run.eval_every is None:
-        yield (
-            "run.keep_best",
-            "true does nothing without evaluations during training. Set run.eval_every, or remove keep_best.",
-        )
-
-
-def _optim_conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    kind, model = config.optim.kind, config.model
-    if kind in ("adamw_8bit", "adamw_8bit_sr") and model.dtype == "float64":
-        yield "optim.kind", f"{kind} steps in float32, but model.dtype is float64. Use adamw."
-    if kind == "muon" and config.layout.offload:
-        yield "layout.offload", "does not go with optim.kind: muon, whose products need the GPU. Remove one of the two."
-    if kind.endswith("_sr") and model.dtype != "bfloat16":
-        yield (
-            "optim.kind",
-            f"{kind} rounds bfloat16 weights, but model.dtype is {model.dtype}. Use "
-            f"{kind.removesuffix('_sr')}, or model.dtype: bfloat16.",
-        )
-
-
-def _adapter_conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    adapter = config.model.adapter
-    if adapter is None:
-        return
-    if config.model.native:
-        yield "model.native", "does not go with model.adapter, which peft puts into transformers' modules. Remove one."
-    if config.objective.reference_moves is not None:
-        yield (
-            "objective.reference_moves",
-            "does not go with model.adapter: the weights of the reference are not those that are trained. Remove one.",
-        )
-    for name in ("kind", "rank", "alpha", "targets"):
-        if adapter.path is not None and getattr(adapter, name) not in (None, "auto"):
-            yield f"model.adapter.{name}", f"the adapter of path, {adapter.path}, has its own. Remove one of the two."
-    if adapter.quantize is not None and adapter.kind == "dora":
-        yield "model.adapter.quantize", "does not go with kind: dora, which needs whole weights. Use lora or rslora."
-
-
-def _source_conflicts(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """The same for the sources. The field of a list's third source is "data.train.2.weight"."""
-    both = (("train", data.train), ("eval", data.eval_sources))
-    named = [(name, sources) for name, sources in both if sources is not None]
-    each = [source for _, sources in named for source in (sources if isinstance(sources, list) else [sources])]
-    if data.columns and all(isinstance(source, SourceConfig) and source.columns is not None for source in each):
-        yield "data.columns", "does nothing: every source has columns of its own. Remove it, or theirs."
-    for name, sources in named:
-        if not isinstance(sources, list):
-            continue
-        weighted = [isinstance(source, SourceConfig) and source.weight is not None for source in sources]
-        for index, source in enumerate(sources):
-            if isinstance(source, SourceConfig) and source.weight is not None and source.count is not None:
-                yield (
-                    f"data.{name}.{index}.count",
-                    f"{source.count} pairs, but the source has a weight too. Keep one of the two.",
-                )
-            if any(weighted) and not weighted[index]:
-                yield (
-                    f"data.{name}.{index}",
-                    "has no weight, but others in the list have one. Give a weight to all of them or to none.",
-                )
 
 
 def run_id(config: Config) -> str:

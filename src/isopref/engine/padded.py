@@ -93,7 +93,6 @@ def padded_to_step(
     weighting: Weighting,
     *,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
 ) -> Step:
     """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
 
@@ -115,7 +114,7 @@ def padded_to_step(
     weight = float(sum(one.sum() for one in weights))
     mine = [weight, chosen, sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
     (total, total_chosen, num_pairs, num_tokens, num_slots), before, (num_microbatches, widest) = _over_ranks(
-        mine, [len(pieces), width], device, group
+        mine, [len(pieces), width], device
     )
     if not num_pairs:
         raise DataError("the batch holds no pairs on any rank.")
@@ -183,15 +182,15 @@ def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, I
 
 
 def _over_ranks(
-    sums: list[float], largest: list[int], device: torch.device, group: dist.ProcessGroup | None
+    sums: list[float], largest: list[int], device: torch.device
 ) -> tuple[list[float], list[float], list[int]]:
     """Sums over all ranks of some figures, and over the ranks before this one; the largest over ranks of others."""
-    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
         return sums, [0.0] * len(sums), largest
     mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
     together = torch.stack(every).cpu()
     added = together[:, : len(sums)]
-    before = added[: dist.get_rank(group)].sum(dim=0)
+    before = added[: dist.get_rank()].sum(dim=0)
     return added.sum(dim=0).tolist(), before.tolist(), [int(x) for x in together[:, len(sums) :].amax(dim=0)]

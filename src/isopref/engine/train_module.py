@@ -171,7 +171,11 @@ class DPOTrainModule(TrainModule):
         if "step" in batch:
             step: Step = batch["step"]
             return step
-        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device, group=self.group)
+        if self.group is not None:  # see docs/decisions.md
+            raise ConfigError(
+                "tensor parallelism needs packed rows, and the batch is padded. Use isopref's PairLoader."
+            )
+        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device)
 
     @contextmanager
     def _train_microbatch_context(self, number: int, count: int) -> Iterator[None]:

@@ -88,7 +88,9 @@ def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeMod
     return native
 
 
-def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path") -> PreTrainedModel:
+def read_checkpoint(
+    path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, setting: str = "model.path"
+) -> PreTrainedModel:
     """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits.
 
     Raises ModelError for one that has no Hugging Face form: those of OLMo 2 and 3, and what isopref wrote, have one.
@@ -104,7 +106,7 @@ def read_checkpoint(path: str, *, dtype: torch.dtype, setting: str = "model.path
         load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
         model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=wide)
         model.load_state_dict(convert_state_to_hf(hf_config, state["model"]))
-    tokenizer = load_tokenizer(path, setting=setting)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for of_model in (model.config, model.generation_config):
             setattr(of_model, name, getattr(tokenizer, name))

@@ -22,7 +22,7 @@ class UsefulFlops:
     def __init__(self, policy: Policy):
         head = policy.model.get_output_embeddings()
         if head is None:
-            raise ModelError(f"{type(policy.model).__name__} has no output head, so it is no language model.")
+            raise ModelError(f"{policy.name} has no output head, so it is no language model.")
         config = policy.model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         used = getattr(config, "num_experts_per_tok", None)

@@ -60,7 +60,7 @@ def parallelize(
             init_sync=not any(is_quantised(parameter) for parameter in policy.parameters()),
         )
     data_size = world_size // tensor_parallel
-    shard = data_size if mode == "fsdp" else check_shard(hsdp_shard, data_size)
+    shard = data_size if mode == "fsdp" else check_shard(hsdp_shard, data_size, tensor_parallel=tensor_parallel)
     data = (("shard", shard),) if mode == "fsdp" else (("replicate", data_size // shard), ("shard", shard))
     mesh = _mesh(device.type, data if tensor_parallel == 1 else (*data, ("tensor", tensor_parallel)), dist.group.WORLD)
     if tensor_parallel > 1 and policy.native is not None:
@@ -130,12 +130,13 @@ def _tensor_mesh(model: nn.Module) -> DeviceMesh | None:
     return None if isinstance(model, DistributedDataParallel) else getattr(model, "tensor_mesh", None)
 
 
-def check_shard(hsdp_shard: int | None, world_size: int) -> int:
-    """Ranks in one shard group of HSDP. Raises ConfigError where they do not divide the world."""
+def check_shard(hsdp_shard: int | None, world_size: int, *, tensor_parallel: int = 1) -> int:
+    """Ranks in one shard group of HSDP. Raises ConfigError where they do not divide the ranks that share out pairs."""
     if hsdp_shard is None or hsdp_shard < 1 or world_size % hsdp_shard:
         fitting = ", ".join(str(n) for n in range(2, world_size + 1) if world_size % n == 0)
+        what = "processes" if tensor_parallel == 1 else f"groups of {tensor_parallel} processes (tensor_parallel)"
         raise ConfigError(
-            f"layout.hsdp_shard is {hsdp_shard}, which does not divide the number of processes, {world_size}. "
+            f"layout.hsdp_shard is {hsdp_shard}, which does not divide the number of {what}, {world_size}. "
             + (f"Use one of {fitting}." if fitting else "Start more (--nproc), or set layout.parallel: auto.")
         )
     return hsdp_shard
@@ -155,8 +156,7 @@ def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -
     layers = [module for module in whole if id(module) not in inner]
     if not layers:
         raise ConfigError(
-            f"{type(policy.model).__name__} does not say which of its blocks are its layers (_no_split_modules). "
-            + way_out
+            f"{policy.name} does not say which of its blocks are its layers (_no_split_modules). " + way_out
         )
     return layers
 
@@ -176,7 +176,7 @@ def checkpoint_layers(policy: Policy, count: int) -> None:
         return
     layers = decoder_layers(policy, "Set layout.checkpointing: none.")
     if not policy.model.supports_gradient_checkpointing:
-        raise ConfigError(f"{type(policy.model).__name__} cannot recompute its layers. Set layout.checkpointing: none.")
+        raise ConfigError(f"{policy.name} cannot recompute its layers. Set layout.checkpointing: none.")
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # as transformers itself sets it

@@ -52,6 +52,11 @@ class Policy(nn.Module):
         )
 
     @property
+    def name(self) -> str:
+        """What the model is called, in transformers' words."""
+        return type(self.model if self.native is None else self.native.twin).__name__
+
+    @property
     def native(self) -> NativeModel | None:
         """The model, where it is one of OLMo-core's."""
         model: Any = self.model

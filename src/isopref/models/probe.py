@@ -31,7 +31,7 @@ def own_logps(policy: Policy) -> Tensor:
     found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
     if not found.isfinite().all():
         raise ModelError(
-            f"{type(policy.model).__name__}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
+            f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
             "weights are damaged, or too large for their number type (model.dtype)."
         )
     return found
@@ -73,7 +73,7 @@ def check_layout(
     slack = RELATIVE[dtype] * float(own.abs().max())
     if again > tolerance / 100:
         raise ModelError(
-            f"{type(policy.model).__name__} cannot be trained here: the same row scored twice differs by {again:.2g} "
+            f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g} "
             "nats, so its forward pass in training is random, and the result would depend on the layout."
         )
     if not (off <= tolerance + slack and moved <= tolerance / 100):
@@ -92,7 +92,7 @@ def _window(policy: Policy) -> int | None:
 
 
 def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
-    name = type(policy.model).__name__
+    name = policy.name
     if kind in PACKED:
         return (
             f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "

@@ -179,8 +179,9 @@ def answers(every: Sequence[Entry]) -> Html | None:
     for prompt in prompts:
         greedy, drawn = (list(_cards(prompt, how, every)) for how in ("greedy", "sampled"))
         parts += [element("p", prompt, class_="prompt"), element("div", *greedy, class_="answers")]
-        summary = element("summary", "drawn answers")
-        parts.append(element("details", summary, element("div", *drawn, class_="answers")))
+        if drawn:
+            summary = element("summary", "drawn answers")
+            parts.append(element("details", summary, element("div", *drawn, class_="answers")))
     return join(*parts)
 
 
@@ -188,7 +189,7 @@ def _cards(prompt: str, how: str, every: Sequence[Entry]) -> Iterator[Html]:
     before: set[str] = set()
     for entry in every:
         for sample in entry.run.samples:
-            if sample["prompt"] != prompt:
+            if sample["prompt"] != prompt or f"{how}_after" not in sample:
                 continue
             old, new = sample[f"{how}_before"], sample[f"{how}_after"]
             if old not in before:
