@@ -205,7 +205,8 @@ def data(
     """Show what a config's data is, as the model would see it.
 
     Tokenises the data as train would, and prints what was found in each source, what was dropped and why, the lengths,
-    the longest pairs, and three pairs as they are tokenised. Loads the model's tokenizer, not its weights.
+    the longest pairs, those over the model's context length, and three pairs as they are tokenised. Loads the model's
+    tokenizer and config, not its weights.
 
     \b
     Examples:
