@@ -1,11 +1,13 @@
 """Evaluation on held-out pairs: what the log-probabilities of policy and reference say, pair by pair.
 
-Pure arithmetic on scored tables; the scoring itself is score.py's. Every figure is a function of a few means over
-pairs, so its interval comes from the same function on the means of resampled pairs.
+Pure arithmetic on scored tables; the scoring itself is score.py's. A share of the pairs has Wilson's interval, which
+keeps its width where all of them were won. Every other figure is a function of a few means over pairs, so its interval
+comes from the same function on the means of resampled pairs.
 
 N: pairs, R: resamples, K: means.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
@@ -22,13 +24,14 @@ from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
 
 RESAMPLES, SEED = 1000, 0
 INTERVAL = (2.5, 97.5)  # percent of the resamples
+Z = 1.959963984540054  # as many standard deviations to each side hold 95% of a normal distribution
 BLOCK = 2**22  # pairs drawn at a time
 NUM_BUCKETS = 4
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its 95% interval: what it is in the middle 95 of 100 bootstrap resamples of the pairs."""
+    """A figure with its 95% interval: Wilson's of a share, else that of 95 in 100 resamples of the pairs."""
 
     value: float
     low: float
@@ -152,9 +155,7 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
     reward, tokens = (x - x.mean() for x in (pairs.rewards, tokens_N2))
     products = [(a * b).mean(axis=1) for a, b in ((reward, tokens), (reward, reward), (tokens, tokens))]
     columns = [
-        won_N,
         reward_margin_N,
-        _won(pairs.per_token[:, 0] - pairs.per_token[:, 1]),
         *(margin, margin**2),
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
@@ -162,13 +163,13 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
     loss = _means(pairs.loss[:, None], pairs.weights)[:, 0]
     if pairs.nll.any():  # the same draws as those of the loss
         loss = loss + _means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
-    accuracy, reward_margin, logp_accuracy, first, second, *moments = means.T
+    reward_margin, first, second, *moments = means.T
     return Evaluation(
         pairs=len(won_N),
-        accuracy=_figure(accuracy),
+        accuracy=_share(won_N),
         reward_margin=_figure(reward_margin),
         reward_margin_std=_figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        logp_accuracy=_figure(logp_accuracy),
+        logp_accuracy=_share(_won(pairs.per_token[:, 0] - pairs.per_token[:, 1])),
         loss=_figure(loss),
         length_correlation=_correlation(*moments),
         by_length=tuple(_buckets(won_N, tokens_N2.mean(axis=1))),
@@ -188,6 +189,16 @@ def _means(values_NK: FloatArray, weights_N: FloatArray) -> FloatArray:
         counts = np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size)
         parts.append(resampled_means(values_NK, weights_N, counts.astype(np.float64)))
     return np.concatenate(parts)
+
+
+def _share(won_N: FloatArray) -> Figure:
+    """The share of pairs that were won (Wilson 1927). Ties, which are half won, make the interval a little too wide."""
+    pairs, won = len(won_N), float(won_N.sum())
+
+    def low(count: float) -> float:
+        return (count + Z * Z / 2 - Z * math.sqrt(count * (pairs - count) / pairs + Z * Z / 4)) / (pairs + Z * Z)
+
+    return Figure(won / pairs, low(won), 1 - low(pairs - won))
 
 
 def _figure(values: FloatArray) -> Figure:
@@ -211,9 +222,8 @@ def _buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
     bucket_N = np.searchsorted(edges, tokens_N, side="left")  # the edge belongs to the shorter ones
     for number in np.unique(bucket_N):
         inside = bucket_N == number
-        accuracy = _figure(_means(won_N[inside, None], np.ones(int(inside.sum())))[:, 0])
         shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())
-        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), accuracy)
+        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), _share(won_N[inside]))
 
 
 def _gains(loss: PairLoss, policy: PairLogps, ref: PairLogps) -> FloatArray:

@@ -129,6 +129,39 @@ def test_json_has_the_same_figures(no_weights: Project) -> None:
     assert found["samples"][0]["chosen"] == "yes<|im_end|>"
 
 
+def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> None:
+    # As above: n letters are a prompt of n + 19 tokens, the longer answer has 5, and the model takes 256.
+    for name, letters in (("train.jsonl", (5, 233, 240, 232)), ("eval.jsonl", (3, 239))):
+        pairs = [{"prompt": str(n)[0] * n, "chosen": "yes", "rejected": "no!!"} for n in letters]
+        no_weights.write_pairs(name, pairs)
+    outcome = no_weights.isopref("data", "my.yaml")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
+        "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "
+        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+        "1 pair is longer than the model's context length, 256 tokens; the longest, eval.jsonl:2, has 263 in "
+        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+    ]
+    found = report(no_weights)
+    longest = {"origin": "train.jsonl:3", "prompt": 259, "chosen": 4, "rejected": 5}
+    assert (found["context_length"], found["train"]["over_context"]) == (256, {"pairs": 2, "longest": longest})
+    assert found["held_out"]["over_context"]["pairs"] == 1
+    mended = report(no_weights, "data.max_length=256")
+    assert (mended["train"]["pairs"], mended["train"]["over_context"], mended["held_out"]["over_context"]) == (
+        2, None, None,
+    )  # fmt: skip
+
+
+def test_a_model_without_a_context_length(no_weights: Project) -> None:
+    path = no_weights.folder / "tokenizer" / "config.json"
+    config = json.loads(path.read_text())
+    del config["n_positions"]
+    path.write_text(json.dumps({**config, "model_type": "mamba"}))
+    no_weights.write_pairs("train.jsonl", [{"prompt": "a" * 5000, "chosen": "yes", "rejected": "no!!"}])
+    found = report(no_weights, "data.eval=null")
+    assert (found["context_length"], found["train"]["over_context"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("argument", "says"),
     [

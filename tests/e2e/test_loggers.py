@@ -82,14 +82,39 @@ def test_wandb_without_a_network(project: Project) -> None:
     assert b"batch_pairs" in content  # the config
 
 
-def test_wandb_without_a_login(project: Project) -> None:
+NO_DATA = "data.train=nowhere.jsonl"  # what fails once a run gets there
+
+
+@pytest.fixture
+def logged_out(project: Project) -> Project:
+    """A project of a user whom Weights & Biases does not know."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isopref[wandb]'")
-    wandb.teardown()  # it remembers its mode as long as the process lives
-    project.extra_env |= {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(project.folder)}
-    message = project.refused("run", "run.loggers=[wandb]", *SHORT)
+    wandb.teardown()  # it remembers its mode and its key as long as the process lives
+    project.extra_env |= {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "", "HOME": str(project.folder)}
+    return project
+
+
+def test_wandb_without_a_login(logged_out: Project) -> None:
+    message = logged_out.refused("run", "run.loggers=[wandb]", NO_DATA, *SHORT)
     assert message.startswith("run.loggers: wandb cannot start (")
     assert message.endswith("Log in with `wandb login`, or set WANDB_MODE=offline.")
-    assert not (project.folder / "run" / "config.yaml").exists()  # the folder is still free
+    assert not (logged_out.folder / "run" / "config.yaml").exists()  # the folder is still free
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"WANDB_API_KEY": "a" * 40},
+        {"NETRC": "netrc"},
+        *({"WANDB_MODE": mode} for mode in ("offline", "dryrun", "disabled")),
+    ],
+    ids=str,
+)
+def test_wandb_with_a_login_or_without_need_of_one(logged_out: Project, env: dict[str, str]) -> None:
+    (logged_out.folder / "netrc").write_text(f"machine api.wandb.ai login user password {'b' * 40}\n")
+    (logged_out.folder / "netrc").chmod(0o600)
+    logged_out.extra_env |= env
+    assert "nowhere.jsonl: no such file" in logged_out.refused("run", "run.loggers=[wandb]", NO_DATA, *SHORT)
 
 
 class Experiment:
@@ -121,7 +146,7 @@ def test_comet(project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.
     comet = ModuleType("comet_ml")
     comet.Experiment = Experiment  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
-    assert "COMET_API_KEY, which is not set" in project.refused("run", "run.loggers=[comet]", *SHORT)
+    assert "COMET_API_KEY, which is not set" in project.refused("run", "run.loggers=[comet]", NO_DATA, *SHORT)
     project.extra_env["COMET_API_KEY"] = "secret"
     run = project.train("run", "run.loggers=[comet]", *SHORT)
     assert {step: without_saving(line) for step, line in Experiment.logged.items()} == {
@@ -136,7 +161,7 @@ def test_comet(project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.
 )
 def test_a_missing_package_is_named(project: Project, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    message = project.refused("run", f"run.loggers=[{name}]", *SHORT)
+    message = project.refused("run", f"run.loggers=[{name}]", NO_DATA, *SHORT)
     assert message.startswith(f"run.loggers names {name}, which needs the package '{module}'")
     assert message.endswith(f"Install it: pip install 'isopref[{name}]'")
     assert not (project.folder / "run" / "config.yaml").exists()

@@ -135,6 +135,37 @@ def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: 
     assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config no\n"
 
 
+@pytest.mark.parametrize(
+    ("told", "handed_over"),
+    [
+        ((), "no"),
+        (("--resume",), "must"),
+        (("--resume", "optim.lr=1"), "must"),
+        (("--resume", "auto"), "auto"),
+        (("--resume=auto",), "auto"),
+    ],
+)
+def test_values_of_resume(isopref: Isopref, config_file: Path, told: tuple[str, ...], handed_over: str) -> None:
+    assert isopref("train", config_file.name, *told, build=REPORT).stdout.split()[-1] == handed_over
+
+
+def test_resume_before_the_config_file(isopref: Isopref, config_file: Path) -> None:
+    config_file.rename(config_file.with_name("plain"))
+    result = isopref("train", "--resume", "plain", build=REPORT)
+    assert result.stdout.split()[-2:] == ["plain", "must"], result.stderr
+
+
+@pytest.mark.parametrize("told", [("--resume=latest",), ("--resume", "latest"), ("--resume=",), ("--resume", "12")])
+def test_a_value_that_resume_does_not_have(isopref: Isopref, config_file: Path, told: tuple[str, ...]) -> None:
+    result = isopref("train", config_file.name, *told, build=REPORT)
+    found = told[-1].removeprefix("--resume=")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f'error: --resume: takes no value, or auto; found "{found}". Alone it goes on from the last whole checkpoint; '
+        "--resume auto also starts a run where there is none.\n"
+    )
+
+
 def test_user_error_is_one_message_and_exit_code_1(isopref: Isopref, config_file: Path) -> None:
     result = isopref("train", "nowhere.yaml")
     assert (result.returncode, result.stdout) == (1, "")

@@ -191,9 +191,44 @@ def test_intervals_are_the_same_each_time_and_leave_random_state_alone() -> None
     assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
 
 
-def test_one_pair_has_no_interval_to_speak_of() -> None:
+# The square of 1.959964, the 97.5th percentile of a standard normal.
+Z2 = 3.841459
+
+
+def test_a_share_of_all_pairs_has_wilsons_interval() -> None:
+    """Wilson's, from w of n: (w + z^2/2 -+ z sqrt(w (n - w) / n + z^2/4)) / (n + z^2)."""
+    all_won = many(8, seed=0, share=1.0)
+    for figure in (all_won.accuracy, all_won.logp_accuracy):
+        # w = n: z^2/2 +- z^2/2 is z^2 or nothing, so the ends are (n + z^2) / (n + z^2) and n / (n + z^2).
+        assert (figure.value, figure.high) == (1.0, 1.0)
+        assert figure.low == pytest.approx(8 / (8 + Z2), abs=1e-6)  # 0.676
+    all_lost = many(8, seed=0, share=0.0).accuracy
+    assert (all_lost.value, all_lost.low) == (0.0, 0.0)
+    assert all_lost.high == pytest.approx(Z2 / (8 + Z2), abs=1e-6)
+
+
+def test_ties_are_half_won_and_have_an_interval() -> None:
+    ties = figures(policy=REF).accuracy
+    # w = n/2: z sqrt((n + z^2) / 4) / (n + z^2) to each side of a half.
+    half = math.sqrt(Z2 / (4 + Z2)) / 2
+    assert (ties.value, ties.low, ties.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-6)
+
+
+def test_shares_by_length_and_source_have_intervals_of_their_own_pairs() -> None:
+    shorter, longer = figures().by_length  # 1 of 2, and 1.5 of 2
+    half = math.sqrt(Z2 / (2 + Z2)) / 2
+    assert (shorter.accuracy.low, shorter.accuracy.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    middle, half = (1.5 + Z2 / 2) / (2 + Z2), math.sqrt(Z2 * (1.5 * 0.5 / 2 + Z2 / 4)) / (2 + Z2)
+    three_quarters = pytest.approx((middle - half, middle + half), abs=1e-6)  # 0.198, 0.973
+    assert (longer.accuracy.low, longer.accuracy.high) == three_quarters
+    hard = figures(sources=[1, 0, 1, 0]).by_source["hard"].accuracy  # the same two pairs
+    assert (hard.low, hard.high) == three_quarters
+
+
+def test_one_pair_says_little_of_a_share_and_nothing_of_other_figures() -> None:
     found = many(1, seed=0)
-    assert found.accuracy.low == found.accuracy.value == found.accuracy.high
+    assert found.accuracy.high - found.accuracy.low == pytest.approx(Z2 / (1 + Z2), abs=1e-6)
+    assert found.loss.low == found.loss.value == found.loss.high
     assert len(found.by_length) == 1
 
 

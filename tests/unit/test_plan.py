@@ -1,6 +1,7 @@
 """Plans: counted by hand on tiny shapes, held to what was measured on a GPU, and through the command."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -325,14 +326,43 @@ def test_an_objective_costs_what_it_computes(project: Path) -> None:
 
 def test_what_does_not_fit_gets_a_layout_that_does(project: Path) -> None:
     found = plan(project, "--card", "H100")
-    assert not found["fits"]
+    assert not found["run"]["fits"]
     assert "weights and optimizer alone take 89.7 GiB" in found["notes"][0]
     assert found["run"]["memory"]["weights"] == 4 * found["parameters"]
     (other,) = found["alternatives"]
     *overrides, option, gpus = other["overrides"].split()
     again = plan(project, *overrides, option, gpus)
-    assert again["fits"]
+    assert again["run"]["fits"]
     assert sum(again["run"]["memory"].values()) / GIB == pytest.approx(other["memory_gib"])
+
+
+def test_what_does_not_fit_takes_no_time(project: Path) -> None:
+    """89.7 GiB of weights and optimizer: too much for one card, but not for one of eight."""
+    arguments = ("--card", "H100", "--ranks", "1,8")
+    found = plan(project, *arguments)
+    alone, sharded = found["scale"]
+    for one in (found["run"], alone):
+        assert not one["fits"]
+        assert [one[name] for name in ("pairs_per_s", "mfu", "time")] == [None] * 3
+    assert (found["hours"], found["score_hours"]) == (None, None)
+    assert sharded["fits"]
+    (other,) = found["alternatives"]
+    assert other["pairs_per_s"] > 0
+    assert sharded["pairs_per_s"] > 0
+    text = run(project, *arguments)
+    assert re.search(rf"it does not fit\n.*\nto make it fit\n  {re.escape(other['overrides'])} \(", text, re.DOTALL)
+    assert not re.search(r"a step +\d|the run|before it|speed  ", text)
+    assert [line.split()[-5:-1] for line in text.splitlines() if line.startswith(" 1 fsdp")] == [["-"] * 4]
+    assert text.endswith("\n-: it does not fit\n")
+
+
+def test_a_layout_that_a_run_would_refuse_takes_no_time(project: Path) -> None:
+    """Memory is that of the steps looked at, and fits; a microbatch as large as asked for would not."""
+    np.save(project / "lengths.npy", np.full((8, 3), 50))
+    found = plan(project, "--gpus", "8", "layout.microbatch_tokens=2000000")
+    assert sum(found["run"]["memory"].values()) < found["usable"]
+    assert "a microbatch of 2000000 tokens does not fit" in found["notes"][0]
+    assert (found["run"]["fits"], found["run"]["time"], found["hours"]) == (False, None, None)
 
 
 def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -> None:
@@ -340,7 +370,7 @@ def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -
     assert 0 < small["recompute"] <= small["layers"]
     assert large["recompute"] == 0
     for one in (small, large):
-        assert one["fits"]
+        assert one["run"]["fits"]
         assert one["run"]["largest_tokens"] <= one["microbatch_tokens"]
         assert one["microbatch_tokens"] <= max(one["largest_fit"] + 8, 24576)
 

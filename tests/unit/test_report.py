@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from isopref.cli.report import list_runs
 from isopref.errors import RunError
 from isopref.report import charts
 from isopref.report.charts import Line, fitted, over_steps
@@ -308,6 +309,57 @@ def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", losses([0.7])))
     with pytest.raises(RunError, match="7 runs are too many for one report, which tells 6 apart"):
         page([run] * 7)
+
+
+# --- isopref ls --------------------------------------------------------------------------------------
+
+LONG = "llama-3.1-8b-instruct-feedback-1a2b3c4d5e6f"
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One under a long name, and one that was stopped at step 7 of 90, where the last logged step is 5."""
+    make_run(tmp_path / "runs" / LONG, noisy_metrics(20))
+    make_run(tmp_path / "runs" / "short", noisy_metrics(5), state=State("stopped", 7, 90))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # stands for a terminal
+
+
+@pytest.mark.usefixtures("two_runs")
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    # The widest cells have 48, 8, 5, 7, 8, 8 and 16 characters; 2 stand between two columns, and 1 at each end.
+    [
+        (40, ["started", "accuracy", "loss", "held-out accuracy", "step"]),
+        (80, ["started", "accuracy", "loss"]),  # 48 + 8 + 5 + 8 and 8 are 77
+        (100, ["started"]),  # 48 + 8 + 5 + 7 + 8 + 8 and 12 are 96
+        (140, []),
+    ],
+)
+def test_ls_keeps_names_whole(
+    width: int, left_out: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    list_runs(Path("runs"))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    (long,), (short,) = ([line.split() for line in lines if f"runs/{name}" in line] for name in (LONG, "short"))
+    assert long[:2] == [f"runs/{LONG}", "finished"]
+    assert short[:3] == ["runs/short", "stopped", *([] if "step" in left_out else ["7/90"])]
+    assert len(long) == 8 - len(left_out) - ("started" in left_out)  # a time is two words
+    assert (lines[-1] == f"Not shown in {width} columns: {', '.join(left_out)}.") == bool(left_out)
+    if width > 40:
+        assert max(map(len, lines)) <= width
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_ls_shows_everything_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setenv("COLUMNS", "40")
+    list_runs(Path("runs"))
+    (long,) = [line.split() for line in capsys.readouterr().out.splitlines() if LONG in line]
+    assert len(long) == 8
 
 
 def test_figures_in_markdown(tmp_path: Path) -> None:

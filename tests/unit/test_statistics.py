@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from isopref.data.statistics import PairSize, figures, pair_text, samples
+from isopref.data.statistics import OverContext, PairSize, figures, pair_text, samples
 from isopref.data.table import PairTable
 from isopref.testing.tokenizers import tiny_tokenizer
 from isopref.types import PairTokens
@@ -35,6 +35,13 @@ def test_the_ten_longest_are_of_a_view_in_its_order() -> None:
     view = table.select(range(29, -1, -2))  # every other pair, the longest first
     assert [size.rejected for size in figures(view).longest] == [30, 28, 26, 24, 22, 20, 18, 16, 14, 12]
     assert figures(view).longest[0].origin == "pair 29"
+
+
+def test_pairs_over_the_context_length_are_counted_by_their_longer_sequence() -> None:
+    table = table_of((10, 5, 3), (10, 3, 5), (10, 6, 1), (10, 5, 7), (8, 7, 7))  # 15, 15, 16, 17 and 15 tokens
+    assert figures(table, context=15).over_context == OverContext(2, PairSize("pair 3", 10, 5, 7))
+    assert figures(table, context=17).over_context is None
+    assert figures(table).over_context is None
 
 
 def test_repeated_pairs_and_prompts_are_counted() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
+from isopref.build.loggers import check_loggers
 from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
@@ -117,6 +118,7 @@ def _train(run: Run, resume: bool) -> bool:
     """Returns whether the run came to its end, or was asked to stop before."""
     config = run.config
     check_parallel(run)
+    check_loggers(run)
     reference.check_reference(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)

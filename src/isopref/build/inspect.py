@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from transformers import PreTrainedConfig
+
 from isopref.build.data import SourceUse, pair_tables
 from isopref.build.run import say_trust
 from isopref.config.schema import Config
 from isopref.data.statistics import PairText, TableFigures, figures, samples
 from isopref.engine.display import Display
-from isopref.models import hf
+from isopref.models import conversion, hf
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Report:
     """Everything `isopref data` shows."""
 
     sources: list[SourceUse]
+    context_length: int | None  # of the model, in tokens; None where its config names none
     num_left_out: int  # pairs of data.train that are in neither table, for their prompt is in data.eval
     train: TableFigures
     held_out: TableFigures | None
@@ -22,14 +25,23 @@ class Report:
 
 
 def inspect(config: Config, display: Display) -> Report:
-    """Tokenise the data as a run would, and look at it. Only the tokenizer of model.path is loaded."""
+    """Tokenise the data as a run would, and look at it. Of model.path only tokenizer and config are read."""
     say_trust(config, display)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    context = hf.context_length(_model_config(config))
     tables = pair_tables(config, tokenizer, display)
     return Report(
         sources=tables.sources,
+        context_length=context,
         num_left_out=tables.num_left_out,
-        train=figures(tables.train),
-        held_out=None if tables.held_out is None else figures(tables.held_out),
+        train=figures(tables.train, context=context),
+        held_out=None if tables.held_out is None else figures(tables.held_out, context=context),
         samples=samples(tables.train, tokenizer),
     )
+
+
+def _model_config(config: Config) -> PreTrainedConfig:
+    path = config.model.path
+    if hf.is_olmo_core(path):
+        return conversion.checkpoint_config(path)
+    return hf.read_config(path, trust_remote_code=config.model.trust_remote_code)

@@ -1,6 +1,8 @@
-"""run.loggers -> callbacks of the engine. What cannot start says so before the run has its folder."""
+"""run.loggers -> callbacks of the engine. What cannot start says so before any work is done."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from olmo_core.train.callbacks import Callback, CometCallback
@@ -11,24 +13,56 @@ from isopref.errors import ConfigError
 from isopref.optional import require
 
 PROJECT = "isopref"
+MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+
+def check_loggers(run: Run) -> None:
+    """Raise ConfigError where a logger could not start: for want of its package or, on the first rank, of a login.
+
+    No service is asked.
+    """
+    packages = _packages(run)
+    if run.env.is_first and "wandb" in packages:
+        _check_wandb(packages["wandb"])
+    if run.env.is_first and "comet" in packages and "COMET_API_KEY" not in os.environ:
+        raise ConfigError("run.loggers: comet needs the environment variable COMET_API_KEY, which is not set.")
 
 
 def logger_callbacks(run: Run) -> dict[str, Callback]:
-    """The loggers of the first rank. Raises ConfigError on every rank where a package is missing."""
+    """The loggers of the first rank. Raises ConfigError where one cannot start."""
     open_logger = {"tensorboard": _tensorboard, "wandb": _wandb, "comet": _comet}
-    modules = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-    packages = {
-        name: require(modules[name], extra=name, why=f"run.loggers names {name}") for name in run.config.run.loggers
+    return {name: open_logger[name](run, package) for name, package in _packages(run).items() if run.env.is_first}
+
+
+def _packages(run: Run) -> dict[str, Any]:
+    return {
+        name: require(MODULES[name], extra=name, why=f"run.loggers names {name}") for name in run.config.run.loggers
     }
-    return {name: open_logger[name](run, package) for name, package in packages.items() if run.env.is_first}
 
 
 def _tensorboard(run: Run, _package: Any) -> Callback:
     return TensorBoardCallback(folder=run.folder / "tensorboard")
 
 
-def _wandb(run: Run, wandb: Any) -> Callback:
+def _check_wandb(wandb: Any) -> None:
+    wandb.setup(settings=wandb.Settings(silent=True))  # which also keeps it from asking for a key
+    with _named_faults(wandb):
+        wandb.login(verify=False)
+
+
+@contextmanager
+def _named_faults(wandb: Any) -> Iterator[None]:
     try:
+        yield
+    except wandb.Error as error:
+        raise ConfigError(
+            f"run.loggers: wandb cannot start ({' '.join(str(error).split())}). Log in with `wandb login`, or set "
+            "WANDB_MODE=offline."
+        ) from error
+
+
+def _wandb(run: Run, wandb: Any) -> Callback:
+    with _named_faults(wandb):
         opened = wandb.init(
             dir=str(run.folder),
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -36,18 +70,11 @@ def _wandb(run: Run, wandb: Any) -> Callback:
             config=run.config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", silent=True),
         )
-    except wandb.Error as error:
-        raise ConfigError(
-            f"run.loggers: wandb cannot start ({' '.join(str(error).split())}). Log in with `wandb login`, or set "
-            "WANDB_MODE=offline."
-        ) from error
     run.display.say(f"wandb {f'offline, in {opened.dir}' if opened.offline else opened.url}")
     return WandbCallback(run=opened)
 
 
 def _comet(run: Run, _package: Any) -> Callback:
-    if "COMET_API_KEY" not in os.environ:
-        raise ConfigError("run.loggers: comet needs the environment variable COMET_API_KEY, which is not set.")
     return CometCallback(
         name=run.folder.name,
         project=os.environ.get("COMET_PROJECT_NAME", PROJECT),

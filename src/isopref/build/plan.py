@@ -1,11 +1,11 @@
 """What a config's run would take on a named card: no GPU is used and no weights are read."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -77,13 +77,15 @@ class RunPlan:
     layers: int
     grad_sync: str
     usable: float  # bytes of a rank that a run may take
-    fits: bool
     run: Forecast
-    hours: float  # of all steps
-    score_hours: float  # of scoring every pair once by the reference; 0 where none is scored before the first step
+    hours: float | None  # of all steps; None where they do not fit
+    score_hours: float | None  # of scoring every pair once by the reference; 0 where that is not done before them
     notes: list[str]
     alternatives: list[Alternative]
     scale: list[Forecast]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"run": self.run.as_json(), "scale": [one.as_json() for one in self.scale]}
 
 
 def make_plan(
@@ -130,8 +132,7 @@ class Planner:
 
     def plan(self, ranks: Sequence[int] = ()) -> RunPlan:
         layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
-        run = self.forecast(layout, fit.tokens)
-        fits = why_not is None and run.memory.total <= self.usable
+        run = self._settled_forecast(layout, fit, why_not)
         shared, packed = (int(tokens_alone(self.lengths, kind).sum()) for kind in ("shared", "packed"))
         steps = self._steps()
         return RunPlan(
@@ -145,12 +146,11 @@ class Planner:
             layers=self.shape.layers,
             grad_sync=layout.grad_sync,
             usable=self.usable,
-            fits=fits,
             run=run,
-            hours=steps * run.time.total / 3600,
-            score_hours=self._score_hours(layout, run),
+            hours=steps * run.time.total / 3600 if run.fits else None,
+            score_hours=self._score_hours(layout, run) if run.fits else None,
             notes=list(self._notes(layout, why_not)),
-            alternatives=[] if fits else list(self._alternatives()),
+            alternatives=[] if run.fits else list(self._alternatives()),
             scale=[one for count in ranks for one in self._at(count)],
         )
 
@@ -178,6 +178,7 @@ class Planner:
             self._budget(tokens),
             pairs=len(self.lengths),
             attention_share=auto.attention_share(self.shape.width),
+            room=self.usable,
         )
 
     def _budget(self, tokens: int) -> Budget:
@@ -315,11 +316,10 @@ class Planner:
             layout, changed = self._sharded(gpus)
             layout = replace(layout, recompute=self.shape.layers if full else 0)
             size = max(tokens, self._longest)
-            if self._memory(layout, size).total > self.usable:
+            if self._memory(layout, size).total > self.usable or not (run := self.forecast(layout, size)).fits:
                 continue
             changed += [f"layout.microbatch_tokens={size}", f"layout.checkpointing={'full' if full else 'none'}"]
             changed += [f"--gpus {gpus}"] if gpus != self.hardware.gpus else []
-            run = self.forecast(layout, size)
             yield Alternative(" ".join(changed), run.memory.total / GIB, run.pairs_per_s)
             found += 1
             if gpus != self.hardware.gpus or found == 2:
@@ -337,14 +337,14 @@ class Planner:
         layout = self._layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
         node = self.config.layout.hsdp_shard or self.hardware.network.ranks_per_node
-        yield self._settled_forecast(layout)
+        yield self._settled_forecast(*self._settled(layout))
         for other in others:
             if other != layout.parallel and ranks > node and ranks % node == 0:
-                yield self._settled_forecast(self._layout(ranks, other))
+                yield self._settled_forecast(*self._settled(self._layout(ranks, other)))
 
-    def _settled_forecast(self, layout: Layout) -> Forecast:
-        layout, fit, _ = self._settled(layout)
-        return self.forecast(layout, fit.tokens)
+    def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
+        found = self.forecast(layout, fit.tokens)
+        return found if why_not is None else replace(found, fits=False)
 
 
 def _more(gpus: int) -> list[int]:

@@ -17,7 +17,7 @@ from isopref.engine.display import visible
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
     from isopref.build.inspect import Report
-    from isopref.data.statistics import PairSize, PairText, TableFigures
+    from isopref.data.statistics import OverContext, PairSize, PairText, TableFigures
 
 STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
 PARTS = {
@@ -40,9 +40,10 @@ def show(report: Report, console: Console) -> None:
         _show_source(source, console)
     if report.num_left_out:
         console.print(f"\nnote: {left_out_note(report.num_left_out)}", markup=False)
-    _show_figures("to train on", report.train, console)
-    if report.held_out is not None:
-        _show_figures("held out", report.held_out, console)
+    for name, figures in (("to train on", report.train), ("held out", report.held_out)):
+        if figures is not None:
+            _show_figures(name, figures, console)
+            _show_over_context(figures.over_context, report.context_length, console)
     _show_samples(report.samples, console)
 
 
@@ -85,6 +86,20 @@ def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
     console.print(f"  the {len(figures.longest)} longest:")
     for size in figures.longest:
         console.print(f"    {_size(size)}", markup=False)
+
+
+def _show_over_context(over: OverContext | None, context: int | None, console: Console) -> None:
+    if over is None:
+        return
+    longest, pairs = over.longest, "1 pair is" if over.pairs == 1 else f"{over.pairs} pairs are"
+    tokens = longest.prompt + max(longest.chosen, longest.rejected)
+    console.print(
+        f"  warning: {pairs} longer than the model's context length, {context} tokens; the longest, "
+        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. Set "
+        f"data.max_length: {context}.",
+        style="bold red",
+        markup=False,
+    )
 
 
 def _size(size: PairSize) -> str:

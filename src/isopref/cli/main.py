@@ -63,9 +63,24 @@ def main() -> None:
 
 def _spelled_out(arguments: list[str]) -> list[str]:
     """`--resume` as an option with a value, which a command line cannot have beside one without."""
+
+    def is_value(after: str) -> bool:
+        # A config would be a file, and an override has an equals sign.
+        return after == "auto" or (after.isalnum() and not Path(after).exists())
+
     following = [*arguments[1:], ""]
-    alone = (one == "--resume" and after != "auto" for one, after in zip(arguments, following, strict=True))
+    alone = (one == "--resume" and not is_value(after) for one, after in zip(arguments, following, strict=True))
     return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
+
+
+def _parse_resume(told: str | Resume) -> Resume:
+    try:
+        return Resume(told)
+    except ValueError:
+        raise ConfigError(
+            f'--resume: takes no value, or auto; found "{told}". Alone it goes on from the last whole checkpoint; '
+            "--resume auto also starts a run where there is none."
+        ) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -99,6 +114,7 @@ def train(
     resume: Annotated[
         Resume,
         typer.Option(
+            parser=_parse_resume,
             metavar="[auto]",
             help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
             show_default=False,
@@ -205,7 +221,8 @@ def data(
     """Show what a config's data is, as the model would see it.
 
     Tokenises the data as train would, and prints what was found in each source, what was dropped and why, the lengths,
-    the longest pairs, and three pairs as they are tokenised. Loads the model's tokenizer, not its weights.
+    the longest pairs, those over the model's context length, and three pairs as they are tokenised. Loads the model's
+    tokenizer and config, not its weights.
 
     \b
     Examples:

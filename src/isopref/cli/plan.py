@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,7 +14,7 @@ from isopref.cards import GIB
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isopref.build.plan import Hardware, RunPlan
+    from isopref.build.plan import Alternative, Hardware, RunPlan
     from isopref.plan.scale import Forecast
 
 PARTS = {
@@ -39,7 +38,7 @@ def parse_ranks(text: str) -> list[int]:
 
 def to_json(plan: RunPlan) -> str:
     """The plan as JSON."""
-    return json.dumps(asdict(plan), indent=2)
+    return json.dumps(plan.as_json(), indent=2)
 
 
 def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
@@ -61,14 +60,12 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
             "sent by a rank": f"{run.sent_bytes / 1e9:.2f} GB",
         },
     )
-    _show_time(plan, console)
+    if plan.hours is None:
+        _show_way_out(plan.alternatives, console)
+    else:
+        _show_time(plan, plan.hours, console)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
-    for other in plan.alternatives:
-        told = f"fits: {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
-        console.print(told, markup=False)
-    if not plan.fits and not plan.alternatives:
-        console.print("nothing up to 1,024 GPUs fits; use shorter pairs (data.max_length) or a smaller model")
     if plan.scale:
         _show_scale(plan.scale, console)
 
@@ -83,16 +80,26 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     table.add_row("peak", f"{memory.total / GIB:.1f}")
     table.add_row(f"of {hardware.card.memory / GIB:.1f}, to be used", f"{plan.usable / GIB:.1f}")
     console.print(table)
-    console.print(Text("it fits" if plan.fits else "it does not fit", "green" if plan.fits else "bold red"))
+    fits = plan.run.fits
+    console.print(Text("it fits" if fits else "it does not fit", "green" if fits else "bold red"))
 
 
-def _show_time(plan: RunPlan, console: Console) -> None:
+def _show_way_out(alternatives: list[Alternative], console: Console) -> None:
+    console.print(Text("\nto make it fit", "bold"))
+    for other in alternatives:
+        told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
+        console.print(told, markup=False)
+    if not alternatives:
+        console.print("  no layout on up to 1,024 GPUs does; use shorter pairs (data.max_length) or a smaller model")
+
+
+def _show_time(plan: RunPlan, hours: float, console: Console) -> None:
     time = plan.run.time
     shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
     lines = {
         "a step": f"{time.total:.3f} s: {shares}",
         "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
-        "the run": f"{_duration(3600 * plan.hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
+        "the run": f"{_duration(3600 * hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
     }
     if plan.score_hours:
         lines["before it"] = f"{_duration(3600 * plan.score_hours)} to score the reference, if the cache lacks it"
@@ -104,19 +111,24 @@ def _show_scale(points: list[Forecast], console: Console) -> None:
     for name in ("rows", "balance", "GB sent", "wait s", "step s", "pairs/s", "MFU", "GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
+        timed = (
+            f"{point.time.network:.3f}",
+            f"{point.time.total:.3f}",
+            f"{point.pairs_per_s:,.0f}",
+            f"{point.mfu:.1%}",
+        )
         table.add_row(
             f"{point.ranks} {point.parallel}{f' {point.shard}' if point.parallel == 'hsdp' else ''}",
             f"{point.microbatches:.1f}",
             f"{point.balance:.1%}",
             f"{point.sent_bytes / 1e9:.2f}",
-            f"{point.time.network:.3f}",
-            f"{point.time.total:.3f}",
-            f"{point.pairs_per_s:,.0f}",
-            f"{point.mfu:.1%}",
+            *(timed if point.fits else "-" * len(timed)),
             f"{point.memory.total / GIB:.1f}",
         )
     console.print(table)
     console.print("rows: microbatches of a rank; wait: for the network, where computing does not hide it")
+    if not all(point.fits for point in points):
+        console.print("-: it does not fit")
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """`isopref report`, `ls` and `compare`: what runs have left in their folders. None imports torch."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,10 @@ from isopref.report.figures import entries, shown
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.report.read import REPORT_FILE, RunRecord, find_runs, read_run
+
+ANY_WIDTH = 10_000
+NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # columns of `isopref ls` that stand on the right
+SPARE = ("started", "accuracy", "loss", "held-out\naccuracy", "step")  # those a narrow terminal lacks, the first first
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 
@@ -75,7 +80,6 @@ def list_runs(
     if not found:
         print(f"No run in {folder}.")
         return
-    columns = ("run", "state", "step", "loss", "accuracy", "held-out accuracy", "started")
     rows = []
     for place in found:
         try:
@@ -83,8 +87,9 @@ def list_runs(
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        rows.append([str(place), *_line(run)])
-    _show(columns, rows, right=(2, 3, 4, 5))
+        rows.append({"run": str(place), **_cells(run)})
+    if rows:
+        _show_runs(rows)
 
 
 def compare(a: RunFolder, b: RunFolder) -> None:
@@ -109,15 +114,39 @@ def compare(a: RunFolder, b: RunFolder) -> None:
     rows = [
         [name, *(number(end[name]) for end in ends)] for name in ends[0] if any(end[name] is not None for end in ends)
     ]
-    _show(("at the end", *labels), [["state", *(run.status for run in runs)], *rows], right=(1, 2))
+    _show(("at the end", *labels), [["state", *(run.status for run in runs)], *rows], right=labels)
 
 
-def _line(run: RunRecord) -> list[str]:
-    steps = f"{run.last_step}/{run.state.steps}" if run.state is not None else str(run.last_step)
-    ends = final_figures(run)
-    figures = [ends[name] for name in ("training loss", "training accuracy", "held-out preference accuracy")]
-    started = str(run.starts[0]["time"])[:16].replace("T", " ") if run.starts else "-"
-    return [run.status, steps, *map(number, figures), started]
+def _cells(run: RunRecord) -> dict[str, str]:
+    ends, state = final_figures(run), run.state
+    return {
+        "state": "unknown" if state is None else state.outcome,
+        "step": str(run.last_step) if state is None else f"{max(run.last_step, state.step)}/{state.steps}",
+        "loss": number(ends["training loss"]),
+        "accuracy": number(ends["training accuracy"]),
+        "held-out\naccuracy": number(ends["held-out preference accuracy"]),
+        "started": str(run.starts[0]["time"])[:16].replace("T", " ") if run.starts else "-",
+    }
+
+
+def _show_runs(rows: list[dict[str, str]]) -> None:
+    """A line for each run. Its name is whole, to be copied: where a terminal is narrow, other columns are left out."""
+    columns, console = list(rows[0]), _console()
+
+    def table() -> Table:
+        return _table(columns, [[row[name] for name in columns] for row in rows], right=NUMBERS)
+
+    def width() -> int:
+        return console.measure(table(), options=console.options.update(width=ANY_WIDTH)).maximum
+
+    left_out = []
+    for name in SPARE:
+        if console.is_terminal and width() > console.width:
+            columns.remove(name)
+            left_out.append(name.replace("\n", " "))
+    Console(highlight=False, width=max(width(), console.width)).print(table())
+    if left_out:
+        print(f"Not shown in {console.width} columns: {', '.join(left_out)}.")
 
 
 def _parting_text(runs: list[RunRecord]) -> str:
@@ -138,13 +167,21 @@ def _parting_text(runs: list[RunRecord]) -> str:
     )
 
 
-def _show(columns: tuple[str, ...], rows: list[list[str]], right: tuple[int, ...] = ()) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        table.add_column(Text(visible(column)), justify="right" if place in right else "left", overflow="fold")
+def _show(columns: Sequence[str], rows: list[list[str]], right: Sequence[str] = ()) -> None:
+    _console().print(_table(columns, rows, right))
+
+
+def _table(columns: Sequence[str], rows: list[list[str]], right: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(Text(visible(column)), justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
+    return table
+
+
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe takes lines of any length
         console = Console(highlight=False, width=max(console.width, 200))
-    console.print(table)
+    return console

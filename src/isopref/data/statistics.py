@@ -40,6 +40,14 @@ class PairSize:
 
 
 @dataclass(frozen=True)
+class OverContext:
+    """Pairs that the model cannot take: a prompt and its longer answer are over its context length."""
+
+    pairs: int
+    longest: PairSize
+
+
+@dataclass(frozen=True)
 class PairText:
     """One pair as its tokens say it, special tokens included."""
 
@@ -60,10 +68,11 @@ class TableFigures:
     tokens: int
     tokens_shared: int
     longest: list[PairSize]
+    over_context: OverContext | None  # None where there are none
 
 
-def figures(table: PairTable) -> TableFigures:
-    """The figures of a table that is not empty."""
+def figures(table: PairTable, *, context: int | None = None) -> TableFigures:
+    """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
     prompt, chosen, rejected = (table.lengths[:, part].astype(np.int64) for part in (PROMPT, CHOSEN, REJECTED))
     pair = prompt + chosen + rejected
     parts = {
@@ -82,6 +91,7 @@ def figures(table: PairTable) -> TableFigures:
         tokens=int((pair + prompt).sum()),
         tokens_shared=int(pair.sum()),
         longest=[_size(table, int(index)) for index in longest],
+        over_context=None if context is None else _over(table, parts["sequence"], context),
     )
 
 
@@ -96,6 +106,11 @@ def samples(table: PairTable, tokenizer: PreTrainedTokenizerBase) -> list[PairTe
 def _lengths(values: IntArray) -> Lengths:
     found = np.percentile(values, PERCENTILES, method="inverted_cdf")
     return Lengths(float(values.mean()), {at: int(value) for at, value in zip(PERCENTILES, found, strict=True)})
+
+
+def _over(table: PairTable, sequence: IntArray, context: int) -> OverContext | None:
+    count = int((sequence > context).sum())
+    return OverContext(count, _size(table, int(sequence.argmax()))) if count else None
 
 
 def _size(table: PairTable, index: int) -> PairSize:

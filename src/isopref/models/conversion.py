@@ -116,10 +116,17 @@ def read_checkpoint(
     return model
 
 
+def checkpoint_config(path: str, *, setting: str = "model.path") -> PreTrainedConfig:
+    """The config of a checkpoint's Hugging Face form. Raises ModelError."""
+    with _named_faults(path, setting):
+        return _read_configs(Path(path).expanduser())[1]
+
+
 def empty_checkpoint(path: str, *, setting: str = "model.path") -> PreTrainedModel:
-    """The same without its weights, on the meta device. Raises ModelError."""
+    """The same as a model without its weights, on the meta device. Raises ModelError."""
+    config = checkpoint_config(path, setting=setting)
     with _named_faults(path, setting), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(_read_configs(Path(path).expanduser())[1])
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
@@ -121,14 +121,18 @@ def load_model(
     return model
 
 
-def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
-    """The model without its weights, on the meta device: only its config is read. Raises ModelError.
-
-    The folder of an adapter stands for its base model, whose shape the merged one has.
-    """
+def read_config(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedConfig:
+    """The model's config. The folder of an adapter stands for its base model. Raises ModelError."""
     if is_adapter(Path(path)):
         path = base_of(path, setting=setting)
     config = _from_pretrained(AutoConfig, path, setting, trust_remote_code=trust_remote_code)
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
+    """The model without its weights, on the meta device: only its config is read. Raises ModelError."""
+    config = read_config(path, trust_remote_code=trust_remote_code, setting=setting)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
@@ -158,6 +162,11 @@ def _is_noise(name: str) -> bool:
     return "drop" in name or "jitter" in name
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model takes; None where its config names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
 def check_fits(
     model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths_N3: IntArray, name: Callable[[int], str]
 ) -> None:
@@ -173,7 +182,7 @@ def check_fits(
         )
     longest = lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1)
     most, pair = int(longest.max()), int(longest.argmax())
-    limit = getattr(config, "max_position_embeddings", None) or most
+    limit = context_length(config) or most
     if most > limit:
         raise ModelError(
             f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. Shorten the pairs: "

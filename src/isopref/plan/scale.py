@@ -1,7 +1,9 @@
 """Steps of a run on so many ranks, on paper: the real plan of real lengths, the model of time and memory."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,11 @@ class Forecast:
     mfu: float  # useful flops over what the data sheet promises
     memory: Memory  # at the largest microbatch
     time: StepTime
+    fits: bool  # into the room of a rank; where not, there will be no step to take any time
+
+    def as_json(self) -> dict[str, Any]:
+        """With null for the time of steps that do not fit."""
+        return asdict(self) | ({} if self.fits else dict.fromkeys(("pairs_per_s", "mfu", "time")))
 
 
 def forecast(
@@ -45,8 +52,12 @@ def forecast(
     *,
     pairs: int,
     attention_share: float,
+    room: float = math.inf,
 ) -> Forecast:
-    """Forecast steps over the lengths of some global batches. `pairs`: in the whole table, for its reference."""
+    """Forecast steps over the lengths of some global batches, where a rank may take `room` bytes.
+
+    `pairs`: in the whole table, for its reference.
+    """
     steps = [step_loads(batch, budget, ranks=layout.ranks, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
@@ -56,6 +67,7 @@ def forecast(
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
     real = sum(int(batch.sum() + (0 if layout.rows == "shared" else batch[:, 0].sum())) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
+    memory = peak_memory(shape, layout, largest, pairs=pairs)
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
@@ -69,6 +81,7 @@ def forecast(
         flops=useful,
         pairs_per_s=batch_pairs / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),
-        memory=peak_memory(shape, layout, largest, pairs=pairs),
+        memory=memory,
         time=mean,
+        fits=memory.total <= room,
     )

@@ -33,7 +33,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         sections.answers(every),
         sections.config(every),
         sections.environment(every),
-        element("footer", f"Made by isopref {__version__}. Intervals: 95%, by bootstrap over the held-out pairs."),
+        element("footer", f"Made by isopref {__version__}. Intervals: 95%, Wilson's of accuracies, else by bootstrap."),
     )
     return _document(", ".join(entry.label for entry in every), body, data)
 
