@@ -59,11 +59,13 @@ def test_locate_finds_folders_files_and_hub_names(
     assert locate("package:weights_of_mine/model.gguf") == Origin(str(package), "model.gguf")
 
 
-def test_a_runs_folder_is_not_its_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [".", "checkpoints/step4"])
+def test_a_runs_folder_is_not_its_model(tmp_path: Path, inside: str) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step4" / "model_and_optim").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"it has no config\.json\. Did you mean .*/run/model\?"):
-        locate(str(tmp_path / "run"))
+        locate(str(tmp_path / "run" / inside))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,13 @@ def test_text_is_escaped_once_and_markup_is_not() -> None:
     assert element("p", class_='"x"', data_a=1, title=None) == '<p class="&quot;x&quot;" data-a="1"></p>'
 
 
+def test_a_sample_without_a_drawn_answer(tmp_path: Path) -> None:
+    sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after"), "yes")
+    html = page([read_run(make_run(tmp_path / "run", losses([0.7]), samples=[sample]))])
+    assert html.count("<pre>") == 2
+    assert "drawn answers" not in html
+
+
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after", "sampled_before", "sampled_after"), HOSTILE)
     state = State("failed", 1, 2, 1.0, HOSTILE)
