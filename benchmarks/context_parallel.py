@@ -1,136 +1,204 @@
-"""What torch's context parallelism does with rows of pairs, on two CPU ranks: python benchmarks/context_parallel.py
+"""Ways to split the tokens of one row over ranks, on two CPU ranks: python benchmarks/context_parallel.py
 
-Each case splits a sequence over the ranks and compares attention with that of one process. The result is the reason for
-the decision in docs/decisions.md.
+Each case has a part of a row's queries, keys and values on each rank, and is compared with one process: what attention
+returns, and the gradients of queries, keys and values. The result is the reason for the decision in docs/decisions.md.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from olmo_core.distributed.parallel.context_parallel import all_to_all_single_cp2hp, all_to_all_single_hp2cp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.experimental import _attention as cp
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from isopref.data.rows import _copies, build_microbatch
 from isopref.ops.attention import segment_attention
 from isopref.testing.models import random_pairs
-from isopref.testing.ranks import Ranks
+from isopref.testing.ranks import RankError, Ranks
 from isopref.types import Segments
 
-HEADS, WIDTH, TOKENS = 4, 8, 96
+HEADS, WIDTH, TOKENS = 4, 8, 256
+PATIENCE_S = 20
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of 1, H, T, E each
+Context = Callable[[], AbstractContextManager[None]]
 
 
-def _tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, HEADS, TOKENS, WIDTH, generator=generator) for _ in range(3)]
-
-
-def _row() -> tuple[Tensor, Tensor]:
-    """A row with shared prompts: who sees whom (T, T), and its attention by one process."""
-    (one,) = build_microbatch(random_pairs(4), "shared", row_tokens=TOKENS).passes
+def _row(tokens: int = TOKENS) -> tuple[Segments, list[Tensor]]:
+    """A row of pairs with shared prompts; its queries, keys and values, and a weight: the loss is the weighted sum."""
+    (one,) = build_microbatch(random_pairs(8), "shared", row_tokens=tokens).passes
     assert one.segments is not None
-    query, key, value = (x[0] for x in _tensors())
-    out = segment_attention(query, key, value, one.segments, scale=WIDTH**-0.5).transpose(0, 1)[None]
-    index = torch.arange(TOKENS) if one.segments.key_index is None else one.segments.key_index
-    seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
-    queries, keys = one.segments.query_bounds, one.segments.key_bounds
-    for segment in range(len(queries) - 1):
-        for i in range(queries[segment], queries[segment + 1]):
-            seen[i, index[keys[segment] : keys[segment + 1] - (queries[segment + 1] - 1 - i)]] = True
-    return seen, out
+    generator = torch.Generator().manual_seed(0)
+    return one.segments, [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(4)]
 
 
-def _split(attend: Callable[..., Tensor], expected: Tensor, mask: Tensor | None) -> str:
-    """Attention of a sequence that is split over the ranks, against the whole."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    query, key, value = _tensors()
-    buffers = [query, key, value] + ([] if mask is None else [mask])
-    dims = [2, 2, 2] + ([] if mask is None else [0])
+def _seen(segments: Segments) -> Tensor:
+    """Which keys each query of the row sees: T, T."""
+    index, queries, keys = segments.key_index, segments.query_bounds, segments.key_bounds
+    assert index is not None
+    seen = torch.zeros(queries[-1], queries[-1], dtype=torch.bool)
+    for s in range(len(queries) - 1):
+        for i in range(queries[s], queries[s + 1]):
+            seen[i, index[keys[s] : keys[s + 1] - (queries[s + 1] - 1 - i)]] = True
+    return seen
+
+
+def _ours(segments: Segments) -> Attend:
+    return lambda query, key, value: segment_attention(
+        query[0], key[0], value[0], segments, scale=WIDTH**-0.5
+    ).transpose(0, 1)[None]
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor.chunk(dist.get_world_size(), dim=2)[dist.get_rank()]
+
+
+def _compare(tensors: list[Tensor], whole: Attend, part: Attend, context: Context = nullcontext) -> str:
+    """`whole` attends over the row, `part` over what each rank has of it."""
+    *inputs, weight = tensors
+    inputs = [x.requires_grad_() for x in inputs]
+    expected = whole(*inputs)
+    gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    mine = [_here(x).detach().clone() for x in inputs]
+    words = ""
     try:
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
-            part = attend(query, key, value, mask)
-            (found,) = context_parallel_unshard(mesh, [part], [2])
+        with context(), torch.no_grad():
+            words = _off(part(*mine), _here(expected))
+        with context():
+            loss = (part(*(x.requires_grad_() for x in mine)) * _here(weight)).sum()
+            found = torch.autograd.grad(loss, mine)
     except Exception as error:  # whatever it is, it is the finding
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return f"off by {float((found - expected).abs().max()):.1g}"
+        return f"{words} | {_short(error)}" if words else f"{_short(error)} | "
+    return f"{words} | {', '.join(_off(x, _here(y)) for x, y in zip(found, gradients, strict=True))}"
 
 
-def causal() -> str:
-    """One plain sequence."""
-    query, key, value = _tensors()
-    expected = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return _split(lambda q, k, v, _: functional.scaled_dot_product_attention(q, k, v, is_causal=True), expected, None)
+def _off(found: Tensor, expected: Tensor) -> str:
+    return f"{float((found - expected).abs().max()):.0e}"
 
 
-def shared_by_mask() -> str:
-    """A row with shared prompts, by a mask."""
-    seen, expected = _row()
-    query, key, value = _tensors()
-    whole = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-    assert torch.allclose(whole, expected, atol=1e-5), "the mask is not the row's"
-    return _split(
-        lambda q, k, v, mask: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask), expected, seen.clone()
-    )
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
-def shared_as_causal() -> str:
-    """A row with shared prompts, as one causal sequence: what is left if no mask is passed."""
-    _, expected = _row()
-    return _split(lambda q, k, v, _: functional.scaled_dot_product_attention(q, k, v, is_causal=True), expected, None)
+def _torchs() -> AbstractContextManager[None]:
+    cp._cp_options.enable_load_balance = False  # else tokens change places, and a mask's columns do not follow
+    return cp.context_parallel(_mesh(), buffers=[torch.arange(TOKENS)], buffer_seq_dims=[0])  # it must have some buffer
+
+
+def one_sequence() -> str:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return _compare(_row()[1], attend, attend, _torchs)
+
+
+def by_mask(products: bool) -> str:
+    segments, tensors = _row()
+    mask = _here(_seen(segments)[None, None])  # four dimensions, since torch takes the third for the queries
+    backends = [SDPBackend.MATH] if products else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    return _compare(tensors, _ours(segments), attend, _torchs)
+
+
+class _Flex(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor | tuple[Tensor, ...]:
+        return flex_attention(query, key, value, block_mask=block_mask)
+
+
+def by_blocks(tokens: int) -> str:
+    segments, tensors = _row(tokens)
+    seen, mesh = _seen(segments), _mesh()
+    blocks = create_block_mask(lambda _b, _h, i, j: seen[i, j], 1, 1, tokens, tokens, device="cpu")
+    style = cp._ContextParallel(seq_dim=2, attention_type=cp._ContextParallel.AttentionType.FLEX)
+    module = parallelize_module(_Flex(), mesh, style)
+    try:
+        (here,) = cp._context_parallel_shard(mesh, [blocks], [2])
+    except NotImplementedError as error:
+        return f"{_short(error)} | "
+    return _compare(tensors, _ours(segments), lambda q, k, v: module(q, k, v, block_mask=here))
 
 
 def keys_gathered() -> str:
-    """A row with shared prompts, each rank with a part of the queries and all keys, by our own attention."""
-    (one,) = build_microbatch(random_pairs(4), "shared", row_tokens=TOKENS).passes
-    _, expected = _row()
-    assert one.segments is not None
-    size = TOKENS // dist.get_world_size()
-    start = dist.get_rank() * size
-    query, key, value = (x[0] for x in _tensors())
-    here = slice(start, start + size)
+    segments, tensors = _row()
+    size, mesh = TOKENS // dist.get_world_size(), _mesh()
+    attend = _ours(_part(segments, dist.get_rank() * size, (dist.get_rank() + 1) * size))
 
     def gathered(mine: Tensor) -> Tensor:
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine.contiguous())
-        return torch.cat(every, dim=1)
+        return DTensor.from_local(mine, mesh, [Shard(2)]).full_tensor(grad_placements=[Partial()])
 
-    seen = _part(one.segments, start, start + size)
-    out = segment_attention(query[:, here], gathered(key[:, here]), gathered(value[:, here]), seen, scale=WIDTH**-0.5)
-    return f"off by {float((out.transpose(0, 1) - expected[0, :, here]).abs().max()):.1g}"
+    return _compare(tensors, _ours(segments), lambda q, k, v: attend(q, gathered(k), gathered(v)))
+
+
+def heads_exchanged() -> str:
+    segments, tensors = _row()
+    group, attend = _mesh().get_group(), _ours(segments)
+
+    def exchanged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (all_to_all_single_cp2hp(x.transpose(1, 2), group).transpose(1, 2) for x in (query, key, value))
+        return all_to_all_single_hp2cp(attend(q, k, v).transpose(1, 2), group).transpose(1, 2)
+
+    return _compare(tensors, attend, exchanged)
 
 
 def _part(whole: Segments, start: int, stop: int) -> Segments:
     """What the queries from start to stop see: of each segment, the keys up to those of its last query among them."""
-    index = torch.arange(TOKENS) if whole.key_index is None else whole.key_index
-    queries, keys, kept = [0], [0], []
-    for segment in range(len(whole.query_bounds) - 1):
-        first, last = whole.query_bounds[segment], whole.query_bounds[segment + 1]
+    index, queries, keys, kept = whole.key_index, [0], [0], []
+    assert index is not None
+    for s in range(len(whole.query_bounds) - 1):
+        first, last = whole.query_bounds[s], whole.query_bounds[s + 1]
         count = min(stop, last) - max(start, first)
         if count > 0:
-            begin, end = whole.key_bounds[segment], whole.key_bounds[segment + 1] - (last - min(stop, last))
-            kept.append(index[begin:end])
+            kept.append(index[whole.key_bounds[s] : whole.key_bounds[s + 1] - (last - min(stop, last))])
             queries.append(queries[-1] + count)
-            keys.append(keys[-1] + end - begin)
+            keys.append(keys[-1] + len(kept[-1]))
     taken = torch.cat(kept)
-    copies = torch.from_numpy(_copies(taken.numpy(), TOKENS))
     return Segments(
         query_offsets=torch.tensor(queries, dtype=torch.int32),
         key_offsets=torch.tensor(keys, dtype=torch.int32),
         key_index=taken,
-        key_copies=copies,
+        key_copies=torch.from_numpy(_copies(taken.numpy(), TOKENS)),
         query_bounds=tuple(queries),
         key_bounds=tuple(keys),
         longest=TOKENS,
     )
 
 
+CASES: list[tuple[str, Callable[..., str], tuple[object, ...]]] = [
+    ("context_parallel, one causal sequence", one_sequence, ()),
+    ("context_parallel, a mask, attention by plain products", by_mask, (True,)),
+    ("_ContextParallel FLEX, a BlockMask", by_blocks, (TOKENS,)),
+    ("_ContextParallel FLEX, a BlockMask, 384 tokens", by_blocks, (384,)),
+    ("keys and values gathered, our attention", keys_gathered, ()),
+    ("heads exchanged for tokens, our attention", heads_exchanged, ()),
+    ("context_parallel, a mask, attention as torch chooses", by_mask, (False,)),  # last, since the ranks are lost
+]
+
+
 def main() -> None:
+    print("| | forward off by | gradients of queries, keys, values off by |\n|---|---|---|")
     with Ranks(2) as ranks:
-        for case in (causal, shared_by_mask, shared_as_causal, keys_gathered):
-            print(f"{case.__doc__}  {ranks(case)}")
+        for name, case, arguments in CASES:
+            try:
+                found = ranks(case, *arguments, timeout_s=PATIENCE_S if arguments == (False,) else 60)[0]
+            except RankError as error:
+                found = f"{str(error).splitlines()[0]} | "
+            print(f"| {name} | {found} |", flush=True)
 
 
 if __name__ == "__main__":
