@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.models.conversion import read_checkpoint
+from isopref.models.conversion import from_hf, read_checkpoint, write_checkpoint
+from isopref.testing.models import byte_tokenizer, tiny_model
 
 Load = Callable[[Path], dict[str, torch.Tensor]]
 SETTINGS = {"model": {"dtype": "float32"}, "optim": {"lr": 1e-3, "batch_pairs": 5, "max_steps": 3}}
@@ -68,3 +69,13 @@ def test_ended_while_it_writes_its_result_it_goes_on(
 
 def fail(*_args: Any, **_options: Any) -> None:
     raise RuntimeError("planted")
+
+
+def test_an_adapter_has_no_base_in_a_checkpoint(olmo: Any) -> None:
+    tokenizer, folder = byte_tokenizer(), olmo.folder / "checkpoint"
+    write_checkpoint(from_hf(tiny_model("olmo3", vocab_size=len(tokenizer))), tokenizer, folder)
+    for adapter in ("{rank: 4}", "{rank: 4, quantize: nf4}"):
+        assert olmo.refused("run", f"model.path={folder}", f"model.adapter={adapter}") == (
+            f"model.adapter: {folder} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
+            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+        )

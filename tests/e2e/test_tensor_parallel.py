@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +20,14 @@ if TYPE_CHECKING:
 
 Start = Callable[..., "Command"]
 Load = Callable[[Path], "Weights"]
-SETTINGS = ("run.folder=run", "run.save_every=2", "objective.loss=aot")  # ten steps; pairs that are coupled
+SETTINGS = (
+    "run.folder=run",
+    "run.save_every=2",
+    "optim.epochs=4",
+    "objective.loss=aot",
+)  # 20 steps; pairs that are coupled
 TOGETHER = "layout.tensor_parallel=2"
-BOUND = 1e-5  # of float32 inside, over ten steps of AdamW
+BOUND = 1e-5  # of float32 inside, over 20 steps of AdamW
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -48,21 +55,23 @@ def test_two_ranks_to_a_layer(make: Callable[[], Project], start: Start, load_we
     assert all(torch.equal(parameter, found[name]) for name, parameter in again.named_parameters())
 
 
-def test_it_goes_on_as_one_process_and_as_two_again(
+def test_from_one_process_to_two_and_back(
     make: Callable[[], Project], start: Start, load_weights: Load, alone: Weights
 ) -> None:
+    """Weights and the optimizer's state, of steps before and of steps to come."""
     project = make()
-    run = project.folder / "run"
-    command = start(project, *SETTINGS, TOGETHER)
-    command.wait_for(run / "checkpoints" / "step2" / "seal.json")
+    run = project.train("run", *SETTINGS[1:], "run.keep=10", "run.export=false")
+    for step in range(6, 21, 2):  # as if it had been stopped after step 4
+        shutil.rmtree(run / "checkpoints" / f"step{step}")
+    command = start(project, *SETTINGS, TOGETHER, "--resume")
+    command.wait_for(run / "checkpoints" / "step8" / "seal.json")
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.end()
     assert code == 0, err
-    assert "Stopped by SIGTERM" in out
-    project.train("run", *SETTINGS[1:], "run.export=false", "--resume")
-    code, out, err = start(project, *SETTINGS, TOGETHER, "--resume").end()  # all it has to do is to write the model
-    assert code == 0, err
-    assert "resume after step 10\n" in out
+    assert "resume after step 4\n" in out
+    (at,) = (int(step) for step in re.findall(r"^Stopped by SIGTERM after step (\d+) of 20", out, re.MULTILINE))
+    assert 8 <= at <= 16
+    project.train("run", *SETTINGS[1:], "--resume")
     assert oracle.relative_error(load_weights(run / "model"), alone) <= BOUND
 
 

@@ -1,6 +1,10 @@
-"""Compiled layers: one compilation for all layers and rows. Traced on the CPU with a stand-in for the CUDA kernel."""
+"""Compiled layers: which are, and one compilation for all layers and rows.
+
+Traced on the CPU with a stand-in for the CUDA kernel.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isopref.build.model import _compiles
+from isopref.build.run import Run
+from isopref.config.schema import Config
 from isopref.data.rows import build_microbatch
+from isopref.engine.display import Display
+from isopref.engine.environment import Environment
+from isopref.models.conversion import from_hf
 from isopref.models.parallel import decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
@@ -58,3 +68,23 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     assert len(graphs) == so_far <= 6
     widths = [node for node in graphs[-1].graph.nodes if node.op == "placeholder" and "head_dim" in node.name]
     assert not widths
+
+
+@pytest.mark.parametrize(
+    ("native", "asked", "device", "dtype", "expected"),
+    [
+        (False, None, "cuda", "bfloat16", True),
+        (False, None, "cpu", "bfloat16", False),
+        (False, None, "cuda", "float32", False),
+        (False, False, "cuda", "bfloat16", False),
+        (True, None, "cuda", "bfloat16", False),
+        (True, True, "cuda", "bfloat16", True),
+    ],
+)
+def test_what_null_chooses(native: bool, asked: bool | None, device: str, dtype: str, expected: bool) -> None:
+    config = Config.model_validate(
+        {"model": {"path": "m", "dtype": dtype}, "data": {"train": "d"}, "layout": {"compile": asked}}
+    )
+    run = Run(config, Path("run"), Environment(0, 1, torch.device(device)), Display(quiet=True))
+    model = tiny_model("llama")
+    assert _compiles(run, Policy(from_hf(model) if native else model)) is expected

@@ -97,3 +97,10 @@ def test_offload_needs_fsdp(file: Path) -> None:
     assert message.endswith(
         "layout.offload: needs FSDP, but layout.parallel is ddp. Use layout.parallel: fsdp, or auto."
     )
+
+
+def test_olmo_core_s_modules_take_none(file: Path) -> None:
+    told = "does not go with model.adapter, which peft puts into transformers' modules. Remove one."
+    assert (
+        refused(file, "model.adapter={}", "model.native=true") == f"override 'model.native=true': model.native: {told}"
+    )

@@ -238,6 +238,25 @@ def test_impossible_combinations(file: Path, overrides: list[str], field: str, w
     assert line.endswith(way_out)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        ([], "model.native: true"),
+        (["model.native=true", "layout.parallel=ddp"], "layout.parallel: fsdp, hsdp or auto"),
+        (["model.native=true", "layout.parallel=single"], "layout.parallel: fsdp, hsdp or auto"),
+        (["model.native=true", "layout.rows=padded"], "layout.rows: shared or packed"),
+        (
+            ["layout.parallel=ddp", "layout.rows=padded_separate"],
+            "model.native: true and layout.parallel: fsdp, hsdp or auto and layout.rows: shared or packed",
+        ),
+    ],
+)
+def test_what_tensor_parallelism_needs(file: Path, overrides: list[str], missing: str) -> None:
+    (line,) = problems(file, MINIMAL, *overrides, "layout.tensor_parallel=2")
+    told = f"layout.tensor_parallel: 2 needs {missing}. Set that, or remove it."
+    assert line == f"override 'layout.tensor_parallel=2': {told}"
+
+
 def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
     lines = problems(file, MINIMAL + "layout:\n  hsdp_shard: 2\nrun:\n  eval_every: 3\n")
     assert [line.split(": ")[:2] for line in lines] == [
@@ -254,6 +273,9 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["model.compute_dtype=bfloat16", "layout.parallel=fsdp"],
         ["model.compute_dtype=bfloat16", "layout.parallel=hsdp", "layout.hsdp_shard=4"],
         ["model.compute_dtype=float32", "layout.parallel=ddp"],
+        ["layout.tensor_parallel=1", "layout.parallel=ddp", "layout.rows=padded"],
+        ["layout.tensor_parallel=2", "model.native=true", "layout.rows=packed"],
+        ["layout.tensor_parallel=2", "model.native=true", "layout.parallel=hsdp", "layout.hsdp_shard=4"],
         ["data.truncation=keep_end", "data.max_length=128"],
         ["run.eval_every=10", "data.eval=e"],
         ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
-from isopref.errors import ModelError
+from isopref.errors import ConfigError, ModelError
 from isopref.models import conversion
 from isopref.models.conversion import HF_CONFIG, empty_checkpoint, from_hf, read_checkpoint, write_checkpoint
 from isopref.models.hf import is_olmo_core
 from isopref.models.native import NativeModel
+from isopref.models.parallel import check_tensor
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.models.shape import shape_of
@@ -171,7 +172,7 @@ def olmo_core_reads(folder: Path) -> Any:
 
 
 def written(native: NativeModel, folder: Path) -> Path:
-    write_checkpoint(native, byte_tokenizer(), folder, is_first=True, barrier=lambda: None)
+    write_checkpoint(native, byte_tokenizer(), folder)
     assert is_olmo_core(str(folder))
     return folder
 
@@ -298,3 +299,15 @@ def test_a_folder_of_hugging_face_is_written_from_gathered_weights(tmp_path: Pat
         model.save_pretrained(tmp_path / "out", state_dict=weights)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(again), logits(shaken("qwen3")))
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "ranks", "fitting"), [(4, 2, 3, "1, 2"), (8, 4, 8, "1, 2, 4")])
+def test_ranks_that_cannot_share_out_the_heads_are_refused(
+    heads: int, key_heads: int, ranks: int, fitting: str
+) -> None:
+    policy = Policy(from_hf(tiny_model("llama", num_attention_heads=heads, num_key_value_heads=key_heads)))
+    with pytest.raises(ConfigError) as refusal:
+        check_tensor(policy, "fsdp", ranks, ranks)
+    assert str(refusal.value) == (
+        f"layout.tensor_parallel: {ranks} does not divide the heads and key heads of the model. What does: {fitting}."
+    )

@@ -80,17 +80,22 @@ def load_exported(run: Run) -> PreTrainedModel:
 def _load_base(run: Run, path: str | None, setting: str) -> PreTrainedModel:
     """The model under an adapter, in 4 bits if that is asked for, with the adapter in the folder `path`, if any."""
     model = run.config.model
-    if hf.is_olmo_core(model.path):
-        raise ConfigError(
-            f"model.adapter: {model.path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. "
-            "Give the model as a Hugging Face folder: isopref writes one beside a checkpoint."
-        )
+    check_base(model.path)
     base = _load(run, model.path, getattr(torch, run.compute_dtype), "model.path")
     if model.adapter is not None and model.adapter.quantize is not None:
         adapter.quantize_nf4(base, run.env.device, head=base.get_output_embeddings())
     if path is not None:
         adapter.load_adapter(base, path, dtype=getattr(torch, model.dtype), setting=setting)
     return base
+
+
+def check_base(path: str) -> None:
+    """Raise ConfigError for what cannot be the model under an adapter."""
+    if hf.is_olmo_core(path):
+        raise ConfigError(
+            f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
+            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+        )
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from isopref.build import auto
 from isopref.build.data import pair_tables
-from isopref.build.model import new_adapter
+from isopref.build.model import check_base, new_adapter
 from isopref.build.run import loss_of
 from isopref.cards import GIB, Card, find_card, parse_memory
 from isopref.config.schema import Config
@@ -104,6 +104,8 @@ def make_plan(
         empty = conversion.empty_checkpoint(model.path)
     else:
         empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
+    if model.native:
+        conversion.transformer_config(empty)  # which refuses what has none
     adapt(config, empty)
     shape = shape_of(empty)
     lengths = _lengths(config, display) if lengths_file is None else _read_lengths(lengths_file)
@@ -115,6 +117,7 @@ def adapt(config: Config, empty: PreTrainedModel) -> None:
     asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
     if asked is None:
         return
+    check_base(config.model.path)
     if asked.path is None:
         adapter.add_adapter(empty, new_adapter(asked), dtype=dtype, seed=config.optim.seed)
     else:

@@ -177,7 +177,12 @@ def _check_classes(told: Any) -> None:
 
 
 def write_checkpoint(
-    model: NativeModel, tokenizer: Any, folder: Path, *, is_first: bool, barrier: Callable[[], None]
+    model: NativeModel,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    is_first: bool = True,
+    barrier: Callable[[], None] = lambda: None,
 ) -> None:
     """Write an OLMo-core checkpoint that `read_checkpoint` takes, and OLMo-core its `model_and_optim`.
 

@@ -41,6 +41,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("llama", _LLAMA_LIKE),
     "llama_tied": ("llama", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
+    "llama_wide": ("llama", {**_LLAMA_LIKE, "intermediate_size": 256}),  # halves of whose MLP have 8-bit state
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", _LLAMA_LIKE),
     "olmo2": ("olmo2", _LLAMA_LIKE),

@@ -9,11 +9,12 @@ from isopref.data.table import PairTable
 from isopref.engine.moving import MovingReference
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import parallelize
+from isopref.models.conversion import from_hf
+from isopref.models.parallel import data_group, parallelize
 from isopref.models.policy import Policy, full
 from isopref.testing import oracle
 from isopref.testing.equations import batch_loss
-from isopref.testing.exactness import Cell, StubTrainer, batch, pair_objective, plan
+from isopref.testing.exactness import Cell, StubTrainer, batch, hf_names, pair_objective, plan
 from isopref.testing.models import tiny_model
 
 STEPS, LR = 5, 0.05
@@ -21,9 +22,9 @@ STEPS, LR = 5, 0.05
 Weights = dict[str, Tensor]
 
 
-def by_oracle(every: int, mix: float) -> tuple[Weights, Weights]:
+def by_oracle(every: int, mix: float, architecture: str = "gpt2") -> tuple[Weights, Weights]:
     """Policy and reference after some steps of plain gradient descent on one batch."""
-    policy, reference = (tiny_model("gpt2", dtype=torch.float64) for _ in range(2))
+    policy, reference = (tiny_model(architecture, dtype=torch.float64) for _ in range(2))
     pairs = batch(8)[0]
     for step in range(1, STEPS + 1):
         with torch.no_grad():
@@ -36,14 +37,15 @@ def by_oracle(every: int, mix: float) -> tuple[Weights, Weights]:
             if step % every == 0:
                 for own, other in zip(reference.parameters(), policy.parameters(), strict=True):
                     own.copy_(mix * other + (1 - mix) * own)
-    return _weights(policy), _weights(reference)
+    found = tuple({name: one.detach() for name, one in model.named_parameters()} for model in (policy, reference))
+    return found[0], found[1]
 
 
 def trained(cell: Cell, every: int, mix: float, *, stop_after: int | None = None) -> tuple[Weights, Weights]:
     """The same through the train module; with `stop_after`, a new one goes on from the first one's state."""
     module, trainer = _module(cell, every, mix)
     table = PairTable.from_tokens(batch(cell.num_pairs)[0])
-    rank = dist.get_rank() if cell.ranks > 1 else 0
+    rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
     step = build_step(table, np.arange(cell.num_pairs), plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
     for number in range(1, STEPS + 1):
         trainer.global_step = number
@@ -59,12 +61,7 @@ def trained(cell: Cell, every: int, mix: float, *, stop_after: int | None = None
 
 
 def _module(cell: Cell, every: int, mix: float) -> tuple[DPOTrainModule, StubTrainer]:
-    policy, other = (Policy(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype))) for _ in range(2))
-    device = torch.device("cpu")
-    model = parallelize(policy, cell.parallel, device=device, world_size=cell.ranks)
-    reference = (
-        other if cell.parallel == "ddp" else parallelize(other, cell.parallel, device=device, world_size=cell.ranks)
-    )
+    model, reference = (_spread(cell, trained=trained) for trained in (True, False))
     module = DPOTrainModule(
         model,
         torch.optim.SGD(model.parameters(), lr=LR),
@@ -79,6 +76,20 @@ def _module(cell: Cell, every: int, mix: float) -> tuple[DPOTrainModule, StubTra
     return module, trainer
 
 
+def _spread(cell: Cell, *, trained: bool) -> nn.Module:
+    model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype))
+    policy = Policy(from_hf(model) if cell.native else model)
+    if cell.parallel == "ddp" and not trained:
+        return policy
+    return parallelize(
+        policy,
+        cell.parallel,
+        device=torch.device("cpu"),
+        world_size=cell.ranks,
+        tensor_parallel=cell.tensor_parallel,
+    )
+
+
 def _weights(model: nn.Module) -> Weights:
-    found = ((name.removeprefix("module.").removeprefix("model."), one) for name, one in model.named_parameters())
-    return {name: full(parameter).detach().clone() for name, parameter in found}
+    named = ((name.removeprefix("module.").removeprefix("model."), one) for name, one in model.named_parameters())
+    return hf_names(model, {name: full(parameter).detach().clone() for name, parameter in named})

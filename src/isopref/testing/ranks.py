@@ -61,7 +61,8 @@ class Ranks:
         return False, f"no answer in {timeout_s} s"
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["isopref.testing.exactness"])  # torch and OLMo-core, once for all ranks
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
