@@ -252,6 +252,28 @@ def test_auto_starts_goes_on_and_has_nothing_to_do(project: Project) -> None:
         assert said in outcome.out
 
 
+def test_auto_does_not_take_another_finished_run_for_this_one(project: Project) -> None:
+    project.train("run", *SETTINGS)
+    for change, told in {
+        "optim.lr=2e-3": "optim.lr was 0.001, is 0.002",
+        "data.train=eval.jsonl": "data.train was train.jsonl, is eval.jsonl",
+    }.items():
+        message = project.refused("run", *SETTINGS, change, "--resume", "auto")
+        assert message.startswith(f"--resume: the run in run had another config: {told}")
+
+
+def test_a_run_that_is_refused_leaves_no_folder(project: Project) -> None:
+    project.refused("refused", *SETTINGS, "model.path=nowhere")
+    assert not (project.folder / "refused").exists()
+    (project.folder / "mine").mkdir()
+    project.refused("mine", *SETTINGS, "model.path=nowhere")
+    assert (project.folder / "mine").exists()  # it was there before
+    project.train("run", *SETTINGS)
+    (project.folder / "run" / "model").rename(project.folder / "model")
+    project.refused("run", *SETTINGS, "data.train=eval.jsonl", "data.eval=null", "--resume")
+    assert (project.folder / "run" / "checkpoints").exists()
+
+
 def test_secrets_of_the_environment_are_written_nowhere(project: Project) -> None:
     names = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY")
     secrets = {name: f"secret-of-{name.lower()}-{number}" for number, name in enumerate(names)}

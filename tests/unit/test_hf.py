@@ -68,6 +68,13 @@ def test_a_runs_folder_is_not_its_model(tmp_path: Path, inside: str) -> None:
         locate(str(tmp_path / "run" / inside))
 
 
+def test_a_checkpoint_beside_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step4" / "model_and_optim").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"step4 is not a Hugging Face model folder: it has no config\.json"):
+        locate("step4")
+
+
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [

@@ -127,12 +127,15 @@ def test_broken_rows_come_after_the_good_ones(tmp_path: Path) -> None:
         next(records)
 
 
-@pytest.mark.parametrize("spec", ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet"])
+@pytest.mark.parametrize(
+    "spec", ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet", "0.2", "20%"]
+)
 def test_a_missing_file_is_not_asked_of_the_hub(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(DataError, match="no such file or folder") as caught:
         read_source(spec)
     assert str(Path(spec).absolute()) in str(caught.value)
+    assert ("a number without quotes" in str(caught.value)) == spec.startswith(("0", "2"))
 
 
 def test_columns_are_renamed(tmp_path: Path) -> None:

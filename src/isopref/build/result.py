@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -97,10 +98,11 @@ def say_end(run: Run, seconds: float) -> None:
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         if run.config.model.native:
             run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
+        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
         run.display.say(
             f"  model       {run.model_folder}, {what}:\n"
             f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n{merge}"
-            f"  next        isopref compare {run.folder} OTHER_RUN; isopref init my.yaml, for a config of your own"
+            f"  next        isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
         )
 
 

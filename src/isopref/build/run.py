@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
-from isopref.errors import RunError, StartAgainError
+from isopref.errors import RunError, StartAgainError, UserError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.places import write_whole
@@ -113,18 +114,34 @@ def goes_on(run: Run, resume: Resume) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the folder holds the result of a run already."""
-    return run.config.run.export and run.model_folder.exists() and (run.folder / CONFIG_FILE).exists()
+    """Whether the folder holds the result of the run already. Raises RunError where it is that of another."""
+    if not (run.config.run.export and run.model_folder.exists() and (run.folder / CONFIG_FILE).exists()):
+        return False
+    _refuse_other_math(run, ("model", "data", "objective", "optim"))
+    return True
 
 
 @contextmanager
 def open_folder(run: Run, resume: bool) -> Iterator[None]:
     """Make the run's folder, or refuse one that holds another run; hold it, and send the engine's log into it.
 
-    What makes a folder a run is its config.yaml, which `claim_folder` writes.
+    What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
+    no folder behind.
     """
     _refuse_folder(run, resume)
+    made = run.env.is_first and not run.folder.exists()
     run.env.barrier()
+    try:
+        with _held_folder(run):
+            yield
+    except UserError:
+        if made and not (run.folder / CONFIG_FILE).exists():
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _held_folder(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.env.is_first:
             try:
@@ -238,12 +255,15 @@ def _refuse_folder(run: Run, resume: bool) -> None:
         _refuse_other_math(run)
 
 
-def _refuse_other_math(run: Run) -> None:
-    """Raise RunError where the run in the folder has another model, objective or optimizer (data: see PairLoader)."""
+def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:
+    """Raise RunError where the run in the folder has another model, objective or optimizer.
+
+    Data may have moved: a run that goes on compares the pairs themselves (PairLoader).
+    """
     before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
     changed = [
         f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
-        for section in ("model", "objective", "optim")
+        for section in sections
         for name, value in before[section].items()
         if now[section][name] != value
     ]

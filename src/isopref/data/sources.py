@@ -315,9 +315,12 @@ def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[s
 
 def _hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) -> Source:
     tried = Path(spec).expanduser().absolute()
-    if not HUB_NAME.fullmatch(name) or Path(name).suffix in DATA_SUFFIXES:
+    is_number = re.fullmatch(r"[\d.]+%?", spec) is not None
+    if is_number or not HUB_NAME.fullmatch(name) or Path(name).suffix in DATA_SUFFIXES:
+        share = " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05." * is_number
         raise DataError(
             f"{spec}: no such file or folder ({tried}). Check the path; a relative one starts where the command runs."
+            f"{share}"
         )
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"

@@ -112,8 +112,8 @@ class PairLoader(DataLoaderBase):
         for name, value in self._identity().items():
             if state_dict[name] != value:
                 raise RunError(
-                    f"resume: the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. Use the "
-                    "config of the first run, or start anew in another run.folder."
+                    f"--resume: the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. Use "
+                    "the data and the settings of the first run (its config.yaml), or start anew in another run.folder."
                 )
         self._epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]

@@ -45,7 +45,9 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     """
     local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
-        inside = local.parents[1] / "model" if (local / WEIGHTS).is_dir() else local / "model"  # a run's, or one in it
+        inside = (
+            local.absolute().parents[1] / "model" if (local / WEIGHTS).is_dir() else local / "model"
+        )  # a run's, or one in it
         inner = f" Did you mean {inside}?" if (inside / "config.json").exists() or is_adapter(inside) else ""
         raise ModelError(
             f"{setting}: {local} is not a Hugging Face model folder: it has no config.json.{inner} "
