@@ -187,8 +187,8 @@ def quiet_libraries() -> None:
     """Keep warnings and bars of libraries off the terminal."""
     logging.captureWarnings(True)
     transformers_logging.disable_progress_bar()
-    # It says how a gather could be faster, wherever weights of tensor-parallel ranks are put together.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # Of tensor parallelism: how a gather could be faster, and that CPUs exchange tokens in another way.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
 
 class Keys(NamedTuple):
