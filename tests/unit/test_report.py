@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isopref.cli.report import list_runs
+from isopref.cli.report import compare, list_runs
 from isopref.errors import RunError
 from isopref.report import charts
 from isopref.report.charts import Line, fitted, over_steps
@@ -312,6 +312,19 @@ def test_a_loss_that_is_not_finite_parts_the_curves(tmp_path: Path) -> None:
     assert found.step == 2
 
 
+@pytest.mark.parametrize(("steps", "said"), [((1, 3, 6), "3 and 1"), ((1, 3, 5, 6), None)])
+def test_compare_says_where_means_are_over_other_steps(
+    tmp_path: Path, steps: tuple[int, ...], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines are at the first step, at every third or second, and at the last: the mean since the line before."""
+    every = losses([0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+    a = make_run(tmp_path / "a", [line for line in every if line["step"] in steps])
+    compare(a, make_run(tmp_path / "b", every))
+    notes = [line for line in capsys.readouterr().out.splitlines() if "run.log_every" in line]
+    expected = f"Training figures are means since the line before (run.log_every): {said} steps."
+    assert notes == ([] if said is None else [expected])
+
+
 def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", losses([0.7])))
     with pytest.raises(RunError, match="7 runs are too many for one report, which tells 6 apart"):
@@ -332,30 +345,55 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # stands for a terminal
 
 
+def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    list_runs(Path("runs"))
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+
+
 @pytest.mark.usefixtures("two_runs")
 @pytest.mark.parametrize(
-    ("width", "left_out"),
+    ("width", "left_out", "name"),
     # The widest cells have 48, 8, 5, 7, 8, 8 and 16 characters; 2 stand between two columns, and 1 at each end.
     [
-        (40, ["started", "accuracy", "loss", "held-out accuracy", "step"]),
-        (80, ["started", "accuracy", "loss"]),  # 48 + 8 + 5 + 8 and 8 are 77
-        (100, ["started"]),  # 48 + 8 + 5 + 7 + 8 + 8 and 12 are 96
-        (140, []),
+        (40, ["step", "loss", "accuracy", "held-out accuracy", "started"], "runs/llama-3.…k-1a2b3c4d5e6f"),
+        (64, ["accuracy", "started"], "runs/llama-3…-1a2b3c4d5e6f"),
+        (80, ["accuracy", "started"], "runs/llama-3.1-8b-in…feedback-1a2b3c4d5e6f"),  # 42 + 8 + 5 + 7 + 8 and 10
+        (100, ["started"], f"runs/{LONG}"),  # 48 + 8 + 5 + 7 + 8 + 8 and 12 are 96
+        (140, [], f"runs/{LONG}"),
     ],
 )
-def test_ls_keeps_names_whole(
-    width: int, left_out: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ls_on_a_terminal(
+    width: int, left_out: list[str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    list_runs(Path("runs"))
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    (long,), (short,) = ([line.split() for line in lines if f"runs/{name}" in line] for name in (LONG, "short"))
-    assert long[:2] == [f"runs/{LONG}", "finished"]
+    lines = listed(capsys)
+    long, short = (next(line.split() for line in lines if f"runs/{start}" in line) for start in ("llama", "short"))
+    assert long[:2] == [name, "finished"]
     assert short[:3] == ["runs/short", "stopped", *([] if "step" in left_out else ["7/90"])]
     assert len(long) == 8 - len(left_out) - ("started" in left_out)  # a time is two words
-    assert (lines[-1] == f"Not shown in {width} columns: {', '.join(left_out)}.") == bool(left_out)
-    if width > 40:
-        assert max(map(len, lines)) <= width
+    said = [f"Not shown in {width} columns: {', '.join(left_out)}."] if left_out else []
+    said += ["Names are whole in a pipe: isopref ls | cat"] if "…" in name else []
+    table, notes = lines[: -len(said) or None], lines[len(lines) - len(said) :]
+    assert notes == said
+    assert not table[-1].strip()
+    assert max(map(len, table)) <= width
+
+
+@pytest.mark.usefixtures("two_runs")
+@pytest.mark.parametrize("length", [31, 32, 74, 200])
+def test_ls_keeps_figures_beside_a_name_of_any_length(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "runs/".ljust(length, "x")
+    make_run(tmp_path / name, noisy_metrics(20))
+    (tmp_path / "runs" / LONG).rename(tmp_path / "aside")
+    lines = listed(capsys)
+    (row,) = [line.split() for line in lines if "xxx" in line]
+    assert row[1:3] == ["finished", "20/20"]
+    assert len(row) == (6 if length <= 32 else 5)
+    assert (row[0] == name) == (length <= 32)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.usefixtures("two_runs")

@@ -1,9 +1,9 @@
 """What a config's run would take on a named card: no GPU is used and no weights are read."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,7 +144,7 @@ class Planner:
             steps=steps,
             saved_by_sharing=1 - shared / packed,
             microbatch_tokens=fit.tokens,
-            largest_fit=self._largest(layout),
+            largest_fit=self._largest_fit(layout, fit, run),
             recompute=layout.recompute,
             layers=self.shape.layers,
             grad_sync=layout.grad_sync,
@@ -153,7 +153,7 @@ class Planner:
             hours=steps * run.time.total / 3600 if run.fits else None,
             score_hours=self._score_hours(layout, run) if run.fits else None,
             notes=list(self._notes(layout, why_not)),
-            alternatives=[] if run.fits else list(self._alternatives()),
+            alternatives=[] if run.fits else self._alternatives(),
             scale=[one for count in ranks for one in self._at(count)],
         )
 
@@ -287,8 +287,13 @@ class Planner:
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
     def _largest(self, layout: Layout) -> int:
-        line = self._line(layout)
-        return max(0, int((self._room(layout) - line.fixed) / line.per_token))
+        """Tokens of the largest microbatch that fits; 0 for none."""
+        return bisect_right(range(1, 2**32), self.usable, key=lambda tokens: self._memory(layout, tokens).total)
+
+    def _largest_fit(self, layout: Layout, fit: Fit, run: Forecast) -> int:
+        """No less than what the run would take to fit, by a line, or than what does."""
+        known = (fit.tokens if fit.why else int(run.largest_tokens)) if run.fits else 0
+        return max(known, self._largest(layout))
 
     def _notes(self, layout: Layout, why_not: str | None) -> Iterator[str]:
         if why_not is not None:
@@ -311,29 +316,39 @@ class Planner:
         if idle > 0:
             yield f"{layout.ranks} ranks share {self.config.optim.batch_pairs} pairs a step; {idle} or more stay idle"
 
-    def _alternatives(self) -> Iterator[Alternative]:
-        """Layouts that fit on these GPUs, and on the fewest more: in large rows, in small ones, recomputing."""
-        sizes = [(tokens, full) for full in (False, True) for tokens in (MOST_TOKENS, LEAST_TOKENS)]
-        found = 0
-        for gpus, (tokens, full) in product(_more(self.hardware.gpus), sizes):
-            layout, changed = self._sharded(gpus)
-            layout = replace(layout, recompute=self.shape.layers if full else 0)
-            size = max(tokens, self._longest)
-            if self._memory(layout, size).total > self.usable or not (run := self.forecast(layout, size)).fits:
-                continue
-            changed += [f"layout.microbatch_tokens={size}", f"layout.checkpointing={'full' if full else 'none'}"]
-            changed += [f"--gpus {gpus}"] if gpus != self.hardware.gpus else []
-            yield Alternative(" ".join(changed), run.memory.total / GIB, run.pairs_per_s)
-            found += 1
-            if gpus != self.hardware.gpus or found == 2:
-                return
+    def _alternatives(self) -> list[Alternative]:
+        """Two layouts that fit on these GPUs, or else one on the fewest more."""
+        for gpus in _more(self.hardware.gpus):
+            if found := list(self._fitting(gpus)):
+                return found[: 2 if gpus == self.hardware.gpus else 1]
+        return []
+
+    def _fitting(self, gpus: int) -> Iterator[Alternative]:
+        """Layouts that fit on so many GPUs: in large rows, in small ones, recomputing."""
+        sharded, changed = self._sharded(gpus)
+        more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
+        for kind, recompute in (("none", 0), ("full", self.shape.layers)):
+            layout = replace(sharded, recompute=recompute)
+            for size in self._sizes(layout):
+                run = self.forecast(layout, size)
+                if run.fits:
+                    asked = [f"layout.microbatch_tokens={size}", f"layout.checkpointing={kind}"]
+                    yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.pairs_per_s)
+
+    def _sizes(self, layout: Layout) -> list[int]:
+        """Tokens of a large and a small microbatch, if full ones fit; else, recomputing, of what does, or of a pair."""
+        longest, most = self._longest, self._largest(layout)
+        sizes = dict.fromkeys(max(size, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
+        fitting = [size for size in sizes if size <= most]
+        return fitting or ([max(longest, most)] if layout.recompute else [])
 
     def _sharded(self, gpus: int) -> tuple[Layout, list[str]]:
         """The layout that needs the least memory on so many GPUs, and the overrides that ask for it."""
         if gpus == 1 and not self.config.model.is_mixed:
             return self._layout(1), []
         layout = replace(self._layout(gpus, "fsdp"), grad_sync="every")
-        return layout, ["layout.parallel=fsdp", "layout.grad_sync=every"]
+        changed = ["layout.parallel=fsdp", "layout.grad_sync=every"]
+        return layout, changed + (["layout.hsdp_shard=null"] if self.config.layout.hsdp_shard else [])
 
     def _at(self, ranks: int) -> Iterator[Forecast]:
         """The run on so many ranks: as the config has it, and sharded the other way too where that is possible."""

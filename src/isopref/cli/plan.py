@@ -44,6 +44,7 @@ def to_json(plan: RunPlan) -> str:
 def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     """The plan for people."""
     run = plan.run
+    takes = f"{plan.largest_fit:,}" if plan.largest_fit else "none"
     console.print(Text(f"{plan.parameters / 1e9:.2f} B parameters on {hardware.gpus} x {hardware.card_name}", "bold"))
     _show_memory(plan, hardware, console)
     _lines(
@@ -51,8 +52,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         f"a step of {run.batch_pairs:.0f} pairs",
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
-            "microbatches": f"{run.microbatches:.1f} a rank, of up to {plan.microbatch_tokens:,} tokens "
-            f"(largest {run.largest_tokens:,.0f}; up to {plan.largest_fit:,} would fit)",
+            "microbatches": f"{run.microbatches:.1f} a rank, the largest of {run.largest_tokens:,.0f} tokens "
+            f"(limit {plan.microbatch_tokens:,}; memory takes {takes})",
             "row fill": f"{run.fill:.1%}",
             "prompt sharing": f"computes {plan.saved_by_sharing:.0%} fewer tokens (layout.rows: shared)",
             "balance of ranks": f"{run.balance:.1%}",

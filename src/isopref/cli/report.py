@@ -14,7 +14,7 @@ from rich.text import Text
 from isopref.engine.display import visible
 from isopref.errors import RunError
 from isopref.places import write_whole
-from isopref.report.compare import compute_dtype, final_figures, math_that_differs, parting
+from isopref.report.compare import compute_dtype, final_figures, last_window, math_that_differs, parting
 from isopref.report.elements import number
 from isopref.report.figures import entries, shown
 from isopref.report.html import page
@@ -23,7 +23,9 @@ from isopref.report.read import REPORT_FILE, RunRecord, find_runs, read_run
 
 ANY_WIDTH = 10_000
 NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # columns of `isopref ls` that stand on the right
-SPARE = ("started", "accuracy", "loss", "held-out\naccuracy", "step")  # those a narrow terminal lacks, the first first
+# What a narrow terminal lacks, the first first: some columns, the middle of names, and then other columns too.
+SPARE, LAST = ("started", "accuracy"), ("loss", "held-out\naccuracy", "step")
+LEAST_NAME = 24  # characters of a name that are shown
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 
@@ -87,7 +89,7 @@ def list_runs(
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        rows.append({"run": str(place), **_cells(run)})
+        rows.append({"run": visible(str(place)), **_cells(run)})
     if rows:
         _show_runs(rows)
 
@@ -115,6 +117,9 @@ def compare(a: RunFolder, b: RunFolder) -> None:
         [name, *(number(end[name]) for end in ends)] for name in ends[0] if any(end[name] is not None for end in ends)
     ]
     _show(("at the end", *labels), [["state", *(run.status for run in runs)], *rows], right=labels)
+    windows = [last_window(run) for run in runs]
+    if all(windows) and windows[0] != windows[1]:
+        print(f"Training figures are means since the line before (run.log_every): {windows[0]} and {windows[1]} steps.")
 
 
 def _cells(run: RunRecord) -> dict[str, str]:
@@ -130,8 +135,9 @@ def _cells(run: RunRecord) -> dict[str, str]:
 
 
 def _show_runs(rows: list[dict[str, str]]) -> None:
-    """A line for each run. Its name is whole, to be copied: where a terminal is narrow, other columns are left out."""
+    """A line for each run. A file or a pipe has all of it; a terminal as much as its width takes."""
     columns, console = list(rows[0]), _console()
+    longest = max(len(row["run"]) for row in rows)
 
     def table() -> Table:
         return _table(columns, [[row[name] for name in columns] for row in rows], right=NUMBERS)
@@ -139,14 +145,25 @@ def _show_runs(rows: list[dict[str, str]]) -> None:
     def width() -> int:
         return console.measure(table(), options=console.options.update(width=ANY_WIDTH)).maximum
 
-    left_out = []
-    for name in SPARE:
-        if console.is_terminal and width() > console.width:
-            columns.remove(name)
-            left_out.append(name.replace("\n", " "))
+    for names, cut in ((SPARE, 0), (LAST, max(0, longest - LEAST_NAME))):
+        for name in names:
+            if console.is_terminal and width() - cut > console.width:
+                columns.remove(name)
+    size = max(LEAST_NAME, longest + console.width - width())
+    told = [name.replace("\n", " ") for name in rows[0] if name not in columns]
+    notes = [f"Not shown in {console.width} columns: {', '.join(told)}."] if told else []
+    if console.is_terminal and size < longest:
+        rows = [{**row, "run": _shortened(row["run"], size)} for row in rows]
+        notes.append("Names are whole in a pipe: isopref ls | cat")
     Console(highlight=False, width=max(width(), console.width)).print(table())
-    if left_out:
-        print(f"Not shown in {console.width} columns: {', '.join(left_out)}.")
+    for note in notes:
+        print(note)
+
+
+def _shortened(name: str, size: int) -> str:
+    """A name without its middle, where it has more than so many characters."""
+    end = size // 2
+    return name if len(name) <= size else f"{name[: size - end - 1]}…{name[-end:]}"
 
 
 def _parting_text(runs: list[RunRecord]) -> str:

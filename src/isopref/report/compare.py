@@ -97,5 +97,11 @@ def final_figures(run: RunRecord) -> dict[str, float | None]:
     return {"steps": run.last_step, **{label: run.last(name) for label, name in metrics.items()}, **held_out}
 
 
+def last_window(run: RunRecord) -> int:
+    """Steps that the last line of training metrics is the mean of."""
+    before, last = [0, 0, *_logged(run)][-2:]
+    return last - before
+
+
 def _value(figure: dict[str, float] | None) -> float | None:
     return None if figure is None else figure["value"]
