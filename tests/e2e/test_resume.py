@@ -160,6 +160,7 @@ def test_on_another_layout_the_weights_are_the_same_to_rounding(
 
 @pytest.mark.parametrize(("how", "name"), [(press_ctrl_c, "SIGINT"), (hang_up, "SIGHUP")])
 def test_a_signal_saves_and_says_how_to_go_on(
+    request: pytest.FixtureRequest,
     project: Project,
     whole: Path,
     stop: Stop,
@@ -168,6 +169,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
     how: Callable[[], None],
     name: str,
 ) -> None:
+    hang_up_before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and rightly so
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, hang_up_before))
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)
     stop(4, how)  # at its very end: it is noticed at the end of the next step
 
