@@ -27,9 +27,8 @@ def test_refused_in_packed_rows(unhookable: Project, rows: str) -> None:
         message.startswith(f"{name} cannot be trained with layout.rows: {rows}") for name in ARCHITECTURES.values()
     )
     assert message.endswith("Set layout.rows: padded.")
-    assert {path.name for path in (unhookable.folder / f"run-{rows}").iterdir()} == {"engine.log"}
 
-    # What it says, done: in the same folder.
+    # What it says, done.
     unhookable.train(f"run-{rows}", "layout.rows=padded", "optim.max_steps=1")
 
 
