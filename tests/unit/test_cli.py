@@ -125,7 +125,9 @@ def test_wrong_usage_is_exit_code_2(isopref: Isopref, config_file: Path) -> None
 
 # --- train -----------------------------------------------------------------------------------------
 
-REPORT = "def train(config, *, name, resume): print(config.optim.lr, config.data.columns, name, resume)"
+# One write each: ranks share the standard output.
+SAY = "import sys\ndef say(*words): sys.stdout.write(' '.join(map(str, words)) + '\\n')\n"
+REPORT = SAY + "def train(config, *, name, resume): say(config.optim.lr, config.data.columns, name, resume)"
 
 
 def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: Path) -> None:
@@ -296,11 +298,14 @@ def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, c
     assert signal.getsignal(signum) is before
 
 
-EVALUATE = """
+EVALUATE = (
+    SAY
+    + """
 def evaluate_model(config, *, name, model, reference_model, json_file):
-    print(config.data.eval, name, model, reference_model, json_file)
-def fill_cache(config, *, name): print("fill", name, config.optim.lr)
+    say(config.data.eval, name, model, reference_model, json_file)
+def fill_cache(config, *, name): say("fill", name, config.optim.lr)
 """
+)
 
 
 def test_eval_and_cache_hand_over_their_arguments(isopref: Isopref, config_file: Path) -> None:
