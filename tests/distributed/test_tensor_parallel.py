@@ -100,6 +100,7 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
     [
         ("tensor_of_transformers", "is for OLMo-core's own modules. Set model.native: true"),
         ("tensor_with_ddp", "needs layout.parallel: fsdp or hsdp, not ddp"),
+        ("padded_batch_in_parts", "tensor parallelism needs packed rows, and the batch is padded."),
         ("tensor_of_three", "layout.tensor_parallel: 3 does not divide the number of processes, 2"),
     ],
 )

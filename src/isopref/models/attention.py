@@ -64,23 +64,14 @@ def _attention(
         raise ModelError(
             f"{type(module).__name__} uses attention sinks, which packed rows do not support. Set layout.rows: padded."
         )
+    record_window(sliding_window)
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    out = attend(query[0], key[0], value[0], segments, scale=scale, window=sliding_window, softcap=softcap)
+    out = segment_attention(query[0], key[0], value[0], segments, scale=scale, window=sliding_window, softcap=softcap)
     return out[None], None
 
 
-def attend(
-    query_HTE: Tensor,
-    key_GTE: Tensor,
-    value_GTE: Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """What a layer of any model calls: `segment_attention`, with the layer's window recorded. Returns T, H, E."""
+def record_window(window: int | None) -> None:
+    """Tell the probe a layer's window, if it asks."""
     # A compiled layer cannot ask; the probe runs it uncompiled for this.
     if not is_compiling() and (windows := _windows.get()) is not None:
         windows.add(window)
-    return segment_attention(query_HTE, key_GTE, value_GTE, segments, scale=scale, window=window, softcap=softcap)

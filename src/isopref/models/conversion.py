@@ -188,7 +188,7 @@ def write_checkpoint(
 
     All ranks call this together. Written beside its place and renamed, so that a folder of that name is always whole.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -45,9 +45,8 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     """
     local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
-        inside = (
-            local.absolute().parents[1] / "model" if (local / WEIGHTS).is_dir() else local / "model"
-        )  # a run's, or one in it
+        is_checkpoint = (local / WEIGHTS).is_dir()  # of a run, which is two folders up
+        inside = (local.absolute().parents[1] if is_checkpoint else local) / "model"
         inner = f" Did you mean {inside}?" if (inside / "config.json").exists() or is_adapter(inside) else ""
         raise ModelError(
             f"{setting}: {local} is not a Hugging Face model folder: it has no config.json.{inner} "
@@ -223,7 +222,7 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     if has_adapter(model):
         local = Path(base).expanduser()

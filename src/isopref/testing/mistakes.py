@@ -36,6 +36,15 @@ def _tensor(mode: Parallel = "fsdp", count: int = 2, native: bool = True) -> Non
     parallelize(policy, mode, device=torch.device("cpu"), world_size=ranks, tensor_parallel=count)
 
 
+def _padded_batch_in_parts() -> None:
+    policy = Policy(from_hf(tiny_model("llama")))
+    model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), tensor_parallel=2)
+    module = DPOTrainModule(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), objective=pair_objective("simpo"), rank_microbatch_size=4096
+    )
+    module.train_batch(padded_batch([0, 1], 8))
+
+
 def _small_budget() -> None:
     table = PairTable.from_tokens(batch(8)[0])
     PairLoader(table, batch_pairs=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
@@ -87,6 +96,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "tensor_of_transformers": partial(_tensor, native=False),
     "tensor_with_ddp": partial(_tensor, mode="ddp"),
     "tensor_of_three": partial(_tensor, count=3),
+    "padded_batch_in_parts": _padded_batch_in_parts,
     "small_budget": _small_budget,
     "wide_padded_batch": _wide_padded_batch,
     "not_spread": _not_spread,
