@@ -51,7 +51,7 @@ class Kind:
 
 
 KINDS = {
-    "lora": Kind("70b", (78, 74, 70, 64, 56), {"rank": 16}),
+    "lora": Kind("70b", (80, 76, 72, 64, 56), {"rank": 16}),
     "qlora": Kind("405b", (76, 72, 68, 60, 48), {"rank": 16, "quantize": "nf4"}),
     "full": Kind("14b", (60, 56, 52, 48, 40)),
     "smoke": Kind("tiny", (2,)),
@@ -126,6 +126,7 @@ def in_a_process(name: str, layers: int) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         about = {"kind": name, "width": KINDS[name].width, "layers": layers}
         if done.returncode:
+            print(done.stderr[-1500:], file=sys.stderr)
             return {**about, "error": done.stderr.strip().splitlines()[-1][:300]}
         return {**about, **json.loads(Path(file.name).read_text())}
 

@@ -46,8 +46,10 @@ CELLS = {
         "tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2, adapter={"rank": 4}
     ),
 }
-# isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute.
-SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "trl", "trl-liger")
+# isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-auto:
+# microbatches and recomputing layers as `auto` chooses them on this device.
+SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-auto", "trl", "trl-liger")
+AUTO = {"microbatch_tokens": "auto", "checkpointing": "auto"}
 
 
 class Clock:
@@ -109,6 +111,7 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
         metrics = ready.metrics()
         fill = 1 - sum(one["train/padding_fraction"] for one in metrics) / len(metrics)
         figures |= {"row_fill": fill, "useful_tflops": rate / 1e12, "data_wait": metrics[-1]["speed/data_wait"]}
+        figures["microbatch_tokens"] = ready.run.microbatch_tokens
     return figures
 
 
@@ -185,6 +188,7 @@ def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]
         "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
         "isopref-small": lambda: run_isopref(small, mixed=False, overrides=overrides),
         "isopref-mixed": lambda: run_isopref(cell, mixed=True, overrides=overrides),
+        "isopref-auto": lambda: run_isopref(cell, mixed=False, overrides={**AUTO, **overrides}),
         "trl": lambda: run_trl(cell, liger=False),
         "trl-liger": lambda: run_trl(cell, liger=True),
     }
@@ -198,6 +202,7 @@ def in_a_process(name: str, system: str, layout: list[str]) -> dict[str, Any]:
         command += ["--layout", *layout] if layout else []
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         if done.returncode:
+            print(done.stderr[-3000:], file=sys.stderr)
             return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
         result: dict[str, Any] = json.loads(Path(file.name).read_text())["results"][0]
         return result

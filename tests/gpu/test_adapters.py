@@ -1,20 +1,20 @@
 """On a CUDA device: adapters in compiled layers, a base in four bits, optimizers and offloading, by the command."""
 
-import json
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from isopref.build import train
-from isopref.config.load import load_config
-from isopref.demo import write
 from isopref.models.adapter import quantize_nf4
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
-from isopref.testing.models import tiny_folder, tiny_model, with_adapter
+from isopref.testing.models import tiny_model, with_adapter
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Command
 
 pytestmark = pytest.mark.gpu
 
@@ -58,19 +58,8 @@ def test_four_bits_are_the_same_numbers_as_on_the_cpu() -> None:
     ],
     ids=" ".join,
 )
-def test_train(tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train(isopref_train: Command, changes: list[str]) -> None:
     """The whole command: from chance to nearly all pairs."""
-    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "data")
-    model = tiny_folder(tmp_path / "model", **WIDE)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{path: {model}}}\n"
-        f"data: {{train: {tmp_path}/data/train.jsonl, eval: {tmp_path}/data/eval.jsonl}}\n"
-        "optim: {lr: 3e-3, batch_pairs: 32}\n"
-        f"run: {{folder: {tmp_path}/run, device: cuda, samples: 0}}\n"
-    )
-    train(load_config(config, changes), name="run")
-    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert result["before"]["accuracy"]["value"] == 0.5
-    assert result["after"]["accuracy"]["value"] > 0.8
+    done = isopref_train(*changes)
+    assert done.before == 0.5
+    assert done.after > 0.8

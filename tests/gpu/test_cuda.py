@@ -1,7 +1,8 @@
 """On a CUDA device: the varlen kernel, the head, whole steps. Compared with float64 on the CPU."""
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from isopref.ops.logprob import (
 )
 from isopref.testing import oracle
 from isopref.testing.exactness import KINDS
-from isopref.testing.models import random_pairs, tiny_folder, tiny_model
+from isopref.testing.models import random_pairs, tiny_model
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Command
 
 pytestmark = pytest.mark.gpu
 
@@ -123,26 +127,9 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
-def test_train(tmp_path: Path, compute_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compute_dtype", ["null", "bfloat16"])
+def test_train(isopref_train: Command, compute_dtype: str) -> None:
     """The whole command, in pure float32 and with float32 master weights and bfloat16 compute."""
-    import json
-
-    from isopref.build import train
-    from isopref.config.load import load_config
-    from isopref.demo import write
-
-    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "data")
-    model = tiny_folder(tmp_path / "model", **WIDE)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{path: {model}, compute_dtype: {compute_dtype or 'null'}}}\n"
-        f"data: {{train: {tmp_path}/data/train.jsonl, eval: {tmp_path}/data/eval.jsonl}}\n"
-        "optim: {lr: 1e-3, batch_pairs: 32}\n"
-        f"run: {{folder: {tmp_path}/run, device: cuda}}\n"
-    )
-    train(load_config(config), name="run")
-    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert result["before"]["accuracy"]["value"] == 0.5
-    assert result["after"]["accuracy"]["value"] > 0.9
+    done = isopref_train(f"model.compute_dtype={compute_dtype}", "optim.lr=1e-3", "run.samples=2")
+    assert done.before == 0.5
+    assert done.after > 0.9

@@ -1,0 +1,51 @@
+"""On a CUDA device: OLMo-core's own models, plain and compiled, against float64 and by the command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from isopref.data.rows import build_microbatch
+from isopref.models.conversion import from_hf
+from isopref.models.parallel import compile_layers
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.testing import oracle
+from isopref.testing.models import random_pairs, tiny_model
+
+if TYPE_CHECKING:
+    from tests.gpu.conftest import Command
+
+    from isopref.data.packing import RowKind
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+WIDE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "olmo3", "gemma3"])
+def test_scores(architecture: str, kind: RowKind, compiled: bool) -> None:
+    torch._dynamo.reset()
+    pairs = random_pairs(6, seed=1, longest=40)
+    with torch.no_grad():
+        expected = oracle.pair_logps(tiny_model(architecture, dtype=torch.float64, **WIDE), pairs)
+        answers = torch.stack([expected.chosen, expected.rejected])
+        for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+            policy = Policy(from_hf(tiny_model(architecture, dtype=dtype, **WIDE))).to(CUDA)
+            if compiled:
+                compile_layers(policy)
+            found = policy(build_microbatch(pairs, kind).to(CUDA)).double().cpu()
+            assert (found - answers).norm() / answers.norm() < bound
+            check_layout(policy, kind)
+
+
+@pytest.mark.parametrize("changes", [["model.compute_dtype=bfloat16"], ["layout.compile=true", "model.dtype=bfloat16"]])
+def test_train(isopref_train: Command, changes: list[str]) -> None:
+    done = isopref_train("model.native=true", "optim.lr=1e-3", *changes)
+    assert done.before == 0.5
+    assert done.after > 0.8
