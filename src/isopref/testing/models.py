@@ -80,7 +80,9 @@ def tiny_model(
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
     disable_dropout(model)
-    model.to(dtype).eval()
+    for parameter in model.parameters():  # as loading does: rotary frequencies stay what they are
+        parameter.data = parameter.data.to(dtype)
+    model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -93,7 +95,7 @@ def with_adapter(model: PreTrainedModel, kind: Kind) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.data += 0.1 * noise.to(dtype)
+            parameter.data += 0.1 * noise.to(parameter)
     return model
 
 
