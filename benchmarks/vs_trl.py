@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ CELLS = {
     "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_pairs=16, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_pairs=2, warmup=1, steps=3),
     "8b-lora": Cell(
-        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=2, warmup=2, steps=3, adapter={"rank": 16, "alpha": 32}
+        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=2, warmup=1, steps=3, adapter={"rank": 16, "alpha": 32}
     ),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=2),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
@@ -118,6 +119,10 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
 def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
+    from trl.trainer import dpo_trainer
+
+    # TRL names its file of references by a digest of all weights: a minute for a large model, and not what is timed.
+    dpo_trainer.hash_module = lambda _model: uuid4().hex
 
     class Tokenised(DPOTrainer):  # type: ignore[misc]
         """Takes the pairs as they are, in the order they have."""
@@ -200,12 +205,13 @@ def in_a_process(name: str, system: str, layout: list[str]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
         command += ["--layout", *layout] if layout else []
+        started = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
             return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
         result: dict[str, Any] = json.loads(Path(file.name).read_text())["results"][0]
-        return result
+        return {**result, "process_s": time.perf_counter() - started}
 
 
 def table(results: list[dict[str, Any]]) -> str:
