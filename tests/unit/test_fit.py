@@ -13,9 +13,10 @@ from isopref.engine import fit
 from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4, stored_bytes
-from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
+from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.testing.models import random_pairs, tiny_model
+from isopref.types import Microbatch
 
 PLAIN, FULL = StepMemory(fixed=1000.0, per_token=10.0), StepMemory(fixed=1000.0, per_token=2.0)
 
@@ -124,6 +125,26 @@ def test_long_pairs_are_measured_like_short_ones(device: Policy, longest: int) -
     """Rows of one pair and of two, where one is longer than a row should be."""
     found = fitted(device, PairTable.from_tokens(random_pairs(5, seed=0, longest=longest)))
     assert found.tokens == pytest.approx(6000, rel=1e-3)
+
+
+@pytest.mark.parametrize(("room", "measured", "layers"), [(9e7, [0], 0), (7e7, [0, 2], 1), (4.2e7, [0, 2], 2)])
+def test_recomputing_is_measured_only_where_it_may_be_needed(
+    device: Policy, monkeypatch: pytest.MonkeyPatch, room: float, measured: list[int], layers: int
+) -> None:
+    """A token takes 10,000 bytes, and half of it where both layers recompute."""
+    seen: list[int] = []
+
+    def peak(model: nn.Module, row: Microbatch, _sync: str) -> float:
+        recompute = sum(bool(layer.gradient_checkpointing) for layer in decoder_layers(unwrap(model)))
+        seen.append(recompute)
+        return 1e4 * row.passes[0].input_ids.numel() * (1 - recompute / 4)
+
+    monkeypatch.setattr(fit, "_peak", peak)
+    monkeypatch.setattr(fit, "_room", lambda *_: room)
+    table = PairTable.from_tokens(random_pairs(5, seed=0, longest=9))
+    found = fit.fit_memory(device, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
+    assert sorted(set(seen)) == measured
+    assert found.layers == layers
 
 
 def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """How large a microbatch the device's memory takes: measured on the run's own pairs, not guessed.
 
 What a step takes is near enough a line in the tokens of its microbatches, and a line in the number of layers that
-recompute their activations. So rows of two sizes are run, with no layer recomputing and with all, and the rest follows.
+recompute their activations. So rows of two sizes are run, with no layer recomputing and, where that leaves too little
+room, with all; the rest follows.
 """
 
 import math
@@ -74,7 +75,7 @@ def choose(
     size that was asked for. Raises ConfigError where nothing fits.
     """
     few, many = measured
-    wanted = tokens or max(longest, LEAST_TOKENS)
+    wanted = _wanted(longest, tokens)
     over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
     share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
     count = layers[0] + math.ceil(share * (layers[1] - layers[0]))
@@ -89,6 +90,11 @@ def choose(
         )
     why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
     return Fit(tokens or max(longest, min(most, MOST_TOKENS)), count, why)
+
+
+def _wanted(longest: int, tokens: int | None) -> int:
+    """Tokens of a microbatch for which layers may recompute; more is welcome, but not for that."""
+    return tokens or max(longest, LEAST_TOKENS)
 
 
 def fit_memory(
@@ -107,10 +113,12 @@ def fit_memory(
     what is trained; 2 are AdamW's averages.
     """
     device = device_of(model)
-    lines = {count: _measure(model, table, kind, grad_sync, count) for count in sorted(set(layers))}
+    few = many = _measure(model, table, kind, grad_sync, layers[0])
     room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
-    fit = choose((lines[layers[0]], lines[layers[1]]), layers, room, longest=longest, tokens=tokens)
+    if layers[0] < layers[1] and few.at(_wanted(longest, tokens)) > room:
+        many = _measure(model, table, kind, grad_sync, layers[1])  # compiles once more: half a minute
+    fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
     checkpoint_layers(unwrap(model), fit.layers)
     return fit
 
