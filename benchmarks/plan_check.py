@@ -15,9 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vs_trl import CELLS
 
 from isopref.build import auto
+from isopref.build.model import new_adapter
 from isopref.cards import CARDS, GIB
+from isopref.config.values import AdapterConfig
 from isopref.data.packing import Budget
 from isopref.data.schedule import batch, epoch_order
+from isopref.models.adapter import add_adapter
 from isopref.models.shape import shape_of
 from isopref.plan.layout import Layout
 from isopref.plan.network import Network
@@ -51,7 +54,10 @@ def compare(result: dict[str, Any]) -> Comparison:
     """Predict one of vs_trl.py's results, over the steps that it timed; memory over all its steps."""
     cell, mixed = CELLS[result["cell"]], result["system"] == "isopref-mixed"
     with torch.device("meta"):
-        shape = shape_of(LlamaForCausalLM(LlamaConfig(**workload.SHAPES[cell.shape])))
+        model: Any = LlamaForCausalLM(LlamaConfig(**workload.SHAPES[cell.shape]))
+        if cell.adapter is not None:
+            add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
+        shape = shape_of(model)
     layout = Layout(
         rows="shared",
         parallel="fsdp" if mixed else "single",
