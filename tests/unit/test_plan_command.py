@@ -1,0 +1,242 @@
+"""`isopref plan`: what it says of a config, with which advice, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from isopref.cards import CARDS, GIB, find_card, parse_memory
+from isopref.cli.main import app
+from isopref.errors import ConfigError, DataError, UserError
+from isopref.testing.models import tiny_folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A config whose model is a config.json and nothing else, and lengths."""
+    widths: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    }
+    LlamaConfig(**widths, num_attention_heads=32, num_key_value_heads=8).save_pretrained(tmp_path / "8b")
+    (tmp_path / "my.yaml").write_text(
+        f"model: {{path: {tmp_path / '8b'}, dtype: float32, compute_dtype: bfloat16}}\ndata: {{train: none.jsonl}}\n"
+    )
+    np.save(tmp_path / "lengths.npy", np.random.RandomState(0).randint(50, 800, (300, 3)))
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> str:
+    command = ["plan", str(project / "my.yaml"), *arguments, "--lengths", str(project / "lengths.npy")]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def plan(project: Path, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(project, "--json", *arguments))
+    return found
+
+
+def test_a_plan_without_weights_says_everything(project: Path) -> None:
+    text = run(project, "--card", "H100", "--gpus", "8", "--ranks", "8,64")
+    for said in (
+        "8.03 B parameters on 8 x H100", "optimizer", "7.48", "it fits", "fsdp, grad_sync every", "row fill",
+        "prompt sharing", "balance of ranks", "pairs/s, MFU", "64 hsdp 8",
+    ):  # fmt: skip
+        assert said in text
+
+
+def test_an_objective_costs_what_it_computes(project: Path) -> None:
+    """Passes and models besides the usual ones; nothing to score ahead without a reference that stays."""
+    card = ("--card", "H200", "--gpus", "8")
+    usual, moving, coupled, alone = (
+        plan(project, *card, *overrides)
+        for overrides in (
+            (),
+            ("objective.reference_moves=[4, 0.5]",),
+            ("objective.loss=aot",),
+            ("objective.loss=simpo",),
+        )
+    )
+    weights = [one["run"]["memory"]["weights"] for one in (usual, moving, coupled, alone)]
+    assert weights[1] == pytest.approx(2 * weights[0])
+    assert weights[2] == weights[3] == weights[0]
+    assert 1.25 * usual["hours"] < coupled["hours"] < 1.4 * usual["hours"]
+    assert moving["hours"] > 1.25 * usual["hours"]
+    assert alone["hours"] == usual["hours"]
+    assert usual["score_hours"] == pytest.approx(coupled["score_hours"], rel=0.1)
+    assert moving["score_hours"] == alone["score_hours"] == 0
+
+
+def test_what_does_not_fit_gets_a_layout_that_does(project: Path) -> None:
+    found = plan(project, "--card", "H100")
+    assert not found["run"]["fits"]
+    assert "weights and optimizer alone take 89.7 GiB" in found["notes"][0]
+    assert found["run"]["memory"]["weights"] == 4 * found["parameters"]
+    (other,) = found["alternatives"]
+    *overrides, option, gpus = other["overrides"].split()
+    again = plan(project, *overrides, option, gpus)
+    assert again["run"]["fits"]
+    assert sum(again["run"]["memory"].values()) / GIB == pytest.approx(other["memory_gib"])
+
+
+SHORT = ("--card", "H100", "model.compute_dtype=float32", "optim.batch_pairs=20")
+FULL = ("layout.microbatch_tokens=8192", "layout.checkpointing=full")
+
+
+@pytest.mark.parametrize(("memory", "gpus"), [("24GB", 32), ("32GB", 16), ("40GB", 8), ("80GB", 8)])
+def test_what_does_not_fit_gets_the_fewest_gpus_that_do(project: Path, memory: str, gpus: int) -> None:
+    """Short pairs, so that no microbatch is as large as it may be."""
+    np.save(project / "lengths.npy", np.full((60, 3), 40))
+    card = (*SHORT, "--memory", memory)
+    (other,) = plan(project, *card)["alternatives"]
+    *overrides, option, count = other["overrides"].split()
+    assert (option, int(count)) == ("--gpus", gpus)
+    assert plan(project, *card, *overrides, option, count)["run"]["fits"]
+    fewer = gpus // 2 if gpus > 8 else 1
+    assert not plan(project, *card, *overrides, option, str(fewer))["run"]["fits"]
+
+
+def test_the_way_out_of_hsdp_is_no_conflict(project: Path) -> None:
+    asked = ("layout.parallel=hsdp", "layout.hsdp_shard=2", "--memory", "40GB")
+    (other,) = plan(project, *asked, "--gpus", "2")["alternatives"]
+    assert plan(project, *asked, *other["overrides"].split())["run"]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "gpus", "overrides", "fits"),
+    [("80GB", 1, (), False), ("20GB", 64, (), False), ("48GB", 8, (), True), ("40GB", 8, FULL, True)],
+)
+def test_what_memory_takes_agrees_with_what_fits(
+    project: Path, memory: str, gpus: int, overrides: tuple[str, ...], fits: bool
+) -> None:
+    """One of 8,192 tokens does not fit into 40 GB, but none is as large as that."""
+    np.save(project / "lengths.npy", np.full((60, 3), 40))
+    shown = run(project, *SHORT, "--memory", memory, "--gpus", str(gpus), *overrides)
+    found = re.search(r"the largest of ([\d,]+) tokens \(limit ([\d,]+); memory takes ([\d,]+|none)\)", shown)
+    assert found is not None
+    largest, limit, takes = (0 if text == "none" else int(text.replace(",", "")) for text in found.groups())
+    assert ("it fits" in shown, largest <= takes) == (fits, fits)
+    assert (limit <= takes) == (fits and not overrides)
+
+
+def test_what_does_not_fit_takes_no_time(project: Path) -> None:
+    """89.7 GiB of weights and optimizer: too much for one card, but not for one of eight."""
+    arguments = ("--card", "H100", "--ranks", "1,8")
+    found = plan(project, *arguments)
+    alone, sharded = found["scale"]
+    for one in (found["run"], alone):
+        assert not one["fits"]
+        assert [one[name] for name in ("pairs_per_s", "mfu", "time")] == [None] * 3
+    assert (found["hours"], found["score_hours"]) == (None, None)
+    assert sharded["fits"]
+    (other,) = found["alternatives"]
+    assert other["pairs_per_s"] > 0
+    assert sharded["pairs_per_s"] > 0
+    text = run(project, *arguments)
+    assert re.search(rf"it does not fit\n.*\nto make it fit\n  {re.escape(other['overrides'])} \(", text, re.DOTALL)
+    assert not re.search(r"a step +\d|the run|before it|speed  ", text)
+    assert [line.split()[-5:-1] for line in text.splitlines() if line.startswith(" 1 fsdp")] == [["-"] * 4]
+    assert text.endswith("\n-: it does not fit\n")
+
+
+def test_a_layout_that_a_run_would_refuse_takes_no_time(project: Path) -> None:
+    """Memory is that of the steps looked at, and fits; a microbatch as large as asked for would not."""
+    np.save(project / "lengths.npy", np.full((8, 3), 50))
+    found = plan(project, "--gpus", "8", "layout.microbatch_tokens=2000000")
+    assert sum(found["run"]["memory"].values()) < found["usable"]
+    assert "a microbatch of 2000000 tokens does not fit" in found["notes"][0]
+    assert (found["run"]["fits"], found["run"]["time"], found["hours"]) == (False, None, None)
+
+
+def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -> None:
+    small, large = (plan(project, "--gpus", "8", "--card", "A100", "--memory", size) for size in ("40GB", "80GiB"))
+    assert 0 < small["recompute"] <= small["layers"]
+    assert large["recompute"] == 0
+    for one in (small, large):
+        assert one["run"]["fits"]
+        assert one["run"]["largest_tokens"] <= one["microbatch_tokens"]
+        assert one["microbatch_tokens"] <= one["largest_fit"]
+
+
+@pytest.mark.parametrize("hard", [["--ranks", "4096"], ["--ranks", "16", "--network", "25"]])
+def test_hsdp_wins_where_rings_are_long_or_links_are_slow(project: Path, hard: list[str]) -> None:
+    fsdp, hsdp = plan(project, *hard, "layout.microbatch_tokens=4096")["scale"]
+    assert (fsdp["parallel"], hsdp["parallel"], hsdp["shard"]) == ("fsdp", "hsdp", 8)
+    assert hsdp["pairs_per_s"] > fsdp["pairs_per_s"]
+    assert hsdp["time"]["network"] < fsdp["time"]["network"]
+
+
+def test_optimizers_and_adapters_are_planned_for(project: Path) -> None:
+    plain, small, tuned, packed = (
+        plan(project, "--gpus", "8", *other)
+        for other in (
+            [],
+            ["optim.kind=adamw_8bit"],
+            ["model.adapter={rank: 16}"],
+            ["model.adapter={rank: 16, quantize: nf4}"],
+        )
+    )
+    assert small["run"]["memory"]["optimizer"] == pytest.approx(plain["run"]["memory"]["optimizer"] / 4, rel=0.02)
+    assert tuned["run"]["memory"]["optimizer"] < 0.01 * plain["run"]["memory"]["optimizer"]
+    assert tuned["run"]["flops"] < 0.7 * plain["run"]["flops"]
+    assert packed["run"]["memory"]["weights"] / GIB == pytest.approx(0.516 * 6.98e9 / GIB + 1.96, rel=0.05)
+    assert "four bits" in packed["notes"][0]
+    assert any("adapter" in note for note in plan(project)["notes"])
+
+
+def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
+    model = tiny_folder(tmp_path / "model", "llama")
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    record = json.dumps({"prompt": "Hello?", "chosen": "Yes.", "rejected": "No, not at all."})
+    (tmp_path / "train.jsonl").write_text(f"{record}\n{record.replace('Hello', 'Good day')}\n")
+    (tmp_path / "my.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\n")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--json"], catch_exceptions=False)
+    found, busy = json.loads(result.output), ("products", "attention", "elementwise", "imbalance")
+    assert found["pairs"] == 2
+    assert found["score_hours"] * 3600 == pytest.approx(sum(found["run"]["time"][n] for n in busy) / 3)
+    assert found["steps"] == 1
+    assert "float32" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--card", "H9000"], "--card H9000: not one that is known. Use one of B200, H200"),
+        (["--memory", "80"], "--memory 80: write a number and a unit, as in 80GB"),
+        (["--ranks", "8,x"], "--ranks 8,x: write whole numbers"),
+        (["--gpus", "2", "model.compute_dtype=float32", "layout.parallel=single"], "a plan for 2 GPUs"),
+        (["--gpus", "6", "layout.parallel=hsdp", "layout.hsdp_shard=4"], "does not divide the number of processes, 6"),
+        (["layout.microbatch_tokens=100"], "layout.microbatch_tokens (rank_microbatch_size) is 100"),
+        (["model.dtype=float64", "model.compute_dtype=null"], "float64 is for checks on a CPU"),
+    ],
+)
+def test_errors_say_what_to_do(project: Path, arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        run(project, *arguments)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("bad", [np.ones((4, 2), int), np.ones((0, 3), int), np.zeros((4, 3), int), np.ones((4, 3))])
+def test_lengths_of_another_form_are_refused(project: Path, bad: Any) -> None:
+    np.save(project / "lengths.npy", bad)
+    with pytest.raises(DataError, match="three columns"):
+        run(project)
+
+
+def test_memory_in_both_units_and_cards_in_any_case() -> None:
+    assert parse_memory("80GB") == 80e9
+    assert parse_memory("79.5 gib") == 79.5 * 2**30
+    assert find_card("h100") is CARDS["H100"]
+    with pytest.raises(ConfigError):
+        parse_memory("0GB")
