@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isopref.ops import logprob
 from isopref.ops.logprob import (
     token_collisions_eager,
     token_logprobs,
@@ -18,7 +19,7 @@ from isopref.ops.logprob import (
 
 C, D, V = 13, 6, 29
 SETTINGS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 2.5, "softcap": 3.0}]
-CHUNKS = [C, 5, 1]  # tokens at a time: whole, with a short last chunk, one by one
+CHUNKS = [C, 5, 1]  # tokens at a time: whole, with a short first chunk, one by one
 
 settings = pytest.mark.parametrize("setting", SETTINGS, ids=str)
 chunks = pytest.mark.parametrize("chunk", CHUNKS)
@@ -90,6 +91,26 @@ def test_the_fused_twin_meets_the_specification(
     for grad, part, by_twin in zip(gradients(logp, parts), parts, gradients(expected, exact), strict=True):
         assert grad.dtype == part.dtype
         assert relative(grad, by_twin) < tolerance
+
+
+@pytest.mark.parametrize(("chunk", "forward", "backward"), [(C, [C], []), (5, [3, 5, 5], [5, 3])])
+def test_the_last_chunk_is_full_and_not_computed_again(
+    chunk: int, forward: list[int], backward: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def counted(hidden: Tensor, *rest: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return torch.nn.functional.linear(hidden, *rest)
+
+    monkeypatch.setattr(logprob, "linear", counted)
+    parts, target = inputs()
+    logp = call(parts, target, chunk)
+    assert seen == forward
+    gradients(logp, parts)
+    assert seen == forward + backward
+    with torch.no_grad():
+        assert torch.equal(call(parts, target, chunk), logp)
 
 
 @settings

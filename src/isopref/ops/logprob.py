@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens from hidden states: the head, its softmax and their gradient in one operation.
 
 `token_logprobs_eager` is the specification. `token_logprobs` gives the same numbers with less memory: between forward
-and backward only the logits are kept, in the compute dtype, and the gradient is written over them; above `max_logits`
-of them not even those: they are computed in chunks, and again in the backward pass. On CUDA the passes over the logits
-are Triton kernels.
+and backward only logits are kept, `max_logits` of them at most, in the compute dtype, and the gradient is written over
+them. Where there are more, they are computed in chunks, and all but the last chunk again in the backward pass. On CUDA
+the passes over the logits are Triton kernels.
 
 Dimensions: C completion tokens, D hidden width, V vocabulary.
 """
@@ -136,6 +136,11 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return logprob_triton
 
 
+def _chunks(count: int, size: int) -> list[slice]:
+    """All tokens in slices, the last ones first. Only that of the first tokens may be smaller than `size`."""
+    return [slice(max(0, end - size), end) for end in range(count, 0, -size)]
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -168,14 +173,15 @@ class _TokenLogprobs(torch.autograd.Function):
         lse = torch.empty_like(logp)
         collision = torch.empty_like(logp if collisions else logp[:0])
         logits = None
-        for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
+        for at in reversed(_chunks(len(hidden), chunk)):
+            logits = None  # not two chunks at a time
             logits = linear(hidden[at], weight, bias)
             logp[at], lse[at] = reduce(logits, target[at], scale, softcap)
             if collisions:
                 collision[at] = squares(logits, lse[at], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
-        ctx.kept_logits = logits if len(hidden) <= chunk and any(ctx.needs_input_grad) else None
+        ctx.kept_logits = logits if any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(collision)
         return logp, collision
 
@@ -191,9 +197,8 @@ class _TokenLogprobs(torch.autograd.Function):
         sum_dtype = weight.dtype if whole else _wide(weight[:0]).dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and not whole else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if need_bias and bias is not None else None
-        for at in (slice(i, i + chunk) for i in range(0, len(hidden), chunk)):
-            logits = ctx.kept_logits
-            ctx.kept_logits = None
+        logits, ctx.kept_logits = ctx.kept_logits, None
+        for at in _chunks(len(hidden), chunk):
             if logits is None:
                 logits = linear(hidden[at], weight, bias)
             grad = gradient_(logits, target[at], lse[at], grad_logp[at], ctx.scale, ctx.softcap)
@@ -203,6 +208,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight = grad.T @ hidden[at] if grad_weight is None else grad_weight.add_(grad.T @ hidden[at])
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
+            logits = grad = None
         if need_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if grad_bias is not None:

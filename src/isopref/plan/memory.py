@@ -67,16 +67,16 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
     return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
 
 
-def chunks_head(shape: Shape, predicted: float) -> bool:
-    """Whether the logits are too many to be kept, and so are computed twice, in chunks."""
-    return predicted * shape.vocabulary > MAX_LOGITS_FUSED
+def kept_predictions(shape: Shape) -> float:
+    """Tokens whose logits are kept for the backward pass; those of more are computed again, in chunks."""
+    return MAX_LOGITS_FUSED / max(1, shape.vocabulary)
 
 
 def _head(shape: Shape, layout: Layout, predicted: float) -> float:
     """Logits, hidden states and their gradient, and the gradient of the head's weights, if those are trained."""
     trained = not shape.flops.frozen_per_logits
     weight = shape.vocabulary * shape.width * layout.compute_bytes * trained
-    if trained and chunks_head(shape, predicted):
+    if trained and predicted > kept_predictions(shape):
         weight += shape.vocabulary * shape.width * 4  # chunks add up in float32
     logits = min(predicted * shape.vocabulary, MAX_LOGITS_FUSED) * layout.compute_bytes
     return logits + 2 * predicted * shape.width * layout.compute_bytes + weight

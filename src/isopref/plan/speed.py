@@ -11,7 +11,7 @@ import numpy as np
 from isopref.cards import Card
 from isopref.models.shape import Shape
 from isopref.plan.layout import Layout, Loads
-from isopref.plan.memory import chunks_head, kept_bytes
+from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
 from isopref.types import FloatArray
 
@@ -77,11 +77,10 @@ def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) ->
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     forward = layout.forwards + again
-    chunked = np.vectorize(lambda predicted: chunks_head(shape, predicted))(loads.predicted)
     flops = shape.flops  # what is frozen gets no gradient of its own
     products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens
-    logits_passes = 3 + chunked + layout.forwards
-    products = products + (logits_passes * flops.per_logits - flops.frozen_per_logits) * loads.predicted
+    products += ((3 + layout.forwards) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
+    products += flops.per_logits * np.maximum(0.0, loads.predicted - kept_predictions(shape))
     attention = (1 + forward + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
