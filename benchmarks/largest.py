@@ -51,9 +51,9 @@ class Kind:
 
 
 KINDS = {
-    "lora": Kind("70b", (80, 76, 72, 64, 56), {"rank": 16}),
-    "qlora": Kind("405b", (76, 72, 68, 60, 48), {"rank": 16, "quantize": "nf4"}),
-    "full": Kind("14b", (60, 56, 52, 48, 40)),
+    "lora": Kind("70b", (80, 79, 78, 76, 72), {"rank": 16}),
+    "qlora": Kind("405b", (76, 75, 74, 72, 68), {"rank": 16, "quantize": "nf4"}),
+    "full": Kind("14b", (61, 60, 59, 57, 54)),
     "smoke": Kind("tiny", (2,)),
     "smoke-qlora": Kind("tiny", (2,), {"rank": 4, "quantize": "nf4"}),
 }
