@@ -32,6 +32,7 @@ from isopref.build.run import (
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config, run_id
+from isopref.data.chat import NO_TEMPLATE
 from isopref.data.packing import check_budget, tokens_alone
 from isopref.data.table import PairTable
 from isopref.engine.display import Display
@@ -123,6 +124,8 @@ def _train(run: Run, resume: bool) -> bool:
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
     say_tables(tables, run.display)
+    if config.data.template not in (None, NO_TEMPLATE):
+        tokenizer.chat_template = Path(config.data.template).read_text(encoding="utf-8")  # exported with the model
     table, eval_table = tables.train, tables.held_out
     check_train_budget(run, table)
     run = _with_longest(run, tables.all)

@@ -46,14 +46,13 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
 
     `setting` names it in messages.
     """
-    asked, model = run.config.model.adapter, run.config.model
-    in_four_bits = asked is not None and asked.quantize is not None
-    if path is None and asked is not None:
-        policy = Policy(_load_base(run, asked.path, "model.adapter.path"))
-    elif in_four_bits and path == model.path:  # what the reference is
-        policy = Policy(_load_base(run, None, setting))
-    elif in_four_bits and path is not None and adapter.is_adapter(Path(path)):
-        policy = Policy(_load_base(run, path, setting))
+    model, asked = run.config.model, run.config.model.adapter
+    if asked is not None and path is None:
+        policy = Policy(_load_adapted(run, model.path, asked.path, "model.adapter.path"))
+    elif asked is not None and path is not None and adapter.is_adapter(Path(path)):
+        policy = Policy(_load_adapted(run, adapter.base_of(path, setting=setting), path, setting))
+    elif asked is not None and asked.quantize is not None and path == model.path:  # what the reference is
+        policy = Policy(_load_adapted(run, model.path, None, setting))
     else:
         loaded = _load(run, path or model.path, getattr(torch, model.dtype), setting)
         policy = Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
@@ -69,24 +68,29 @@ def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedMo
 
 
 def load_exported(run: Run) -> PreTrainedModel:
-    """What the run has written, as a user would load it: an adapter merged, but on a base in 4 bits as it is."""
-    asked, model = run.config.model.adapter, run.config.model
-    if asked is not None and asked.quantize is not None:
-        return _load_base(run, str(run.model_folder), "run.folder")
-    dtype = getattr(torch, model.dtype if asked is None else run.compute_dtype)
-    return hf.load_model(str(run.model_folder), dtype=dtype, trust_remote_code=model.trust_remote_code)
+    """What the run has written: a whole model, or an adapter on its base."""
+    model, folder = run.config.model, str(run.model_folder)
+    if model.adapter is not None:
+        return _load_adapted(run, model.path, folder, "run.folder")
+    return hf.load_model(folder, dtype=getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
 
 
-def _load_base(run: Run, path: str | None, setting: str) -> PreTrainedModel:
-    """The model under an adapter, in 4 bits if that is asked for, with the adapter in the folder `path`, if any."""
+def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTrainedModel:
+    """The model `base`, in 4 bits if that is asked for, under the adapter in the folder `path`, if any.
+
+    Not merged: a sum would be rounded to the base's number type, and so be another model than the one that was trained.
+    """
     model = run.config.model
-    check_base(model.path)
-    base = _load(run, model.path, getattr(torch, run.compute_dtype), "model.path")
+    check_base(base)
+    loaded = _load(run, base, getattr(torch, run.compute_dtype), "model.path" if base == model.path else setting)
     if model.adapter is not None and model.adapter.quantize is not None:
-        adapter.quantize_nf4(base, run.env.device, head=base.get_output_embeddings())
+        adapter.quantize_nf4(loaded, run.env.device, head=loaded.get_output_embeddings())
     if path is not None:
-        adapter.load_adapter(base, path, dtype=getattr(torch, model.dtype), setting=setting)
-    return base
+        own = adapter.base_of(path, setting=setting)
+        if Path(own).expanduser().absolute() != Path(base).expanduser().absolute():
+            run.display.say(f"warning: {setting}: the adapter {path} was made for {own}; here it is put on {base}")
+        adapter.load_adapter(loaded, path, dtype=getattr(torch, model.dtype), setting=setting)
+    return loaded
 
 
 def check_base(path: str) -> None:
@@ -95,6 +99,12 @@ def check_base(path: str) -> None:
         raise ConfigError(
             f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
             "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+        )
+    if adapter.is_adapter(Path(path)):
+        raise ConfigError(
+            f"model.adapter: {path} is an adapter itself, and what is trained on top of it could not be loaded by "
+            f"others. To train it further, set model.adapter: {{path: {path}}}, and model.path to its base model. For "
+            f"a new one, make one model of the two first: isopref merge {path} FOLDER."
         )
 
 

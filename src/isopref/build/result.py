@@ -95,13 +95,15 @@ def say_end(run: Run, seconds: float) -> None:
     if run.config.run.export:
         adapted = run.config.model.adapter is not None
         what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
+        load = f":\n              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})"
+        if adapted and hf.locate(run.config.model.path, setting="model.path").gguf_file:
+            load = ", on a GGUF file, which others do not load an adapter on"
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         if run.config.model.native:
             run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
         init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
         run.display.say(
-            f"  model       {run.model_folder}, {what}:\n"
-            f"              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})\n{merge}"
+            f"  model       {run.model_folder}, {what}{load}\n{merge}"
             f"  next        isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
         )
 

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from isopref import optional
 from isopref.errors import ModelError
@@ -115,10 +122,6 @@ def load_model(
         )
     if getattr(model.config, "quantization_config", None) is not None:
         model = _dequantised(model)
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError:  # sampling flags without sampling, which could not be saved again at the end
-        model.generation_config.do_sample = True
     return model
 
 
@@ -234,7 +237,11 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
 
 
 def _save_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    generation: Any = model.generation_config
+    model.generation_config = GenerationConfig()  # one with sampling flags, but no sampling, would not be saved
     model.save_pretrained(folder, state_dict=state)
+    model.generation_config = generation
+    generation.to_json_file(folder / "generation_config.json")
     config = copy.deepcopy(model.config)
     for name, rate in vars(model).get("dropout_before", {}).items():
         setattr(config.get_text_config(), name, rate)
