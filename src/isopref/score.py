@@ -15,6 +15,7 @@ from isopref.data.packing import Budget, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.models.parallel import data_group, reshard, speaks
+from isopref.ranks import num_ranks, own_rank
 from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
 
 WINDOW = 256  # pairs planned together when a whole table is scored
@@ -60,17 +61,17 @@ def score_table(
     float64, on the device).
     """
     group = data_group(policy)
-    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    ranks = num_ranks(group)
     # With an ld_alpha, what chosen is without it comes third (see Policy.forward).
     logps_KN = torch.zeros(2 if ld_alpha == 1 else 3, len(table), dtype=torch.float64, device=device)
-    for index, microbatch in _microbatches(table, budget, rank, num_ranks):
+    for index, microbatch in _microbatches(table, budget, own_rank(group), ranks):
         logps_KP = policy(microbatch.to(device), ld_alpha=ld_alpha).double()
         logps_KN[:, torch.from_numpy(index).to(device)] = logps_KP
         if scored is not None and speaks(policy):
             scored(index, logps_KP[:2])
         if progress is not None:
-            progress(len(index) * num_ranks)
-    if num_ranks > 1:
+            progress(len(index) * ranks)
+    if ranks > 1:
         dist.all_reduce(logps_KN, group=group)  # every pair was scored on one rank and is zero on the others
     reshard(policy)
     return TableLogps(*logps_KN.cpu().numpy())

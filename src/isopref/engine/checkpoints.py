@@ -26,6 +26,7 @@ from isopref.engine.callbacks import EvaluateCallback
 from isopref.engine.together import Together
 from isopref.errors import RunError, is_echo
 from isopref.places import write_whole
+from isopref.ranks import num_ranks, own_rank
 
 SEAL = "seal.json"
 UNFINISHED = "it was not finished"
@@ -71,7 +72,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         if self._asked is not None:  # once is enough: the checkpoint is on its way
             return
         self._asked = signal.Signals(signum).name
-        if _rank_and_size()[0] == 0:
+        if own_rank() == 0:
             os.write(2, f"\n{self._asked}: finishing this step and saving a checkpoint\n".encode())
 
     def post_train_batch(self) -> None:
@@ -79,8 +80,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     def post_step(self) -> None:
         late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        stop, late = self.together.any(self._asked is not None, late and first)
+        stop, late = self.together.any(self._asked is not None, late and own_rank() == 0)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
         if late or best or every or stop:  # while a second signal is still only noted
@@ -111,7 +111,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         others = [old for old in self._checkpoints if Path(old).name != best]
         for old in others[: -(self.max_checkpoints or len(others))]:
             self._checkpoints.remove(old)
-            if _rank_and_size()[0] == 0:
+            if own_rank() == 0:
                 remove(Path(old))
 
 
@@ -132,7 +132,7 @@ def sweep(folder: Path) -> None:
 def seal(folder: Path) -> None:
     """Write the digests of all files of a checkpoint. All ranks call this together and share the reading."""
     digests = _digests(folder, _from_first(_files, folder))
-    if _rank_and_size()[0] == 0:
+    if own_rank() == 0:
         write_whole(folder / SEAL, json.dumps(digests, indent=1).encode())
     if dist.is_initialized():
         dist.barrier()
@@ -184,8 +184,8 @@ def _files(folder: Path) -> list[str]:
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
     """Digest of each file; each rank reads its share, all get the whole."""
-    rank, size = _rank_and_size()
-    mine = {name: _digest(folder / name) for name in names[rank::size]}
+    size = num_ranks()
+    mine = {name: _digest(folder / name) for name in names[own_rank() :: size]}
     every: list[Any] = [mine]
     if size > 1:
         every = [None] * size
@@ -207,16 +207,11 @@ def _digest(path: Path) -> str:
 
 def _from_first(look: Callable[[Path], Found], folder: Path) -> Found:
     """What the first rank sees, for all: others may look a moment earlier or later."""
-    rank, size = _rank_and_size()
-    seen: list[Any] = [look(folder) if rank == 0 else None]
-    if size > 1:
+    seen: list[Any] = [look(folder) if own_rank() == 0 else None]
+    if num_ranks() > 1:
         dist.broadcast_object_list(seen)
     found: Found = seen[0]
     return found
-
-
-def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextmanager
@@ -227,7 +222,7 @@ def _refusing(folder: str, step: int) -> Iterator[None]:
     except (OSError, RuntimeError, CheckpointException) as error:
         if is_echo(error):
             raise
-        if _rank_and_size()[0] == 0:
+        if own_rank() == 0:
             sweep(Path(folder))
         reason = " ".join(str(error).split())[:300]
         raise RunError(

@@ -17,6 +17,7 @@ from olmo_core.utils import seed_all
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from isopref.errors import ConfigError
+from isopref.ranks import own_rank
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -88,7 +89,7 @@ def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Envi
     seed_all(seed)
     where = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     try:
-        yield Environment(dist.get_rank() if dist.is_initialized() else 0, world_size, where)
+        yield Environment(own_rank(), world_size, where)
     finally:
         if dist.is_initialized():
             gc.collect()  # a Trainer that outlives the group can abort the process at its exit

@@ -19,6 +19,7 @@ from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
+from isopref.ranks import num_ranks
 from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
@@ -177,7 +178,7 @@ def _room(model: nn.Module, device: torch.device, state_share: float) -> float:
 
 def _least(value: float, device: torch.device) -> float:
     """The smallest of all ranks' values: every rank must cut a batch the same way."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if num_ranks() == 1:
         return value
     least = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from isopref.engine.display import Display
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
+from isopref.ranks import num_ranks
 
 MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
@@ -69,7 +70,7 @@ class Guard:
         first, count, in_a_row = (int(value) for value in self._state.tolist())
         if not count:
             return None
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if num_ranks() > 1:
             dist.all_reduce(self._pair, dist.ReduceOp.MIN)
         pair = int(self._pair)
         self._state[1] = 0

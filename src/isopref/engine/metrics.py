@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isopref.engine.step import Work
 from isopref.losses import PairLoss, log_likelihood
+from isopref.ranks import num_ranks, own_rank
 from isopref.types import PairLogps
 
 NAMES = (
@@ -38,21 +39,30 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
     at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
-    balance = nll.new_zeros(1)
+    balance = nll.new_zeros(())
     if policy.routing is not None and work.balance_share is not None:
-        balance = (policy.routing[1] * work.balance_share).sum()[None]
+        balance = (policy.routing[1] * work.balance_share).sum()
     terms = objective.nll_weight * nll + objective.balance_weight * balance
     weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + terms
-    beta = objective.beta
-    values = [policy.chosen, policy.rejected, beta * chosen, beta * rejected, margin_P, right, gap]
-    means = torch.stack([value.double() for value in values]) @ work.mean_share
-    return torch.cat([weighted[:1], means[:-1], nll[:1], balance, weighted[1:], means[-1:]])
+    of_pairs = {
+        "logps_chosen": policy.chosen,
+        "logps_rejected": policy.rejected,
+        "rewards_chosen": objective.beta * chosen,
+        "rewards_rejected": objective.beta * rejected,
+        "margin": margin_P,
+        "accuracy": right,
+        "gap_per_token": gap,
+    }
+    means = torch.stack([value.double() for value in of_pairs.values()]) @ work.mean_share
+    found = dict(zip(of_pairs, means, strict=True))
+    found |= {"loss": weighted[0], "loss_at_reference": weighted[1], "nll": nll[0], "balance": balance}
+    return torch.stack([found[name] for name in NAMES + CHECKS])
 
 
 def over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sums of the ranks that share out the pairs (None: all ranks), added up."""
     total = sums.clone()
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if num_ranks(group) > 1:
         dist.all_reduce(total, group=group)
     return total
 
@@ -82,6 +92,5 @@ class MetricWindow:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         # Any number of ranks may go on; the first one takes the sums.
-        first = not dist.is_initialized() or dist.get_rank(self.group) == 0
-        self.sums = state["sums"].to(self.sums.device) * float(first)
+        self.sums = state["sums"].to(self.sums.device) * float(own_rank(self.group) == 0)
         self.num_steps = int(state["num_steps"])

@@ -19,6 +19,7 @@ from isopref.data.rows import build_microbatch
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, DataError
 from isopref.normalize import Weighting, coefficients, pair_weights, token_coefficients, token_weight
+from isopref.ranks import num_ranks
 from isopref.types import CHOSEN, FloatArray, IntArray, PairTokens
 
 IGNORE_INDEX = -100
@@ -185,7 +186,7 @@ def _over_ranks(
     sums: list[float], largest: list[int], device: torch.device
 ) -> tuple[list[float], list[float], list[int]]:
     """Sums over all ranks of some figures, and over the ranks before this one; the largest over ranks of others."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if num_ranks() == 1:
         return sums, [0.0] * len(sums), largest
     mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from olmo_core.train import Trainer
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from isopref.errors import RunError
 from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
+from isopref.ranks import own_rank
 
 _SEED = np.zeros(1, np.uint32)
 NUMPY_STATE: list[Any] = [
@@ -26,8 +26,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
 
     Raises RunError for a checkpoint of other data, or one that holds more than data.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    own = folder / "train" / f"rank{rank}.pt"
+    own = folder / "train" / f"rank{own_rank()}.pt"
     # On more ranks than before there is none for the last ones; the random state is then not restored anyway.
     path = own if own.exists() else folder / "train" / "rank0.pt"
     reader = PlainReader(folder / "model_and_optim")

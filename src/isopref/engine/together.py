@@ -4,15 +4,15 @@ import torch
 import torch.distributed as dist
 
 from isopref.engine.environment import TIMEOUT
+from isopref.ranks import num_ranks
 
 
 class Together:
     """Ranks that ask one another. All of them make it, and call it, at the same points."""
 
     def __init__(self) -> None:
-        many = dist.is_initialized() and dist.get_world_size() > 1
         # A group of its own: the engine's threads use the others.
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if many else None
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks() > 1 else None
 
     def any(self, *mine: bool) -> list[bool]:
         """For each question, whether a rank says yes."""

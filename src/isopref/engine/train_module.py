@@ -33,6 +33,7 @@ from isopref.losses import PairLoss, log_likelihood
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
+from isopref.ranks import num_ranks
 from isopref.score import TableLogps, score
 from isopref.types import PairLogps
 
@@ -86,7 +87,7 @@ class DPOTrainModule(TrainModule):
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
         self.device = device_of(model)
         self.group = data_group(model)
-        self.num_ranks = dist.get_world_size(self.group) if dist.is_initialized() else 1
+        self.num_ranks = num_ranks(self.group)
         self._check_model()
         self.moving = reference if isinstance(reference, MovingReference) else None
         if self.moving is not None:

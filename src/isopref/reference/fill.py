@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from isopref.data.packing import Budget
 from isopref.data.table import PairTable
 from isopref.errors import CacheError
+from isopref.ranks import num_ranks
 from isopref.reference.store import Store, as_keys, records
 from isopref.score import TableLogps, score_table
 from isopref.types import CHOSEN, FloatArray, IntArray
@@ -129,7 +130,7 @@ def _write(store: Store, table: PairTable, index: IntArray, logp_P2: FloatArray)
 
 def _complete_this_machine(store: Store, table: PairTable, logp_N2: FloatArray) -> None:
     """One rank of each machine stores what is known or was scored elsewhere, where its folder does not show that."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if num_ranks() > 1:
         dist.barrier()  # until everyone has written its share
         if os.environ.get("LOCAL_RANK", "0") == "0":
             rows = _one_of_each(table, np.flatnonzero(~store.look_up(table.ids)[0]))
@@ -144,7 +145,7 @@ def _one_of_each(table: PairTable, rows: IntArray) -> IntArray:
 
 def _known_anywhere(logp_N2: FloatArray, device: torch.device) -> FloatArray:
     """What at least one rank knows (-inf: it does not)."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return logp_N2
     values = torch.from_numpy(logp_N2).to(device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -153,7 +154,7 @@ def _known_anywhere(logp_N2: FloatArray, device: torch.device) -> FloatArray:
 
 
 def _of_all_ranks(messages: list[str]) -> list[str]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return messages
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, messages)

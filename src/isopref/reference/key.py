@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from isopref.errors import ModelError
+from isopref.ranks import num_ranks, own_rank
 
 SCORE_VERSION = 1  # raise it when the same weights and tokens give other log-probabilities, beyond rounding
 HASH_THREADS = 8
@@ -57,7 +58,7 @@ def weights_digest(model: PreTrainedModel) -> str:
     largest_first = sorted(distinct, key=lambda place: -distinct[place].nbytes)
     ranks = _ranks_here()
     order = {place: number for number, place in enumerate(largest_first)}
-    mine = [distinct[place] for place in largest_first[ranks.index(_rank()) :: len(ranks)]]
+    mine = [distinct[place] for place in largest_first[ranks.index(own_rank()) :: len(ranks)]]
     with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing frees the interpreter lock
         digests = list(pool.map(_content, mine))
     shares: list[list[bytes]] = [digests]
@@ -85,16 +86,12 @@ def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
                 yield f"{name}.{part}", getattr(tensor, part).clone(memory_format=torch.contiguous_format)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _ranks_here() -> list[int]:
     """The ranks of this machine, who share the hashing: every machine may have a copy of the model of its own."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
-    if not dist.is_initialized() or dist.get_world_size() % count:
-        return [_rank()]
-    first = _rank() // count * count
+    if num_ranks() % count:
+        return [own_rank()]
+    first = own_rank() // count * count
     return list(range(first, first + count))
 
 
