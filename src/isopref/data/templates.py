@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TEMPLATE = "none"
-MARK = "\ue000"  # from the private use area, so that no text has it
+MARK = "\ue000"  # from the private use area: nobody writes it
 SPOKEN = ("content", "reasoning_content", "thinking")  # text of an answer, by the names that templates know
 
 log = logging.getLogger(__name__)
@@ -77,14 +78,15 @@ class ChatTemplate:
         """The texts of a pair. Raises DefectError where the template refuses it or leaves a part of it out."""
         start = self.render(prompt, tools, add_generation_prompt=True)
         written = Written(start, *(self.render([*prompt, answer], tools) for answer in (chosen, rejected)))
-        for what in (
-            *self._left_out_of_prompt(prompt, tools, start),
-            *self._left_out_of_answer("chosen", [*prompt, chosen], tools, start, written.chosen),
-            *self._left_out_of_answer("rejected", [*prompt, rejected], tools, start, written.rejected),
-        ):
+        left_out = chain(
+            self._left_out_of_prompt(prompt, tools, start),
+            self._left_out_of_answer("chosen", [*prompt, chosen], tools, start, written.chosen),
+            self._left_out_of_answer("rejected", [*prompt, rejected], tools, start, written.rejected),
+        )
+        if (first := next(left_out, None)) is not None:
             raise DefectError(
                 "left_out",
-                f"the chat template leaves out {what}, so training would go without it "
+                f"the chat template leaves out {first}, so training would go without it "
                 "(data.template: path.jinja can replace the template)",
             )
         return written
