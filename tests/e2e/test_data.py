@@ -53,7 +53,7 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 13] == [
+    assert lines[at : at + 14] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
         "columns not used note",
@@ -62,6 +62,7 @@ def test_what_is_shown(no_weights: Project) -> None:
         "pairs kept 21",
         "cut to data.max_length 0",
         "prompt ends inside a token of the answer 0",
+        "generation prompt not before the answer 0",
         "two BOS tokens 0",
         "no end token from the template 0",
         "pairs in the mix 21",

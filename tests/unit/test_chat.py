@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError, PreferencePair
-from isopref.errors import ConfigError, DataError
+from isopref.errors import ConfigError
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from isopref.types import PairTokens
 
@@ -47,8 +46,9 @@ def texts(tokenizer: Any, tokens: PairTokens) -> tuple[str, str, str]:
 
 # --- what the template writes ---------------------------------------------------------------------------
 
+ENDS = ("</s>", "<|im_end|>", "<|eot|>")
 WORD = st.sampled_from(
-    ["the", "answer", "yes", "no", "Q:", " ", "\n", "A: ", "[INST]", "[/INST]", "<|eot|>", "</s>", "é", "😀", "\u2028"]
+    ["the", "answer", "yes", "no", "Q:", " ", "\n", "A: ", "[INST]", "[/INST]", *ENDS, "é", "😀", "\u2028"]
 )
 TEXT = st.one_of(
     st.lists(WORD, min_size=1, max_size=8).map("".join),
@@ -68,9 +68,14 @@ SPACES = {"byte": " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f", "meta": " \n"}  # that are 
 
 
 def ended(text: str, *, bare: bool, kind: str = "byte") -> str:
-    """What is trained on: white space after the end of the turn is not; where no end is written, EOS is added."""
+    """What is trained on: neither white space after the end of the turn nor a second end; EOS where there is none."""
     stripped = text.rstrip(SPACES[kind])
-    return text + "</s>" if bare and not stripped.endswith("</s>") else stripped
+    if bare and not stripped.endswith("</s>"):
+        return text + "</s>"
+    for end in ENDS:
+        while stripped.endswith(end) and stripped.removesuffix(end).rstrip(SPACES[kind]).endswith(end):
+            stripped = stripped.removesuffix(end).rstrip(SPACES[kind])
+    return stripped
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -79,16 +84,17 @@ def ended(text: str, *, bare: bool, kind: str = "byte") -> str:
 def test_tokens_decode_to_what_the_template_writes(template: str, pair: PreferencePair) -> None:
     tokenizer = tokenizer_of(template)
     answers = [[*pair.chosen], [*pair.rejected]]
+    generation_prompt = tokenizer.apply_chat_template(pair.prompt, tokenize=False, add_generation_prompt=True)
     written = [tokenizer.apply_chat_template([*pair.prompt, *side], tokenize=False) for side in answers]
     endless = template == "endless" and not all(text.rstrip(SPACES["byte"]).endswith("</s>") for text in written)
-    written = [ended(text, bare=template == "endless") for text in written]
+    completions = [text.removeprefix(generation_prompt) for text in written]
+    written = [generation_prompt + ended(text, bare=template == "endless") for text in completions]
     if written[0] == written[1]:  # llama3 trims: answers that differ in outer spaces only become one
         with pytest.raises(BadPairError, match="the same tokens"):
             encode(tokenizer, pair)
         return
     result = encode(tokenizer, pair)
     prompt, *sides = texts(tokenizer, result.tokens)
-    generation_prompt = tokenizer.apply_chat_template(pair.prompt, tokenize=False, add_generation_prompt=True)
     for side, text in zip(result.tokens[1:], written, strict=True):
         whole = [*result.tokens.prompt.tolist(), *side.tolist()]
         assert tokenizer.decode(whole) == text
@@ -97,7 +103,7 @@ def test_tokens_decode_to_what_the_template_writes(template: str, pair: Preferen
     assert generation_prompt.startswith(prompt.rstrip("\ufffd"))  # the border may lie inside a character
     if "boundary_backoffs" not in result.notes:
         assert prompt == generation_prompt
-        said = [turn["content"].strip() for answer in answers for turn in answer if isinstance(turn, dict)]
+        said = [ended(turn["content"].strip(), bare=False) for (turn,) in answers if isinstance(turn, dict)]
         assert all(answer in side for answer, side in zip(said, sides, strict=True))
     assert ("missing_eos" in result.notes) == endless
     assert all(side.dtype == np.int32 for side in result.tokens)
@@ -114,14 +120,14 @@ def test_raw_text_is_prompt_completion_eos(
     (result,) = encoder.encode([pair_of(prompt, chosen, rejected)])
     if not isinstance(result, EncodedPair):
         assert isinstance(result, BadPairError)
-        sides = (ended(prompt + answer, bare=True, kind=kind) for answer in (chosen, rejected))
+        sides = (prompt + ended(answer, bare=True, kind=kind) for answer in (chosen, rejected))
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, *sides)]
         assert result.reason == ("boundary" if len({row[0] for row in ids}) > 1 else "tie")
         assert result.reason == "boundary" or ids[1] == ids[2]
         return
     for side, text in zip(result.tokens[1:], (chosen, rejected), strict=True):
         whole = [*result.tokens.prompt.tolist(), *side.tolist()]
-        assert whole == tokenizer(ended(prompt + text, bare=True, kind=kind), add_special_tokens=False)["input_ids"]
+        assert whole == tokenizer(prompt + ended(text, bare=True, kind=kind), add_special_tokens=False)["input_ids"]
 
 
 def test_results_do_not_depend_on_their_neighbours() -> None:
@@ -157,7 +163,7 @@ def test_a_generation_prompt_unlike_an_answer_is_backed_off() -> None:
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif %}", "assistant\nthe{% endif %}")
     result = encode(tokenizer, pair_of("why?", "yes", "no"))
     assert texts(tokenizer, result.tokens)[1:] == ("yes<|im_end|>", "no<|im_end|>")
-    assert result.notes == {"boundary_backoffs"}
+    assert result.notes == {"generation_prompt_backoffs"}
 
 
 def test_a_template_that_rewrites_the_prompt_has_no_border() -> None:
@@ -232,6 +238,23 @@ def test_raw_text_that_brings_its_own_end_gets_no_second_one() -> None:
     assert texts(tokenizer_of(None), result.tokens) == ("why?", "yes</s>", "no</s>")
 
 
+@pytest.mark.parametrize("own_end", ["<|im_end|>", "<|im_end|>\n", " <|im_end|>\n<|im_end|>"])
+def test_an_answer_that_brings_the_end_of_its_turn_gets_no_second_one(own_end: str) -> None:
+    result = encode(tokenizer_of("chatml"), pair_of("why?", "yes" + own_end, "no"))
+    space = " " if own_end.startswith(" ") else ""
+    assert texts(tokenizer_of("chatml"), result.tokens)[1:] == (f"yes{space}<|im_end|>", "no<|im_end|>")
+    assert not result.notes
+
+
+def test_the_end_of_a_turn_may_be_what_the_tokenizer_pads_with() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.pad_token = "<|im_end|>"
+    assert tokenizer.eos_token != tokenizer.pad_token
+    result = encode(tokenizer, pair_of("why?", "yes", "no"))
+    assert texts(tokenizer, result.tokens)[1:] == ("yes<|im_end|>", "no<|im_end|>")
+    assert not result.notes
+
+
 def test_an_end_the_template_writes_in_plain_text_is_left_alone() -> None:
     tokenizer = tiny_tokenizer("endless")
     tokenizer.chat_template = TEMPLATES["endless"].replace("{{ m.content }}\n", "{{ m.content }}\n---\n")
@@ -269,7 +292,7 @@ def test_truncation_keeps_what_is_documented(
 ) -> None:
     tokenizer = tokenizer_of("chatml")
     pair = pair_of(prompt, chosen, rejected)
-    if chosen == rejected:
+    if ended(f"{chosen}<|im_end|>", bare=False) == ended(f"{rejected}<|im_end|>", bare=False):
         return
     whole = encode(tokenizer, pair)
     longer = max(len(whole.tokens.chosen), len(whole.tokens.rejected))
@@ -277,22 +300,61 @@ def test_truncation_keeps_what_is_documented(
     (dropped,) = PairEncoder(tokenizer, options(max_length=max_length)).encode([pair])
     assert (dropped is None) == (not fits)
     (cut,) = PairEncoder(tokenizer, options(max_length=max_length, truncation=truncation)).encode([pair])
+    # The oracle: answers whole beside at least one prompt token, with keep_start beside what closes the prompt.
+    closing = len(tokenizer("<|im_end|>\n<|im_start|>assistant\n")["input_ids"]) if truncation == "keep_start" else 0
+    kept = len(whole.tokens.prompt) if fits else min(max(1, closing, max_length - longer), max_length - 1)
+    room = max_length - kept
     if isinstance(cut, BadPairError):  # the answers differ only in what was cut off
-        room = max_length - 1
         assert np.array_equal(whole.tokens.chosen[:room], whole.tokens.rejected[:room])
         assert cut.reason == "tie"
         return
     assert cut is not None
     assert ("truncated" in cut.notes) == (not fits)
     assert cut.question_id == whole.question_id
-    # The oracle: answers whole beside at least one prompt token, else cut at max_length - 1.
-    room = max(1, max_length - longer) if not fits else len(whole.tokens.prompt)
-    expected = whole.tokens.prompt[:room] if truncation == "keep_start" else whole.tokens.prompt[::-1][:room][::-1]
-    assert cut.tokens.prompt.tolist() == expected.tolist()
+    prompt_ids = whole.tokens.prompt.tolist()
+    start = max(0, kept - closing) if truncation == "keep_start" else 0
+    assert cut.tokens.prompt.tolist() == (
+        prompt_ids if fits else prompt_ids[:start] + prompt_ids[len(prompt_ids) - (kept - start) :]
+    )
     for side, full in zip(cut.tokens[1:], whole.tokens[1:], strict=True):
-        assert side.tolist() == full[: max_length - 1].tolist()
+        assert side.tolist() == full[:room].tolist()
         assert len(side) >= 1
         assert len(cut.tokens.prompt) + len(side) <= max_length
+
+
+CLOSINGS = {
+    "chatml": "<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|eot|><|header|>assistant<|/header|>\n\n",
+    "mistral": " [/INST]",
+    "merging": "\nA:",  # the space behind it is joined with the answer
+    "endless": "\n### assistant\n",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_keep_start_keeps_what_closes_the_prompt(template: str) -> None:
+    tokenizer, closing = tokenizer_of(template), CLOSINGS[template]
+    prompt = [
+        {"role": "user", "content": "who is the lazy dog"},
+        {"role": "assistant", "content": "the brown fox"},
+        {"role": "user", "content": "why " * 30 + "how"},
+    ]
+    whole, cut = (
+        encode(tokenizer, pair_of(prompt, "yes", "no"), options(max_length=limit, truncation="keep_start"))
+        for limit in (None, 50)
+    )
+    text, chosen, _ = texts(tokenizer, cut.tokens)
+    assert text.endswith(f" why{closing}")
+    assert texts(tokenizer, whole.tokens)[0].startswith(text.removesuffix(closing))
+    assert len(cut.tokens.prompt) + max(len(side) for side in cut.tokens[1:]) == 50
+    assert chosen == texts(tokenizer, whole.tokens)[1]
+
+
+def test_raw_text_has_nothing_that_closes_it() -> None:
+    tokenizer = tokenizer_of(None)
+    raw = options(template="none", max_length=10, truncation="keep_start")
+    result = encode(tokenizer, pair_of("the" + " dog" * 30, "yes", "no"), raw)
+    assert texts(tokenizer, result.tokens) == ("the" + " dog" * 7, "yes</s>", "no</s>")
 
 
 def test_a_max_length_without_room_is_refused() -> None:
@@ -300,35 +362,7 @@ def test_a_max_length_without_room_is_refused() -> None:
         options(max_length=1)
 
 
-# --- the choice of template -----------------------------------------------------------------------------
-
-
-def test_a_tokenizer_without_a_template_names_both_ways_out() -> None:
-    with pytest.raises(ConfigError, match=r"no chat template.*data\.template.*none.*\.jinja"):
-        PairEncoder(tokenizer_of(None), options())
-
-
-def test_a_template_file_is_used_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "my.jinja"
-    path.write_text(TEMPLATES["mistral"])
-    result = encode(tokenizer_of("chatml"), pair_of("why?", "yes", "no"), options(template=str(path)))
-    assert texts(tokenizer_of("chatml"), result.tokens) == ("<s>[INST] why? [/INST]", " yes</s>", " no</s>")
-    with pytest.raises(ConfigError, match=r"data\.template: '.*other\.jinja' cannot be read"):
-        PairEncoder(tokenizer_of("chatml"), options(template=str(tmp_path / "other.jinja")))
-
-
-def test_messages_without_a_template_are_an_error_of_the_config() -> None:
-    with pytest.raises(DataError, match="file:7: messages need a chat template") as caught:
-        encode(tokenizer_of(None), pair_of([{"role": "user", "content": "x"}], "yes", "no"), options(template="none"))
-    assert not isinstance(caught.value, BadPairError)
-
-
-def test_a_template_that_writes_the_date_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = tiny_tokenizer("chatml")
-    tokenizer.chat_template += "{{ '' if true else strftime_now('%d') }}"
-    with caplog.at_level(logging.WARNING):
-        PairEncoder(tokenizer, options())
-    assert "date" in caplog.text
+# --- the key -----------------------------------------------------------------------------------------
 
 
 def test_the_key_follows_all_that_decides_tokens_and_nothing_else(tmp_path: Path) -> None:

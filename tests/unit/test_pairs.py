@@ -167,8 +167,25 @@ def test_notes_of_the_tokenizer_are_counted(tmp_path: Path) -> None:
     spec = write(tmp_path / "a.jsonl", [record(n) for n in range(5)])
     (merging,) = build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("merging")).stats.sources
     (endless,) = build(spec, folder=tmp_path, tokenizer=tiny_tokenizer("endless")).stats.sources
+    thinking = tiny_tokenizer("chatml")
+    thinking.chat_template = thinking.chat_template.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    (unlike,) = build(spec, folder=tmp_path, tokenizer=thinking).stats.sources
+    assert (unlike.generation_prompt_backoffs, unlike.boundary_backoffs) == (5, 0)
     assert (merging.boundary_backoffs, merging.missing_eos) == (5, 0)
     assert (endless.boundary_backoffs, endless.missing_eos) == (0, 5)
+
+
+def test_pairs_that_the_template_leaves_something_out_of_are_counted(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    called = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked, said = ([{"role": role, "content": "yes"}] for role in ("user", "assistant"))
+    records = [record(n, prompt=asked, chosen=called if n else said, rejected=said) for n in range(3)]
+    records[0]["rejected"] = [{"role": "assistant", "content": "no"}]
+    spec = write(tmp_path / "a.jsonl", records)
+    stats = build(spec, folder=tmp_path, options=DROP).stats
+    assert (stats.kept, stats.dropped) == (1, {"left_out": 2})
+    with pytest.raises(BadPairError, match=r"a\.jsonl:2: the chat template leaves out a tool call of 'chosen'"):
+        build(spec, folder=tmp_path)
 
 
 def test_a_source_without_one_usable_pair_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from isopref.data.chat import PairEncoder
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.shapes import BadPairError, PreferencePair, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -101,9 +102,11 @@ def test_optional_columns() -> None:
     assert pair_of(HH | {"system": "be brief"}).prompt == [SYSTEM, *HH_TURNS]
 
 
-def test_a_system_column_has_no_place_in_raw_text() -> None:
-    with pytest.raises(DataError, match="file:7: the column 'system'") as caught:
-        pair_of(TEXT | {"system": "be brief"}, raw=True)
+@pytest.mark.parametrize(("column", "value"), [("system", "be brief"), ("tools", '[{"name": "add"}]')])
+def test_columns_that_have_no_place_in_raw_text(column: str, value: str) -> None:
+    assert pair_of(TEXT | {"tools": "[]"}, raw=True).tools is None
+    with pytest.raises(DataError, match=f"file:7: the column '{column}'") as caught:
+        pair_of(TEXT | {column: value}, raw=True)
     assert not isinstance(caught.value, BadPairError)  # the config is wrong, not the record
 
 
@@ -307,14 +310,26 @@ def chatml(turns: list[Any]) -> str:
     return text.removesuffix("\n")
 
 
+def refusal(record: Record, shape: Shape, encoder: PairEncoder) -> BadPairError:
+    try:
+        pair = to_pair(record, shape, raw=encoder.options.raw)
+    except BadPairError as bad:
+        return bad
+    assert pair.tools, "of good records ChatML leaves out nothing else"
+    (result,) = encoder.encode([pair])
+    assert isinstance(result, BadPairError)
+    return result
+
+
 @pytest.mark.parametrize("shape", BASES)
 def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_path: Path) -> None:
     rng = random.Random(f"fuzz {shape}")
     base, template = BASES[shape]
     records = [base, *(broken(base, rng) for _ in range(2000))]
-    if template == "none":  # a system prompt in raw text is an error of the config, whatever on_bad says
+    if template == "none":  # a system prompt or tools in raw text are an error of the config, whatever on_bad says
         for fields in records:
             fields.pop("system", None)
+            fields.pop("tools", None)
     path = tmp_path / "fuzz.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = tiny_tokenizer("chatml")
@@ -328,13 +343,13 @@ def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_
         prompt, chosen, rejected = (part.tolist() for part in table.tokens(index))
         kept[table.origin(index)] = (tokenizer.decode(prompt + chosen), tokenizer.decode(prompt + rejected))
     reasons: Counter[str] = Counter()
+    encoder = PairEncoder(tokenizer, options)
     found = detect_shape([Record(base, "")], raw=template == "none")
     for record in read_source(str(path)):
         if record.origin in kept:
             assert kept[record.origin] == oracle(shape, record.fields)
             continue
-        with pytest.raises(BadPairError) as caught:
-            to_pair(record, found, raw=template == "none")
-        assert str(caught.value).startswith(f"{record.origin}: ")
-        reasons[caught.value.reason] += 1
+        bad = refusal(record, found, encoder)
+        assert str(bad).startswith(f"{record.origin}: ")
+        reasons[bad.reason] += 1
     assert reasons == table.stats.dropped

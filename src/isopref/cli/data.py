@@ -58,6 +58,7 @@ def _show_source(source: SourceUse, console: Console) -> None:
         "pairs kept": str(found.kept),
         "  cut to data.max_length": str(found.truncated),
         "  prompt ends inside a token of the answer": str(found.boundary_backoffs),
+        "  generation prompt not before the answer": str(found.generation_prompt_backoffs),
         "  two BOS tokens": str(found.double_bos),
         "  no end token from the template": str(found.missing_eos),
         "pairs in the mix": str(source.mixed),

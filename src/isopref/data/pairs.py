@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 3  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 4  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
@@ -189,7 +189,7 @@ class _Found:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise DataError(
                 f"{source.name}: none of {counts['read']} records gave a pair; dropped: {reasons}. Use another source, "
-                "or another data.max_length."
+                "data.template or data.max_length."
             )
         return SourceStats(
             source.format, self._shape, dropped=dropped, unused_columns=tuple(sorted(self._unused)), **counts

@@ -114,20 +114,21 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
         raise _misfit(fields, shape)
     split = shape.split_raw if raw and shape.split_raw else shape.split
     prompt, chosen, rejected = split(fields)
-    if fields.get("system"):
-        if raw:
+    tools = read_tools(fields.get("tools"))
+    for name, given in (("system", fields.get("system")), ("tools", tools)):
+        if raw and given:
             raise DataError(
-                f"{record.origin}: the column 'system' has no place in plain text, and data.template is none. "
+                f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
                 "Use a chat template, or remove the column."
             )
+    if fields.get("system"):
         prompt = _with_system(prompt, read_text(fields["system"], "system"))
     for name, turns in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
     if chosen == rejected:
         raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
-    tools, weight = read_tools(fields.get("tools")), read_weight(fields.get("weight"))
-    return PreferencePair(prompt, chosen, rejected, tools, weight, record.origin)
+    return PreferencePair(prompt, chosen, rejected, tools, read_weight(fields.get("weight")), record.origin)
 
 
 # --- detection ---------------------------------------------------------------------------------------

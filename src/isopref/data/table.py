@@ -52,6 +52,7 @@ class SourceStats:
     unused_columns: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     boundary_backoffs: int = 0
+    generation_prompt_backoffs: int = 0
     double_bos: int = 0
     missing_eos: int = 0
     truncated: int = 0

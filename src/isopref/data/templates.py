@@ -1,0 +1,188 @@
+"""Chat templates: what they write of a conversation, and whether they leave a part of it out.
+
+A template is foreign code and may ignore what it was not made for: a system turn, tools, tool calls, the reasoning
+in an answer. Training would go on without it and nobody would know, so each part of a pair is looked for in what was
+written. White space does not count (templates trim and set line feeds of their own). How strict:
+
+- An answer is what is trained on, and a user turn is what was asked: all their text must be there.
+- Other turns of the prompt may be rewritten, for that is how the model meets them later too: tool results as JSON, the
+  reasoning of earlier answers cut away, a switch in the system turn obeyed. They may not be ignored: where the text is
+  not there as it stands, a mark set behind it must show.
+- Tools and tool calls are written in a form of the template's own, so only ignoring them can be seen: it is writing
+  the same without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isopref.data.messages import DefectError, Message, Turns, shown
+from isopref.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_TEMPLATE = "none"
+MARK = "\ue000"  # from the private use area: nobody writes it
+SPOKEN = ("content", "reasoning_content", "thinking")  # text of an answer, by the names that templates know
+
+log = logging.getLogger(__name__)
+
+Tools = list[dict[str, Any]] | None
+
+
+class Written(NamedTuple):
+    """The three texts of a pair: the prompt with its generation prompt, and the prompt with each answer."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        return self.chosen, self.rejected
+
+
+class ChatTemplate:
+    """Writes conversations with the template of a tokenizer, or another one. Raises ConfigError where there is none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._text = _template_text(tokenizer, template)
+
+    @property
+    def content(self) -> Any:
+        """What decides the texts."""
+        return self._text if self._text is not None else self._tokenizer.chat_template
+
+    def render(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation. Raises DefectError where the template refuses it."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=self._text,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is foreign code: it raises what it likes about a conversation
+            raise DefectError("template", f"the chat template refuses it ({error})") from error
+        assert isinstance(text, str)
+        return text
+
+    def write(self, prompt: list[Message], chosen: Message, rejected: Message, tools: Tools) -> Written:
+        """The texts of a pair. Raises DefectError where the template refuses it or leaves a part of it out."""
+        start = self.render(prompt, tools, add_generation_prompt=True)
+        written = Written(start, *(self.render([*prompt, answer], tools) for answer in (chosen, rejected)))
+        left_out = chain(
+            self._left_out_of_prompt(prompt, tools, start),
+            self._left_out_of_answer("chosen", [*prompt, chosen], tools, start, written.chosen),
+            self._left_out_of_answer("rejected", [*prompt, rejected], tools, start, written.rejected),
+        )
+        if (first := next(left_out, None)) is not None:
+            raise DefectError(
+                "left_out",
+                f"the chat template leaves out {first}, so training would go without it "
+                "(data.template: path.jinja can replace the template)",
+            )
+        return written
+
+    def after_last_turn(self, prompt: list[Message], tools: Tools, written: str) -> str:
+        """What the template writes after the text of the prompt's last turn: its end, and the generation prompt.
+
+        Empty where a mark behind that text does not show.
+        """
+        marked = self.render(_marked(prompt, len(prompt) - 1), tools, add_generation_prompt=True)
+        _, mark, closing = marked.rpartition(MARK)
+        return closing if mark and written.endswith(closing) else ""
+
+    def _left_out_of_prompt(self, prompt: list[Message], tools: Tools, written: str) -> Iterator[str]:
+        whole = rest = _squeeze(written)
+        for index in sorted(range(len(prompt)), key=lambda index: -len(prompt[index]["content"])):
+            role, said = prompt[index]["role"], _squeeze(prompt[index]["content"])
+            if said in rest:
+                rest = rest.replace(said, MARK, 1)  # so that it is not found again for a turn with fewer words
+            elif (role == "user" and said not in whole) or self._same(_marked(prompt, index), tools, written):
+                yield f"the {role} turn of the prompt, {shown(prompt[index]['content'])}"
+            if prompt[index].get("tool_calls") and self._same(_without_last_call(prompt, index), tools, written):
+                yield f"a tool call of the prompt, {shown(prompt[index]['tool_calls'][-1])}"
+        if tools and self._same(prompt, None, written):
+            yield f"'tools', {shown(tools)}"
+
+    def _left_out_of_answer(
+        self, name: str, messages: list[Message], tools: Tools, prompt: str, written: str
+    ) -> Iterator[str]:
+        answer = messages[-1]
+        start, whole = _squeeze(prompt), _squeeze(written)
+        begin = len(start) if whole.startswith(start) else _common(start, whole)
+        for key in SPOKEN:
+            text = answer.get(key)
+            said = _squeeze(text) if isinstance(text, str) else ""
+            # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
+            if said and whole.find(said, max(0, begin - len(said))) < 0:
+                yield f"some of '{name}', whose {key} is {shown(text)}"
+        if answer.get("tool_calls"):
+            bare = _without_last_call(messages, len(messages) - 1)
+            if self._same(bare, tools, written, add_generation_prompt=False):
+                yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
+
+    def _same(self, messages: list[Message], tools: Tools, written: str, *, add_generation_prompt: bool = True) -> bool:
+        """Whether the template writes just this of another conversation: it ignores what is different in it."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt) == written
+        except DefectError:
+            return False  # it saw the difference
+
+
+def as_messages(turns: Turns, role: str) -> list[Message]:
+    return [{"role": role, "content": turns}] if isinstance(turns, str) else turns
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common prefix."""
+    differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, min(len(first), len(second)))
+
+
+def _marked(messages: list[Message], index: int) -> list[Message]:
+    """The messages, with a mark behind the text of one."""
+    marked = {**messages[index], "content": messages[index]["content"] + MARK}
+    return [*messages[:index], marked, *messages[index + 1 :]]
+
+
+def _without_last_call(messages: list[Message], index: int) -> list[Message]:
+    message = dict(messages[index])
+    calls = message.pop("tool_calls")[:-1]
+    return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
+    """The template to pass on; None leaves the choice to the tokenizer (it may own one more, for tools)."""
+    if template == NO_TEMPLATE:
+        return None
+    if template is None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"data.template: the tokenizer '{tokenizer.name_or_path}' has no chat template. "
+                "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
+            )
+        text, used = str(tokenizer.chat_template), None
+    else:
+        try:
+            text = used = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"data.template: '{template}' cannot be read ({error}). "
+                "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
+            ) from error
+    if "strftime_now" in text:
+        log.warning("The chat template writes today's date: tokens built on another day will differ.")
+    return used
