@@ -262,6 +262,27 @@ def test_what_was_half_written_is_not_trusted(
     assert same(read_metrics(run)) == same(read_metrics(whole))
 
 
+def test_damaged_lines_of_metrics_are_dropped_by_name(
+    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
+    """A full disk, or a crash of the machine, left other bytes in lines 2 to 5."""
+    stop(8, pull_plug)
+    with pytest.raises(PulledPlugError):
+        project.train("run", *SAVE)
+    run = project.folder / "run"
+    first, *_four, sixth, seventh = (run / "metrics.jsonl").read_bytes().splitlines()
+    damage = (b"\0" * 40, b'{"step": 3, "train/lo', b'{"train/loss": 0.5}', b"4")
+    (run / "metrics.jsonl").write_bytes(b"\n".join([first, *damage, sixth, seventh, b""]))
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
+    assert outcome.code == 0, outcome.err
+    warned = re.findall(r"warning: run/metrics\.jsonl:(\d) is damaged and dropped", outcome.out)
+    assert warned == ["2", "3", "4", "5"]
+    kept = [line for line in same(read_metrics(whole)) if line["step"] not in (2, 3, 4, 5)]
+    assert same(read_metrics(run)) == kept
+    found, expected = load_weights(run / "model"), load_weights(whole / "model")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_data_that_moved_is_the_same_data(project: Project, whole: Path, stop: Stop, load_weights: LoadWeights) -> None:
     stop(5, pull_plug)
     with pytest.raises(PulledPlugError):

@@ -230,6 +230,18 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another objective.loss."),
         (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
+        (["objective.loss={simpo: 1, cpo: 1}", "model.reference=r"], "model.reference", "no reference. Remove it."),
+        (["layout.parallel=single", "layout.grad_sync=every"], "layout.grad_sync", "Remove one of the two."),
+        (["layout.parallel=single", "layout.grad_sync=last"], "layout.grad_sync", "Remove one of the two."),
+        (["objective.loss=simpo", "layout.score_tokens=9"], "layout.score_tokens", "or remove score_tokens."),
+        (
+            ["objective.reference_moves=[8, 1]", "layout.score_tokens=9"],
+            "layout.score_tokens",
+            "or remove score_tokens.",
+        ),
+        (["run.sample_tokens=9"], "run.sample_tokens", "Set these, or remove sample_tokens."),
+        (["data.eval=e", "run.sample_tokens=9", "run.samples=0"], "run.sample_tokens", "or remove sample_tokens."),
+        (["data.eval=e", "run.sample_tokens=9", "run.export=false"], "run.sample_tokens", "or remove sample_tokens."),
     ],
 )
 def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
@@ -280,6 +292,13 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["run.eval_every=10", "data.eval=e"],
         ["objective.loss=simpo", "objective.gamma=0.5", "objective.beta=2.5"],
         ["objective.loss=exo_pair"],
+        ["objective.loss={simpo: 1, hinge: 1}", "model.reference=r"],
+        ["layout.parallel=ddp", "layout.grad_sync=every"],
+        ["layout.grad_sync=every"],  # on one process it does nothing, but the same file serves several
+        ["layout.score_tokens=9"],
+        ["objective.loss=simpo", "layout.score_tokens=9", "data.eval=0.1"],
+        ["data.eval=e", "run.sample_tokens=9"],
+        ["run.samples=0", "run.sample_tokens=64"],
         ["objective.wpo=true", "objective.ld_alpha=0.5"],
         ["objective.reference_moves=[8, 1]", "objective.loss={simpo: 1, hinge: 1}"],
         ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],

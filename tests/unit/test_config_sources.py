@@ -67,8 +67,13 @@ def test_dump_reads_back_to_an_equal_config(file: Path, text: str) -> None:
 
 def test_the_run_id_follows_every_field_of_a_source(file: Path) -> None:
     file.write_text(HEAD + "  train: a\n")
-    values = ["[{path: a}]", "[{path: b}]", "[{path: a, weight: 1}]", "[{path: a, weight: 2}]", "[{path: a, count: 1}]"]
-    values += ["[{path: a, columns: {prompt: q}}]", "[{path: a}, b]", "[b, {path: a}]"]
+    values = ["[{path: a}]", "[{path: b}]", "[{path: a, count: 1}]", "[{path: a, weight: 1}, {path: b, weight: 2}]"]
+    values += [
+        "[{path: a, weight: 1}, {path: b, weight: 3}]",
+        "[{path: a, columns: {prompt: q}}]",
+        "[{path: a}, b]",
+        "[b, {path: a}]",
+    ]
     ids = {run_id(load_config(file, [f"data.train={value}"])) for value in values}
     assert len(ids) == len(values)
     held_out = ["null", "0.1", "0.2", "'0.1'", "['0.1']"]
@@ -131,6 +136,10 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
             "c.yaml:6: data.train[0].count: 2 pairs, but the source has a weight too. Keep one of the two.",
         ),
         (
+            "  train: [a, b]\n  eval:\n  - path: c\n    weight: 2\n",
+            "c.yaml:6: data.eval[0].weight: does nothing: there is no other source. Remove it.",
+        ),
+        (
             "  train:\n  - path: a\n    weight: 1\n  - b\n",
             "c.yaml:6: data.train[1]: has no weight, but others in the list have one. Give a weight to all of them",
         ),
@@ -171,11 +180,11 @@ def test_a_share_is_above_0_and_below_1(file: Path, value: str) -> None:
 
 
 def test_an_override_s_mistake_is_not_said_of_the_file(file: Path) -> None:
-    text = "  train:\n  - path: a\n    weight: 1\n"
+    text = "  train:\n  - path: a\n    count: 1\n"
     (line,) = problems(file, text, "data.train=[{weight: 1}]")
     assert line.startswith("override 'data.train=[{weight: 1}]': data.train[0].path: is required.")
     (line,) = problems(file, text, "data.train.path=b")
-    assert line == "override 'data.train.path=b': data.train is [{path: a, weight: 1}], which has no fields."
+    assert line == "override 'data.train.path=b': data.train is [{path: a, count: 1}], which has no fields."
 
 
 def test_every_problem_of_every_source_is_reported(file: Path) -> None:

@@ -14,7 +14,7 @@ from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, loads_of, tile_scores
-from isopref.plan.memory import Memory, kept_bytes, peak_memory
+from isopref.plan.memory import Memory, kept_bytes, less_to_load, loading_memory, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
 from isopref.testing.models import VOCABULARY, tiny_model
@@ -186,6 +186,27 @@ def test_offload_leaves_what_is_on_its_way(llama: Shape) -> None:
     assert (found.weights, found.optimizer) == (0, 0)
     assert found.gathered == 2 * min(llama.parameters, llama.root_parameters + 2 * llama.layer_parameters)
     assert found.gradients == 6 * max(llama.root_parameters, llama.layer_parameters)
+
+
+def test_a_model_is_loaded_whole(llama: Shape) -> None:
+    """Sharded or offloaded only then; a reference that moves comes when the policy is sharded."""
+    fsdp: dict[str, Any] = {"parallel": "fsdp", "ranks": 8, "shard": 8, "weight_bytes": 4}
+    for away in (False, True):
+        assert loading_memory(llama, layout(**fsdp, offload=away)) == 4 * llama.parameters
+    assert loading_memory(llama, layout(**fsdp, references=1)) == 4 * llama.parameters * (1 + 1 / 8)
+    model = tiny_model("llama")
+    add_adapter(model, NewAdapter("lora", rank=4, alpha=8), dtype=torch.float32, seed=0)
+    adapted = shape_of(model)
+    assert loading_memory(adapted, layout(**fsdp)) == 2 * llama.parameters + 4 * adapted.trained_parameters
+
+
+def test_less_to_load_is_what_fits(llama: Shape) -> None:
+    root = llama.root_parameters
+    half, four_bits = 2 * llama.parameters, 2 * root + (0.5 + 1 / 64) * (llama.parameters - root)
+    nf4 = "model.adapter={rank: 16, quantize: nf4}"
+    assert less_to_load(llama, SINGLE, half) == ["model.dtype=bfloat16", nf4]
+    assert less_to_load(llama, SINGLE, half - 1) == less_to_load(llama, SINGLE, four_bits) == [nf4]
+    assert less_to_load(llama, SINGLE, four_bits - 1) == []
 
 
 # --- time and network -------------------------------------------------------------------------------------------------

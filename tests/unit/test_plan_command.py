@@ -33,6 +33,12 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def change_layers(project: Path, count: int) -> None:
+    config = LlamaConfig.from_pretrained(project / "8b")
+    config.num_hidden_layers = count
+    config.save_pretrained(project / "8b")
+
+
 def run(project: Path, *arguments: str) -> str:
     command = ["plan", str(project / "my.yaml"), *arguments, "--lengths", str(project / "lengths.npy")]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -92,9 +98,10 @@ SHORT = ("--card", "H100", "model.compute_dtype=float32", "optim.batch_pairs=20"
 FULL = ("layout.microbatch_tokens=8192", "layout.checkpointing=full")
 
 
-@pytest.mark.parametrize(("memory", "gpus"), [("24GB", 32), ("32GB", 16), ("40GB", 8), ("80GB", 8)])
+@pytest.mark.parametrize(("memory", "gpus"), [("20GB", 32), ("24GB", 16), ("40GB", 8)])
 def test_what_does_not_fit_gets_the_fewest_gpus_that_do(project: Path, memory: str, gpus: int) -> None:
-    """Short pairs, so that no microbatch is as large as it may be."""
+    """Short pairs, so that no microbatch is as large as it may be; few layers, so that the model can be loaded."""
+    change_layers(project, 8)
     np.save(project / "lengths.npy", np.full((60, 3), 40))
     card = (*SHORT, "--memory", memory)
     (other,) = plan(project, *card)["alternatives"]
@@ -103,6 +110,24 @@ def test_what_does_not_fit_gets_the_fewest_gpus_that_do(project: Path, memory: s
     assert plan(project, *card, *overrides, option, count)["run"]["fits"]
     fewer = gpus // 2 if gpus > 8 else 1
     assert not plan(project, *card, *overrides, option, str(fewer))["run"]["fits"]
+
+
+@pytest.mark.parametrize("layout", [(), ("layout.offload=true",), ("layout.parallel=hsdp", "layout.hsdp_shard=32")])
+def test_what_cannot_be_loaded_does_not_fit(project: Path, layout: tuple[str, ...]) -> None:
+    """8.03 B numbers of four bytes are 29.9 GiB on every rank, though its share of a step is less than 20.5 GiB."""
+    on_a_24gb_card = ("--card", "RTX 3090", "--gpus", "64", "--ranks", "64", *layout)
+    found = plan(project, *on_a_24gb_card)
+    one = found["run"]
+    assert one["loading"] == 4 * found["parameters"] > found["usable"] > sum(one["memory"].values())
+    assert not any(point["fits"] for point in (one, *found["scale"]))
+    assert (found["hours"], found["largest_fit"], found["alternatives"]) == (None, 0, [])
+    assert found["notes"][0] == (
+        "every rank loads the whole model before it is sharded: 29.9 GiB. Other math, with less to load: "
+        "model.dtype=bfloat16 or model.adapter={rank: 16, quantize: nf4}"
+    )
+    text = run(project, *on_a_24gb_card)
+    assert re.search(r"while it is loaded +29\.9 \n.*it does not fit\n.*GPUs does; use less to load", text, re.DOTALL)
+    assert "it fits" in run(project, *on_a_24gb_card, "model.dtype=bfloat16")
 
 
 def test_the_way_out_of_hsdp_is_no_conflict(project: Path) -> None:

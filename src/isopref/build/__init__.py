@@ -120,7 +120,6 @@ def _train(run: Run, resume: bool) -> bool:
     config = run.config
     check_parallel(run)
     check_loggers(run)
-    reference.check_reference(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
     say_tables(tables, run.display)

@@ -26,14 +26,13 @@ from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import check_shard
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
-from isopref.plan.memory import Memory, peak_memory
+from isopref.plan.memory import NF4_BYTES, Memory, less_to_load, loading_memory, peak_memory
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
 from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
 BYTES = {"float32": 4, "bfloat16": 2}
-NF4_BYTES = 0.5 + 1 / 64  # half of one, and a scale of one byte for each block
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Planner:
             run=run,
             hours=steps * run.time.total / 3600 if run.fits else None,
             score_hours=self._score_hours(layout, run) if run.fits else None,
-            notes=list(self._notes(layout, why_not)),
+            notes=list(self._notes(layout, run, why_not)),
             alternatives=[] if run.fits else self._alternatives(),
             scale=[one for count in ranks for one in self._at(count)],
         )
@@ -288,6 +287,8 @@ class Planner:
 
     def _largest(self, layout: Layout) -> int:
         """Tokens of the largest microbatch that fits; 0 for none."""
+        if loading_memory(self.shape, layout) > self.usable:
+            return 0
         return bisect_right(range(1, 2**32), self.usable, key=lambda tokens: self._memory(layout, tokens).total)
 
     def _largest_fit(self, layout: Layout, fit: Fit, run: Forecast) -> int:
@@ -295,8 +296,14 @@ class Planner:
         known = (fit.tokens if fit.why else int(run.largest_tokens)) if run.fits else 0
         return max(known, self._largest(layout))
 
-    def _notes(self, layout: Layout, why_not: str | None) -> Iterator[str]:
-        if why_not is not None:
+    def _notes(self, layout: Layout, run: Forecast, why_not: str | None) -> Iterator[str]:
+        if run.loading > self.usable:
+            ways = " or ".join(less_to_load(self.shape, layout, self.usable)) or "a smaller model"
+            yield (
+                f"every rank loads the whole model before it is sharded: {run.loading / GIB:.1f} GiB. Other math, with "
+                f"less to load: {ways}"
+            )
+        elif why_not is not None:
             yield why_not
             if not layout.offload:
                 yield "slower, with less memory on the GPU: layout.offload=true"

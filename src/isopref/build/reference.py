@@ -14,10 +14,9 @@ from torch import nn
 import isopref
 from isopref.build.model import load_policy, pair_progress, spread
 from isopref.build.run import Run
-from isopref.config.load import to_yaml
 from isopref.data.table import PairTable
 from isopref.engine.moving import MovingReference
-from isopref.errors import CacheError, ConfigError
+from isopref.errors import CacheError
 from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.places import reference_folder
@@ -39,15 +38,6 @@ class NamedTable(NamedTuple):
 
     name: str
     pairs: PairTable
-
-
-def check_reference(run: Run) -> None:
-    """Raise ConfigError for a reference that nothing would look at."""
-    if run.config.model.reference is not None and not run.loss.needs_reference:
-        raise ConfigError(
-            f"model.reference: {run.config.model.reference} does nothing with objective.loss: "
-            f"{to_yaml(run.config.objective.loss)}, which has no reference. Remove it."
-        )
 
 
 def open_store(run: Run, policy: Policy, path: str) -> Store:

@@ -186,7 +186,7 @@ def _callbacks(run: Run, model: nn.Module, table: PairTable, held_out: HeldOut |
         "progress": ProgressCallback(display=run.display),
     }
     if run.env.is_first:
-        callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE)
+        callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE, display=run.display)
     callbacks |= logger_callbacks(run)
     evaluate = None
     if held_out is not None:

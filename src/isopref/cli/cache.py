@@ -105,6 +105,7 @@ def remove(
     """Remove a store, or all of them. What is needed again is scored again."""
     if (key is None) == (not everything):
         raise ConfigError("isopref cache rm: give the KEY of a store, or --all. See: isopref cache ls")
+    # Locks of pair tables stay: who waits on a removed one would build beside who makes it anew, and lose its file.
     root = reference_folder()
     for store in stores(root) if key is None else [find_store(root, key)]:
         store.remove()

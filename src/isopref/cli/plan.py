@@ -14,7 +14,7 @@ from isopref.cards import GIB
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isopref.build.plan import Alternative, Hardware, RunPlan
+    from isopref.build.plan import Hardware, RunPlan
     from isopref.plan.scale import Forecast
 
 PARTS = {
@@ -62,7 +62,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         },
     )
     if plan.hours is None:
-        _show_way_out(plan.alternatives, console)
+        _show_way_out(plan, console)
     else:
         _show_time(plan, plan.hours, console)
     for note in plan.notes:
@@ -79,19 +79,22 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         table.add_row(label, f"{getattr(memory, name) / GIB:.2f}")
     table.add_section()
     table.add_row("peak", f"{memory.total / GIB:.1f}")
+    table.add_row("while it is loaded", f"{plan.run.loading / GIB:.1f}")
     table.add_row(f"of {hardware.card.memory / GIB:.1f}, to be used", f"{plan.usable / GIB:.1f}")
     console.print(table)
     fits = plan.run.fits
     console.print(Text("it fits" if fits else "it does not fit", "green" if fits else "bold red"))
 
 
-def _show_way_out(alternatives: list[Alternative], console: Console) -> None:
+def _show_way_out(plan: RunPlan, console: Console) -> None:
     console.print(Text("\nto make it fit", "bold"))
-    for other in alternatives:
+    for other in plan.alternatives:
         told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
         console.print(told, markup=False)
-    if not alternatives:
-        console.print("  no layout on up to 1,024 GPUs does; use shorter pairs (data.max_length) or a smaller model")
+    if not plan.alternatives:
+        loads = plan.run.loading <= plan.usable
+        less = "shorter pairs (data.max_length) or a smaller model" if loads else "less to load (see the note)"
+        console.print(f"  no layout on up to 1,024 GPUs does; use {less}")
 
 
 def _show_time(plan: RunPlan, hours: float, console: Console) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from isopref.config.values import SourceConfig
+from isopref.objectives import weights
 
 if TYPE_CHECKING:
     from isopref.config.schema import Config, DataConfig
@@ -18,6 +19,7 @@ def conflicts_of(config: Config) -> Iterator[Conflict]:
     yield from _layout(config)
     yield from _adapter(config)
     yield from _optim(config)
+    yield from _reference(config)
     yield from _data(config.data)
     for name, what in config.objective.problems():
         yield f"objective.{name}", what
@@ -57,6 +59,12 @@ def _layout(config: Config) -> Iterator[Conflict]:
             "is missing, and layout.parallel: hsdp needs it. Set it to the ranks in one shard group, "
             "usually the GPUs of one node; or use layout.parallel: fsdp.",
         )
+    if layout.parallel == "single" and layout.grad_sync != "auto":
+        yield (
+            "layout.grad_sync",
+            f"{layout.grad_sync} does nothing with layout.parallel: single, where no gradients are added up. Remove "
+            "one of the two.",
+        )
 
 
 def _adapter(config: Config) -> Iterator[Conflict]:
@@ -91,6 +99,20 @@ def _optim(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _reference(config: Config) -> Iterator[Conflict]:
+    objective, reference, tokens = config.objective, config.model.reference, config.layout.score_tokens
+    if reference is not None and not objective.needs_reference:
+        names = ", ".join(weights(objective.loss))
+        yield "model.reference", f"{reference} does nothing with objective.loss: {names}: no reference. Remove it."
+    stays = objective.needs_reference and objective.reference_moves is None
+    if tokens is not None and not stays and config.data.eval is None:
+        yield (
+            "layout.score_tokens",
+            f"{tokens} does nothing without held-out pairs or a reference that stays. Set data.eval, or remove "
+            "score_tokens.",
+        )
+
+
 def _data(data: DataConfig) -> Iterator[Conflict]:
     """The field of a list's third source is "data.train.2.weight"."""
     if data.truncation != "drop" and data.max_length is None:
@@ -113,6 +135,8 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
                     f"data.{name}.{index}.count",
                     f"{source.count} pairs, but the source has a weight too. Keep one of the two.",
                 )
+            elif weighted == [True]:
+                yield f"data.{name}.{index}.weight", "does nothing: there is no other source. Remove it."
             if any(weighted) and not weighted[index]:
                 yield (
                     f"data.{name}.{index}",
@@ -127,6 +151,13 @@ def _run(config: Config) -> Iterator[Conflict]:
             "run.samples",
             f"{run.samples} does nothing without held-out pairs and run.export. Set data.eval and run.export: true, or "
             "remove samples.",
+        )
+    drawn = run.samples != 0 and data.eval is not None and run.export
+    if not drawn and run.sample_tokens != type(run).model_fields["sample_tokens"].default:
+        yield (
+            "run.sample_tokens",
+            f"{run.sample_tokens} does nothing: no prompts are answered, which takes data.eval, run.export and "
+            "run.samples other than 0. Set these, or remove sample_tokens.",
         )
     for name in {name for name in run.loggers if run.loggers.count(name) > 1}:
         yield "run.loggers", f"names {name} twice. Keep one of the two."

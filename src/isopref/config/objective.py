@@ -74,13 +74,16 @@ class ObjectiveConfig(Section):
         """The parameters of the loss; None where its default is asked for."""
         return {name: getattr(self, name) for name in ("beta", "label_smoothing", "gamma", "divergence")}
 
+    @property
+    def needs_reference(self) -> bool:
+        return any(objectives.OBJECTIVES[name].needs_reference for name in objectives.weights(self.loss))
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
         told = {name: value for name, value in self.params.items() if value is not None}
         yield from objectives.problems(self.loss, told)
         for what in objectives.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
-        names = objectives.weights(self.loss)
-        if self.reference_moves and not any(objectives.OBJECTIVES[name].needs_reference for name in names):
-            moves, loss = list(self.reference_moves), ", ".join(names)
+        if self.reference_moves and not self.needs_reference:
+            moves, loss = list(self.reference_moves), ", ".join(objectives.weights(self.loss))
             yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."

@@ -13,6 +13,8 @@ from isopref.models.shape import Shape
 from isopref.ops.logprob import MAX_LOGITS_FUSED
 from isopref.plan.layout import Layout, Loads
 
+NF4_BYTES = 0.5 + 1 / 64  # half of one, and a scale of one byte for each block
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -55,6 +57,26 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
         logits=max(_head(shape, layout, predicted), backward),
         cache=8.0 * pairs,
     )
+
+
+def loading_memory(shape: Shape, layout: Layout) -> float:
+    """Memory of a rank before the first step: a model is whole on every rank until it is sharded.
+
+    A reference that moves is loaded beside the policy, which is sharded by then.
+    """
+    whole = shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
+    return whole + layout.references * _weights(shape, layout)
+
+
+def less_to_load(shape: Shape, layout: Layout, room: float) -> list[str]:
+    """Overrides with which a model would go into `room` bytes while it is loaded. Four bits are made layer by layer."""
+    kind = "model.compute_dtype" if shape.frozen_parameters else "model.dtype"
+    layers, root = shape.parameters - shape.root_parameters, shape.root_parameters
+    ways = {
+        f"{kind}=bfloat16": 2.0 * shape.parameters,
+        "model.adapter={rank: 16, quantize: nf4}": NF4_BYTES * layers + layout.compute_bytes * root,
+    }
+    return [way for way, size in ways.items() if size <= room]
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from isopref.cards import Card
 from isopref.data.packing import Budget
 from isopref.models.shape import Shape
 from isopref.plan.layout import Layout, step_loads
-from isopref.plan.memory import Memory, peak_memory
+from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
 from isopref.plan.speed import StepTime, step_time
 from isopref.types import IntArray
@@ -34,8 +34,9 @@ class Forecast:
     pairs_per_s: float
     mfu: float  # useful flops over what the data sheet promises
     memory: Memory  # at the largest microbatch
+    loading: float  # bytes of a rank while the model is loaded, which is before it is sharded
     time: StepTime
-    fits: bool  # into the room of a rank; where not, there will be no step to take any time
+    fits: bool  # loading and steps, into the room of a rank; where not, there will be no step to take any time
 
     def as_json(self) -> dict[str, Any]:
         """With null for the time of steps that do not fit."""
@@ -67,7 +68,7 @@ def forecast(
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
     real = sum(int(batch.sum() + (0 if layout.rows == "shared" else batch[:, 0].sum())) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
-    memory = peak_memory(shape, layout, largest, pairs=pairs)
+    memory, loading = peak_memory(shape, layout, largest, pairs=pairs), loading_memory(shape, layout)
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
@@ -82,6 +83,7 @@ def forecast(
         pairs_per_s=batch_pairs / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),
         memory=memory,
+        loading=loading,
         time=mean,
-        fits=memory.total <= room,
+        fits=max(memory.total, loading) <= room,
     )
