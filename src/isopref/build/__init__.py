@@ -32,9 +32,9 @@ from isopref.build.run import (
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config, run_id
-from isopref.data.chat import NO_TEMPLATE
 from isopref.data.packing import check_budget, tokens_alone
 from isopref.data.table import PairTable
+from isopref.data.templates import NO_TEMPLATE
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.errors import ConfigError, FirstStepError

@@ -202,6 +202,7 @@ def source_notes(stats: SourceStats) -> list[str]:
     notes = {
         f"{stats.truncated} cut to data.max_length": stats.truncated,
         f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
+        f"{stats.generation_prompt_backoffs} written without the generation prompt": stats.generation_prompt_backoffs,
         f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
         f"{stats.missing_eos} without an end token from the template": stats.missing_eos,
         f"columns not used: {unused}": len(stats.unused_columns),
