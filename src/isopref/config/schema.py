@@ -85,7 +85,7 @@ class DataConfig(Section):
     truncation: Literal["drop", "keep_start", "keep_end"] = Field(
         default="drop",
         description="What happens to a pair over max_length. drop: leave it out; "
-        "keep_start, keep_end: keep the first or the last tokens of the prompt.",
+        "keep_start, keep_end: keep the first or the last tokens of the prompt, if whole answers leave room for one.",
     )
     on_bad: Literal["error", "drop"] = Field(
         default="error",

@@ -48,10 +48,9 @@ class TokenizeOptions:
     template: None (the tokenizer's own), "none" (plain text) or the path of a .jinja file.
     max_length: most tokens of the prompt with its longer completion; None is no limit.
     truncation, for pairs over max_length: "drop" the pair; "keep_start" or "keep_end" of the prompt, cut so
-        that the longer completion fits whole. "keep_start" also keeps the prompt's closing: what the template writes
-        after its last turn's text (the end of the turn, the generation prompt), without which the answer would
-        continue the user's words. Where the completion cannot fit beside one prompt token, or the closing, the prompt
-        keeps that and both completions are cut at max_length.
+        that the longer completion fits. The prompt's closing is never cut: what the template writes after its last
+        turn's text (the end of the turn, the generation prompt), without which the answer would continue the user's
+        words. A pair whose completions leave no room for one more token is dropped.
     on_bad: "error" or "drop" (and count) records that give no pair.
     """
 
@@ -162,8 +161,7 @@ class PairEncoder:
         if cut is not tokens:
             notes.add("truncated")
         if np.array_equal(cut.chosen, cut.rejected):
-            when = "" if cut is tokens else " once cut to data.max_length"
-            raise DefectError("tie", f"'chosen' and 'rejected' are the same tokens{when}")
+            raise DefectError("tie", "'chosen' and 'rejected' are the same tokens")
         if not (len(cut.chosen) and len(cut.rejected)):
             raise DefectError("empty", "an answer has no tokens")
         asked = question_id(as_messages(pair.prompt, "user"), pair.tools)
@@ -201,18 +199,18 @@ class PairEncoder:
         return last
 
     def _truncate(self, tokens: PairTokens, pair: PreferencePair, written: Written) -> PairTokens | None:
-        """`tokens` itself where it fits; None: dropped. Both sides keep the same prompt, one token at least."""
+        """`tokens` itself where it fits; None: dropped. Answers are never cut, nor what closes the prompt."""
         longer, limit = max(len(tokens.chosen), len(tokens.rejected)), self.options.max_length
         if limit is None or len(tokens.prompt) + longer <= limit:
             return tokens
         if self.options.truncation == "drop":
             return None
-        keep_start = self.options.truncation == "keep_start"
-        closing = self._closing(tokens.prompt, pair, written) if keep_start else 0
-        keep = min(max(1, closing, limit - longer), limit - 1)
-        start = max(0, keep - closing) if keep_start else 0
+        closing, keep = self._closing(tokens.prompt, pair, written), limit - longer
+        if keep <= closing:
+            return None
+        start = keep - closing if self.options.truncation == "keep_start" else 0
         prompt = np.concatenate([tokens.prompt[:start], tokens.prompt[len(tokens.prompt) - keep + start :]])
-        return PairTokens(prompt, tokens.chosen[: limit - keep], tokens.rejected[: limit - keep])
+        return tokens._replace(prompt=prompt)
 
     def _closing(self, prompt: IntArray, pair: PreferencePair, written: Written) -> int:
         """How many tokens at the end of the prompt are what the template writes after its last turn's text.
