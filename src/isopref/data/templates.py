@@ -117,14 +117,18 @@ class ChatTemplate:
         self, name: str, messages: list[Message], tools: Tools, prompt: str, written: str
     ) -> Iterator[str]:
         answer = messages[-1]
-        start, whole = _squeeze(prompt), _squeeze(written)
-        begin = len(start) if whole.startswith(start) else _common(start, whole)
-        for key in SPOKEN:
-            text = answer.get(key)
-            said = _squeeze(text) if isinstance(text, str) else ""
-            # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
-            if said and whole.find(said, max(0, begin - len(said))) < 0:
-                yield f"some of '{name}', whose {key} is {shown(text)}"
+        spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
+        if not written.startswith(prompt) or any(
+            text.strip() not in written[len(prompt) :] for text in spoken.values()
+        ):
+            # Not word for word: white space aside, then.
+            start, whole = _squeeze(prompt), _squeeze(written)
+            begin = len(start) if whole.startswith(start) else _common(start, whole)
+            for key, text in spoken.items():
+                said = _squeeze(text)
+                # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
+                if said and whole.find(said, max(0, begin - len(said))) < 0:
+                    yield f"some of '{name}', whose {key} is {shown(text)}"
         if answer.get("tool_calls"):
             bare = _without_last_call(messages, len(messages) - 1)
             if self._same(bare, tools, written, add_generation_prompt=False):
