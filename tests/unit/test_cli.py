@@ -106,6 +106,12 @@ def test_help_shows_overrides(isopref: Isopref) -> None:
     assert "--nproc" in text
 
 
+def test_without_a_command_it_is_the_help(isopref: Isopref) -> None:
+    result = isopref()
+    assert (result.stdout + result.stderr).startswith("Usage: isopref [OPTIONS] COMMAND")
+    assert "Traceback" not in result.stderr
+
+
 def test_version(isopref: Isopref) -> None:
     result = isopref("--version")
     assert (result.returncode, result.stdout) == (0, f"isopref {__version__}\n")
@@ -121,6 +127,18 @@ def test_wrong_usage_is_exit_code_2(isopref: Isopref, config_file: Path) -> None
         result = isopref(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--learning_rate", "--learning-rate"])
+def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option: str) -> None:
+    result = isopref("train", config_file.name, option, "1e-5")
+    assert result.returncode == 2
+    assert result.stderr.endswith(
+        f"Error: No such option: {option}. To set a field of the config, write section.field=value, as in "
+        "optim.lr=1e-6. Did you mean optim.lr=value?\n"
+    )
+    assert isopref("ls", option).stderr.endswith(f"Error: No such option: {option}\n")  # no config there
+    assert "section.field" not in isopref("train", config_file.name, "--nprocs", "2").stderr
 
 
 # --- train -----------------------------------------------------------------------------------------
@@ -296,6 +314,66 @@ def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, c
     assert launch([sys.executable, "-c", child]) == (128 + signum if code else 0)
     assert started.read_text() == "1"
     assert signal.getsignal(signum) is before
+
+
+def test_launch_under_nohup_passes_no_hang_up_on() -> None:
+    child = (
+        "import os, signal, time\n"
+        "got = []\n"
+        "signal.signal(signal.SIGHUP, lambda *_: got.append(1))\n"
+        "os.kill(os.getppid(), signal.SIGHUP)\n"
+        "time.sleep(0.3)\n"
+        "raise SystemExit(len(got))\n"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch([sys.executable, "-c", child]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux alone")
+def test_a_launcher_that_is_killed_takes_all_its_processes_along(tmp_path: Path, config_file: Path) -> None:
+    build = (
+        "import os, pathlib, time\n"
+        "def train(config, *, name, resume):\n"
+        "    pids = pathlib.Path('pids' + os.environ['RANK'])\n"
+        "    pids.with_suffix('.part').write_text(f'{os.getppid()} {os.getpid()}')\n"
+        "    pids.with_suffix('.part').rename(pids)\n"
+        "    time.sleep(120)\n"
+    )
+    process = subprocess.Popen(
+        [str(SCRIPT), "train", config_file.name, "--nproc", "2"],
+        cwd=tmp_path,
+        env=environment(tmp_path, build, {}),
+    )
+    family: set[int] = set()
+    try:
+        wait_until(lambda: all((tmp_path / f"pids{rank}").exists() for rank in (0, 1)), timeout_s=100)
+        family = {int(pid) for path in tmp_path.glob("pids?") for pid in path.read_text().split()}
+        assert len(family - {process.pid}) == 3  # torchrun's agent and two ranks
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(map(is_alive, family)), timeout_s=20)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in filter(is_alive, family):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 EVALUATE = (
