@@ -6,7 +6,8 @@ collator, the train module, and gradients that do not depend on `rank_microbatch
     python examples/olmo_core_trainer.py /path/to/model out/           # one process
     torchrun --nproc_per_node 2 examples/olmo_core_trainer.py ...      # any number of them
 
-It logs the metrics of every step, and leaves checkpoints and out/model, which `from_pretrained` loads. The pairs here are random tokens, to keep the script short; what matters is their form.
+It logs the metrics of every step, and leaves checkpoints and out/model, which `from_pretrained` loads.
+The pairs here are random tokens, to keep the script short; what matters is their form.
 """
 
 import argparse
