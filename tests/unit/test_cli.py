@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 import yaml
 
 from isopref import __version__
-from isopref.cli.launch import launch, torchrun
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
 from isopref.testing.runs import make_run, noisy_metrics
@@ -242,13 +239,6 @@ def test_ctrl_c_is_exit_code_130(tmp_path: Path, config_file: Path) -> None:
 # --- several processes -----------------------------------------------------------------------------
 
 
-def test_torchrun_command() -> None:
-    assert torchrun(4, "isopref.cli.main", ["train", "c.yaml", "optim.lr=1"]) == [
-        sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4",
-        "-m", "isopref.cli.main", "train", "c.yaml", "optim.lr=1",
-    ]  # fmt: skip
-
-
 def test_nproc_runs_the_same_command_on_every_rank(isopref: Isopref, config_file: Path, tmp_path: Path) -> None:
     build = (
         "import os, pathlib\n"
@@ -281,99 +271,6 @@ def test_nproc_inside_torchrun_is_refused(isopref: Isopref, config_file: Path) -
     result = isopref("train", config_file.name, "--nproc", "2", RANK="0")
     assert result.returncode == 1
     assert result.stderr.startswith("error: --nproc 2: torchrun has started this process already.")
-
-
-def test_launch_returns_the_exit_code() -> None:
-    assert launch([sys.executable, "-c", "raise SystemExit(7)"]) == 7
-    assert launch([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + 9
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("code", [0, 1])
-def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, code: int) -> None:
-    """The child writes down what it gets, then ends; success stays success, a failure names the signal."""
-    started = tmp_path / "started"
-    child = (
-        "import pathlib, signal, time\n"
-        "got = []\n"
-        f"signal.signal({int(signum)}, lambda *_: got.append(1))\n"
-        f"pathlib.Path({str(started)!r}).touch()\n"
-        "while not got: time.sleep(0.01)\n"
-        "time.sleep(0.2)\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(len(got)))\n"
-        f"raise SystemExit({code})\n"
-    )
-
-    def interrupt() -> None:
-        while not started.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signum)
-
-    before = signal.getsignal(signum)
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert launch([sys.executable, "-c", child]) == (128 + signum if code else 0)
-    assert started.read_text() == "1"
-    assert signal.getsignal(signum) is before
-
-
-def test_launch_under_nohup_passes_no_hang_up_on() -> None:
-    child = (
-        "import os, signal, time\n"
-        "got = []\n"
-        "signal.signal(signal.SIGHUP, lambda *_: got.append(1))\n"
-        "os.kill(os.getppid(), signal.SIGHUP)\n"
-        "time.sleep(0.3)\n"
-        "raise SystemExit(len(got))\n"
-    )
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert launch([sys.executable, "-c", child]) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux alone")
-def test_a_launcher_that_is_killed_takes_all_its_processes_along(tmp_path: Path, config_file: Path) -> None:
-    build = (
-        "import os, pathlib, time\n"
-        "def train(config, *, name, resume):\n"
-        "    pids = pathlib.Path('pids' + os.environ['RANK'])\n"
-        "    pids.with_suffix('.part').write_text(f'{os.getppid()} {os.getpid()}')\n"
-        "    pids.with_suffix('.part').rename(pids)\n"
-        "    time.sleep(120)\n"
-    )
-    process = subprocess.Popen(
-        [str(SCRIPT), "train", config_file.name, "--nproc", "2"],
-        cwd=tmp_path,
-        env=environment(tmp_path, build, {}),
-    )
-    family: set[int] = set()
-    try:
-        wait_until(lambda: all((tmp_path / f"pids{rank}").exists() for rank in (0, 1)), timeout_s=100)
-        family = {int(pid) for path in tmp_path.glob("pids?") for pid in path.read_text().split()}
-        assert len(family - {process.pid}) == 3  # torchrun's agent and two ranks
-        process.kill()
-        process.wait()
-        wait_until(lambda: not any(map(is_alive, family)), timeout_s=20)
-    finally:
-        process.kill()
-        process.wait()
-        for pid in filter(is_alive, family):
-            os.kill(pid, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 EVALUATE = (

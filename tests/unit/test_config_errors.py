@@ -14,7 +14,7 @@ MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds 
 LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
 BATCH = (
     "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. How they are cut "
-    "to fit is measured (layout.microbatch_tokens) and changes no result."
+    "to fit (layout.microbatch_tokens) is chosen by itself and changes no result."
 )
 
 

@@ -46,7 +46,7 @@ SAME: dict[str, str] = {
 _ADAPTER = "Set model.adapter: {kind: lora} for an adapter, null to train all weights"
 _BATCH = (
     "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. "
-    "How they are cut to fit is measured (layout.microbatch_tokens) and changes no result"
+    "How they are cut to fit (layout.microbatch_tokens) is chosen by itself and changes no result"
 )
 _BETAS = "optim.betas takes both, as in [0.9, 0.95]"
 _DIVERGENCE = "objective.divergence takes the kind, or the alpha of the alpha-divergence as a number"
@@ -79,6 +79,7 @@ OTHERWISE: dict[str, str] = {
     "gradient_checkpointing": "layout.checkpointing takes auto, none or full",
     "load_best_model_at_end": "run.keep_best keeps that checkpoint besides the last ones",
     "load_in_4bit": "Set model.adapter.quantize: nf4",
+    "lora_dropout": "Nothing to set: there is no dropout, whose draw would depend on the layout",
     "lora_target": _TARGETS,
     "lora_target_modules": _TARGETS,
     "loss_weights": "objective.loss takes names with weights, as in {sigmoid: 1.0, hinge: 0.5}",
