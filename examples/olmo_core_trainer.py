@@ -6,12 +6,14 @@ collator, the train module, and gradients that do not depend on `rank_microbatch
     python examples/olmo_core_trainer.py /path/to/model out/           # one process
     torchrun --nproc_per_node 2 examples/olmo_core_trainer.py ...      # any number of them
 
+It logs the metrics of every step, and leaves checkpoints and out/model, which `from_pretrained` loads.
 The pairs here are random tokens, to keep the script short; what matters is their form.
 """
 
 import argparse
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ from olmo_core.data import DataLoaderBase
 from olmo_core.distributed.utils import get_rank, get_world_size, is_distributed
 from olmo_core.optim import LinearWithWarmup
 from olmo_core.train import Duration, TrainerConfig, prepare_training_environment, teardown_training_environment
-from olmo_core.train.callbacks import CheckpointerCallback
+from olmo_core.train.callbacks import CheckpointerCallback, ConsoleLoggerCallback
 from olmo_core.utils import get_default_device
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isopref import (
     Budget,
@@ -101,6 +103,14 @@ def score_reference(policy: Policy, pairs: list[Instance]) -> TableLogps:
     return score_table(policy, PairTable.from_tokens(parts), Budget("padded", tokens=4096), device=get_default_device())
 
 
+def save_model(policy: Policy, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder. Under DDP every rank has the whole model."""
+    if get_rank() == 0:
+        with policy.plain() as model:  # with its own attention, not ours
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -132,9 +142,13 @@ def main() -> None:
         save_overwrite=True,
         max_duration=Duration.epochs(2),
         metrics_collect_interval=1,
-        callbacks={"checkpointer": CheckpointerCallback(pre_train_checkpoint=False, save_async=False)},
+        callbacks={
+            "checkpointer": CheckpointerCallback(pre_train_checkpoint=False, save_async=False),
+            "console_logger": ConsoleLoggerCallback(metrics=["train/*", "optim/*"]),
+        },
     ).build(train_module, PaddedPairs(pairs, batch_pairs=6, work_dir=arguments.folder))
     trainer.fit()
+    save_model(policy, AutoTokenizer.from_pretrained(arguments.model), Path(arguments.folder) / "model")
     teardown_training_environment()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +86,10 @@ def test_the_table(shared: Project, run: Path) -> None:
     assert "8 held-out pairs, with 95% intervals" in outcome.out
     for label in ("preference accuracy", "mean reward margin", "reward~length corr.", " tokens "):
         assert label in outcome.out
+    # Answers of a pair have half a token more or less on average: no two quarters may share a length.
+    borders = [tuple(map(float, found)) for found in re.findall(r"accuracy, ([\d.]+)-([\d.]+) tokens", outcome.out)]
+    assert len(borders) > 1
+    assert all(longest < shortest for (_, longest), (shortest, _) in pairwise(borders))
 
 
 def test_mistakes(shared: Project, run: Path) -> None:

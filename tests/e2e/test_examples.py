@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from isopref.testing.models import tiny_folder
 
@@ -50,3 +53,13 @@ def test_olmo_core_trainer(tmp_path: Path, processes: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     # 20 pairs in batches of 6, twice: four steps an epoch, the last of two pairs
     assert (tmp_path / "out" / "step8" / ".metadata.json").exists()
+    for step in range(1, 9):
+        said = re.search(rf"\[step={step}/8,.*\n((?:    .*\n)+)", done.stdout)
+        assert said, step
+        assert {"train/loss", "train/accuracy", "train/margin"} <= {
+            line.split("=")[0].strip() for line in said[1].splitlines()
+        }
+    before, after = (AutoModelForCausalLM.from_pretrained(one) for one in (model, tmp_path / "out" / "model"))
+    assert type(after) is type(before)
+    assert after.config._attn_implementation == before.config._attn_implementation
+    assert not all(map(torch.equal, before.parameters(), after.parameters()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,3 +116,19 @@ def test_a_rank_that_dies_ends_the_others_and_one_process_goes_on(
     whole = make_project().train("whole", *settings, "run.save_every=250")
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux alone")
+def test_a_launcher_that_is_killed_takes_all_its_processes_along(
+    project: Project, start: Callable[..., Command]
+) -> None:
+    settings = ("optim.epochs=1000", "run.save_every=2", "data.eval=null")
+    command = start(project, "run.folder=run", *settings)
+    command.wait_for(project.folder / "run" / "checkpoints" / "step2" / "seal.json")
+    assert len(command.family()) >= 4  # the launcher, torchrun's agent, two ranks
+    command.process.kill()
+    command.process.wait()
+    give_up = time.monotonic() + 20
+    while command.family():
+        assert time.monotonic() < give_up, command.family().keys()
+        time.sleep(0.05)

@@ -49,6 +49,12 @@ def test_no_more_checkpoints_than_asked_for(project: Project) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step10", "step8"]
 
 
+def test_one_is_not_many(project: Project) -> None:
+    project.write_pairs("one.jsonl", [{"prompt": "a?", "chosen": "yes b", "rejected": "no"}])
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", "data.train=one.jsonl", "optim.epochs=1")
+    assert "train 1 step: 1 pair, 5 a step, 1 epoch\n" in outcome.out
+
+
 def test_output(project: Project) -> None:
     """What a first-time user sees in a file or a pipe: where, what was found, every step, the effect, what next."""
     outcome = project.isopref("train", "my.yaml", "run.folder=run", "optim.max_steps=2")

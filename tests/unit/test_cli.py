@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 import yaml
 
 from isopref import __version__
-from isopref.cli.launch import launch, torchrun
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
 from isopref.testing.runs import make_run, noisy_metrics
@@ -106,6 +103,12 @@ def test_help_shows_overrides(isopref: Isopref) -> None:
     assert "--nproc" in text
 
 
+def test_without_a_command_it_is_the_help(isopref: Isopref) -> None:
+    result = isopref()
+    assert (result.stdout + result.stderr).startswith("Usage: isopref [OPTIONS] COMMAND")
+    assert "Traceback" not in result.stderr
+
+
 def test_version(isopref: Isopref) -> None:
     result = isopref("--version")
     assert (result.returncode, result.stdout) == (0, f"isopref {__version__}\n")
@@ -121,6 +124,18 @@ def test_wrong_usage_is_exit_code_2(isopref: Isopref, config_file: Path) -> None
         result = isopref(*arguments)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--learning_rate", "--learning-rate"])
+def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option: str) -> None:
+    result = isopref("train", config_file.name, option, "1e-5")
+    assert result.returncode == 2
+    assert result.stderr.endswith(
+        f"Error: No such option: {option}. To set a field of the config, write section.field=value, as in "
+        "optim.lr=1e-6. Did you mean optim.lr=value?\n"
+    )
+    assert isopref("ls", option).stderr.endswith(f"Error: No such option: {option}\n")  # no config there
+    assert "section.field" not in isopref("train", config_file.name, "--nprocs", "2").stderr
 
 
 # --- train -----------------------------------------------------------------------------------------
@@ -224,13 +239,6 @@ def test_ctrl_c_is_exit_code_130(tmp_path: Path, config_file: Path) -> None:
 # --- several processes -----------------------------------------------------------------------------
 
 
-def test_torchrun_command() -> None:
-    assert torchrun(4, "isopref.cli.main", ["train", "c.yaml", "optim.lr=1"]) == [
-        sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4",
-        "-m", "isopref.cli.main", "train", "c.yaml", "optim.lr=1",
-    ]  # fmt: skip
-
-
 def test_nproc_runs_the_same_command_on_every_rank(isopref: Isopref, config_file: Path, tmp_path: Path) -> None:
     build = (
         "import os, pathlib\n"
@@ -263,39 +271,6 @@ def test_nproc_inside_torchrun_is_refused(isopref: Isopref, config_file: Path) -
     result = isopref("train", config_file.name, "--nproc", "2", RANK="0")
     assert result.returncode == 1
     assert result.stderr.startswith("error: --nproc 2: torchrun has started this process already.")
-
-
-def test_launch_returns_the_exit_code() -> None:
-    assert launch([sys.executable, "-c", "raise SystemExit(7)"]) == 7
-    assert launch([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + 9
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("code", [0, 1])
-def test_launch_passes_signals_on_once(tmp_path: Path, signum: signal.Signals, code: int) -> None:
-    """The child writes down what it gets, then ends; success stays success, a failure names the signal."""
-    started = tmp_path / "started"
-    child = (
-        "import pathlib, signal, time\n"
-        "got = []\n"
-        f"signal.signal({int(signum)}, lambda *_: got.append(1))\n"
-        f"pathlib.Path({str(started)!r}).touch()\n"
-        "while not got: time.sleep(0.01)\n"
-        "time.sleep(0.2)\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(len(got)))\n"
-        f"raise SystemExit({code})\n"
-    )
-
-    def interrupt() -> None:
-        while not started.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signum)
-
-    before = signal.getsignal(signum)
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert launch([sys.executable, "-c", child]) == (128 + signum if code else 0)
-    assert started.read_text() == "1"
-    assert signal.getsignal(signum) is before
 
 
 EVALUATE = (

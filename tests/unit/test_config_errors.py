@@ -6,11 +6,16 @@ import pytest
 
 from isopref.config.describe import fields
 from isopref.config.load import load_config
+from isopref.config.peers import VALUES
 from isopref.errors import ConfigError
 from isopref.objectives import OBJECTIVES
 
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
+BATCH = (
+    "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. How they are cut "
+    "to fit (layout.microbatch_tokens) is chosen by itself and changes no result."
+)
 
 
 @pytest.fixture
@@ -42,6 +47,15 @@ def test_folder_and_binary_file_are_refused(tmp_path: Path, file: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         load_config(file)
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.parquet"])
+def test_data_in_place_of_a_config(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / name)
+    told = "is data, and a config is wanted: isopref init my.yaml, and in it data.train"
+    assert str(caught.value) == f"{tmp_path / name}: {told}: {tmp_path / name}"
 
 
 @pytest.mark.parametrize(
@@ -88,14 +102,25 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ("optimizer: {lr: 1}", "optimizer: there is no such section. Did you mean optim?"),
         ("learning_rate: 1e-6", "learning_rate: there is no such section. Did you mean optim.lr?"),
         ("optim: {num_train_epochs: 3}", "optim.num_train_epochs: there is no such field. Did you mean optim.epochs?"),
-        ("run: {max_prompt_length: 3}", "run.max_prompt_length: there is no such field. Did you mean data.max_length?"),
+        (
+            "run: {max_prompt_length: 3}",
+            "run.max_prompt_length: there is no such field. data.max_length is that of a prompt with its "
+            "longer answer.",
+        ),
         (
             "layout: {per_device_train_batch_size: 3}",
-            "layout.per_device_train_batch_size: there is no such field. Did you mean layout.microbatch_tokens or "
-            "layout.microbatch_pairs or optim.batch_pairs?",
+            f"layout.per_device_train_batch_size: there is no such field. {BATCH}",
+        ),
+        (
+            "precompute_ref_log_probs: true",
+            "precompute_ref_log_probs: there is no such section. Nothing to set: that is always done, and kept in the "
+            "cache.",
         ),
         ("beta: 0.1", "beta: there is no such section. Did you mean objective.beta?"),
-        ("7: {}", "7: there is no such section. Known: model, data, objective, optim, layout, run."),
+        (
+            "7: {}",
+            "7: there is no such section. Every field is in one of these: model, data, objective, optim, layout, run.",
+        ),
         (
             "objective: 3",
             f"objective: must be a section with fields ({', '.join(fields('objective'))}); found 3.",
@@ -108,7 +133,7 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ("optim: {lr: '1e-6'}", 'optim.lr: must be a number, at least 0; found "1e-6".'),
         ("optim: {epochs: 1.5}", "optim.epochs: must be a whole number, at least 1; found 1.5."),
         ("optim: {max_steps: 0}", "optim.max_steps: must be a whole number, at least 1, or null; found 0."),
-        ("optim: {warmup: 1.1}", "optim.warmup: must be a number, at least 0, at most 1; found 1.1."),
+        ("optim: {warmup: -0.1}", "optim.warmup: must be a number, at least 0, at most 1; found -0.1."),
         (
             "optim: {betas: [1, 2]}",
             "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
@@ -121,7 +146,7 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ("optim: {schedule: step}", 'optim.schedule: must be one of linear, cosine, constant; found "step".'),
         (
             "objective: {loss: dpo}",
-            f'{LOSS}; found "dpo".',
+            f'{LOSS}; found "dpo". Write sigmoid.',
         ),
         ("objective: {loss: {}}", f"{LOSS}; found {{}}."),
         ("objective: {loss: {sigmoid: 1, dpo: 1}}", f"{LOSS}; found {{sigmoid: 1, dpo: 1}}."),
@@ -134,6 +159,15 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             "objective: {divergence: 1.0}",
             "objective.divergence: must be one of reverse_kl, forward_kl, jensen_shannon, or a number, above 0, below "
             "1, or null; found 1.0.",
+        ),
+        (
+            "optim: {warmup: 10}",
+            "optim.warmup: must be a number, at least 0, at most 1; found 10. Write a share of all steps: 10 of them "
+            "are 10 / steps.",
+        ),
+        (
+            "run: {loggers: wandb}",
+            'run.loggers: must be a list, each one of tensorboard, wandb, comet; found "wandb". Write [wandb].',
         ),
         ("run: {export: 1}", "run.export: must be true or false; found 1."),
         (
@@ -188,6 +222,23 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
         ("=3", "write section.field=value, as in optim.lr=1e-6."),
         ("optim.=3", "write section.field=value, as in optim.lr=1e-6."),
         ("rl_beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
+        ("loss_type=dpo", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.loss=sigmoid?"),
+        ("lora_alpha=32", "write section.field=value, as in optim.lr=1e-6. Did you mean model.adapter.alpha=32?"),
+        ("per_device_train_batch_size=4", f"write section.field=value, as in optim.lr=1e-6. {BATCH}"),
+        (
+            "zzz=3",
+            "write section.field=value, as in optim.lr=1e-6. The sections are model, data, objective, optim, layout, "
+            "run.",
+        ),
+        (
+            "model.adapter.lora_alpha=32",
+            "model.adapter.lora_alpha: there is no such field. Did you mean model.adapter.alpha?",
+        ),
+        (
+            "model.adapter.lora_target_modules=all",
+            "model.adapter.lora_target_modules: there is no such field. model.adapter.targets takes a list, as in "
+            "[q_proj, v_proj]; auto is every linear layer.",
+        ),
         ("beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
         ("optim.lr=fast", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim.lr=", "optim.lr: must be a number, at least 0; found null."),
@@ -267,6 +318,23 @@ def test_what_tensor_parallelism_needs(file: Path, overrides: list[str], missing
     (line,) = problems(file, MINIMAL, *overrides, "layout.tensor_parallel=2")
     told = f"layout.tensor_parallel: 2 needs {missing}. Set that, or remove it."
     assert line == f"override 'layout.tensor_parallel=2': {told}"
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs", "ours"),
+    [(field, theirs, ours) for field, words in VALUES.items() for theirs, ours in words.items()],
+)
+def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str) -> None:
+    """Refused as any other wrong value; what is named in its place is taken."""
+    (line,) = problems(file, MINIMAL, f"{field}={theirs}")
+    assert line.endswith(f'; found "{theirs}". Write {ours}.')
+    file.write_text(MINIMAL)
+    load_config(file, [f"{field}={ours.split(',')[0].split(' ')[0]}"])
+
+
+def test_a_tab_is_answered_with_spaces(file: Path) -> None:
+    (line,) = problems(file, "model:\n\tpath: a\n")
+    assert line.endswith(" Use spaces in place of the tab.")
 
 
 def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:

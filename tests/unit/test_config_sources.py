@@ -126,7 +126,7 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
             "  train: a\n  eval_fraction: 0.1\n",
             "c.yaml:4: data.eval_fraction: there is no such field. Did you mean data.eval?",
         ),
-        ("  train: a\n  val_size: 0.1\n", "c.yaml:4: data.val_size: there is no such field. Did you mean data.eval?"),
+        ("  train: a\n  val_size: 0.1\n", "c.yaml:4: data.val_size: there is no such field. data.eval takes a share"),
         (
             "  train: [{path: a, columns: {}}]\n  eval: 0.1\n  columns: {prompt: q}\n",
             "c.yaml:5: data.columns: does nothing: every source has columns of its own. Remove it, or theirs.",

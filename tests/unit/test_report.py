@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from isopref.report.elements import element, fixed, join, number
 from isopref.report.figures import field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import METRICS_FILE, find_runs, read_run, write_rewards
+from isopref.report.read import METRICS_FILE, RunRecord, find_runs, read_run, write_rewards
 from isopref.report.state import State, held_state, read_state
 from isopref.testing.runs import make_run, noisy_metrics
 
@@ -251,6 +253,30 @@ def test_a_run_that_diverged_can_be_shown(tmp_path: Path) -> None:
     assert "nan" in markdown([read_run(folder)])
 
 
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="lays the page out in Chromium")
+@pytest.mark.parametrize("width", [500, 600, 1200])
+def test_labels_of_figures_keep_their_words_whole(tmp_path: Path, width: int) -> None:
+    """Of two words, the label has two lines at most; broken by letters it had nine and more."""
+    measure = (
+        "<script>document.title = [...document.querySelectorAll('.figures tbody th')]"
+        ".map(th => th.getClientRects()[0].height / parseFloat(getComputedStyle(th).lineHeight)).join()</script>"
+    )
+    file = tmp_path / "page.html"
+    html = page([read_run(make_run(tmp_path / "run", noisy_metrics(3)))])
+    file.write_text(html.replace("Content-Security-Policy", "none") + measure)  # which runs the page's own script alone
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [str(CHROMIUM), *options, f"--window-size={width},900", "--dump-dom", file.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    title = re.search("<title>([^<]+)</title>", shown)
+    assert title
+    lines = [float(height) for height in title[1].split(",")]
+    assert len(lines) == 2  # preference accuracy, loss
+    assert max(lines) < 3  # with padding
+
+
 # --- several runs ------------------------------------------------------------------------------------
 
 
@@ -269,6 +295,24 @@ def test_math_that_differs(tmp_path: Path) -> None:
     html = page([first, second])
     assert html.count('<tr class="differs">') == 5  # the rate twice, the two of the layout, the run id
     assert "The math that differs" in html
+
+
+def test_a_default_written_out_is_the_same_math(tmp_path: Path) -> None:
+    """simpo has beta 2 and gamma 1 where nothing is said."""
+
+    def run(name: str, **objective: object) -> RunRecord:
+        return read_run(
+            make_run(tmp_path / name, losses([0.7]), settings={"objective": {"loss": "simpo", **objective}})
+        )
+
+    bare, same, other = run("a"), run("b", beta=2.0, gamma=1.0), run("c", beta=2.0, gamma=0.5)
+    assert math_that_differs([bare, same]) == []
+    found = [(row.name, row.values) for row in math_that_differs([bare, other])]
+    assert found == [("objective.gamma", [None, 0.5])]
+    config = tmp_path / "b" / "config.yaml"
+    config.write_text(config.read_text().replace("loss: simpo", "loss: of_a_later_version"))
+    names = [row.name for row in math_that_differs([bare, read_run(tmp_path / "b")])]
+    assert names == ["objective.loss", "objective.beta", "objective.gamma"]
 
 
 def test_other_pairs_are_other_math(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,8 +86,7 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     for name, (label, sign) in LABELS.items():
         yield label, _cell(figures[name], sign) if name in figures else "-"
     for bucket in found.by_length:
-        tokens = f"{math.floor(bucket.shortest)}-{math.ceil(bucket.longest)}"
-        yield f"accuracy, {tokens} tokens", _cell(bucket.accuracy)
+        yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
     for source, part in found.by_source.items():
         yield f"accuracy, {source}", _cell(part.accuracy)
 

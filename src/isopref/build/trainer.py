@@ -56,8 +56,8 @@ def build_trainer(
     steps = min(every, optim.max_steps or every)
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
     run.display.say(
-        f"train {steps} steps: {len(table)} pairs, {optim.batch_pairs} a step, {optim.epochs} "
-        f"{'epoch' if optim.epochs == 1 else 'epochs'}{short}"
+        f"train {_counted(steps, 'step')}: {_counted(len(table), 'pair')}, {optim.batch_pairs} a step, "
+        f"{_counted(optim.epochs, 'epoch')}{short}"
     )
     config = TrainerConfig(
         save_folder=str(run.folder / "checkpoints"),
@@ -239,3 +239,7 @@ def _scheduler(run: Run, steps: int) -> Scheduler | None:
             return CosWithWarmup(alpha_f=0.0, warmup=warmup, t_max=steps + 1)
         case "constant":
             return ConstantWithWarmup(warmup=warmup)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

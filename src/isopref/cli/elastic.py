@@ -16,9 +16,8 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from isopref.cli.launch import PARENT, end_with_parent, stop_signals
 from isopref.errors import StartAgainError
-
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def pass_on(signum: int, _frame: FrameType | None) -> None:
@@ -38,12 +37,14 @@ def children() -> Iterator[int]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
+    os.environ[PARENT] = str(os.getpid())  # of the ranks
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for one in STOP:
+    for one in stop_signals():
         signal.signal(one, pass_on)
     while True:
         try:
-            main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those of STOP are handled here
+            main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those that stop are handled here
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if failure.exitcode == StartAgainError.exit_code:  # each time with smaller microbatches, down to one pair

@@ -1,10 +1,15 @@
 """Several training processes on this machine, started by torchrun. Knows nothing of what they run."""
 
+import ctypes
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from types import FrameType
+
+PARENT = "ISOPREF_PARENT"  # names, to a process that is started, the one it must not outlive
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def torchrun(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -26,10 +31,10 @@ def launch(command: Sequence[str]) -> int:
             child.send_signal(signum)
             passed_on.append(signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {signum: signal.signal(signum, forward) for signum in stop_signals()}
     try:
         # A process group of its own: Ctrl-C in a terminal goes to a whole group; the child must get it once.
-        child = subprocess.Popen(command, process_group=0)
+        child = subprocess.Popen(command, process_group=0, env={**os.environ, PARENT: str(os.getpid())})
         code = child.wait()
     finally:
         for signum, handler in before.items():
@@ -37,3 +42,23 @@ def launch(command: Sequence[str]) -> int:
     if code and passed_on:
         return 128 + passed_on[0]
     return code if code >= 0 else 128 - code
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop. One that nohup took away, for a run to outlive its terminal, is not."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that PARENT names ends, however it does. Linux only.
+
+    A launcher that is killed can tell nobody, and ranks that go on without it hold their GPUs.
+    """
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or sys.platform != "linux":
+        return
+    # The kernel takes the thread that started this process for its parent; here and in torchrun it is the main one.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)

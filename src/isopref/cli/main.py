@@ -8,14 +8,16 @@ import sys
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from isopref import __version__
 from isopref.cli import cache, report
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_engine, start_processes
-from isopref.config.load import dump_config, load_config
+from isopref.cli.launch import end_with_parent
+from isopref.config.load import dump_config, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
@@ -30,7 +32,28 @@ class Resume(Enum):
     auto = "auto"
 
 
+class Commands(TyperGroup):
+    """The group of commands; says what to write where a field of the config was given as an option."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # By name: it is click's class, or in newer versions of typer that of a click of its own.
+            if type(error).__name__ == "NoSuchOption":
+                _explain_overrides(error)
+            raise
+
+
+def _explain_overrides(error: Any) -> None:
+    takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
+    if takes_overrides and not error.possibilities:  # it is no option that is misspelt
+        name = error.option_name.lstrip("-").replace("-", "_")
+        error.message += f". To set a field of the config, {override_form(name)}"
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -46,6 +69,7 @@ app.command("compare")(report.compare)
 
 def main() -> None:
     """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
+    end_with_parent()
     try:
         app(_spelled_out(sys.argv[1:]), prog_name="isopref")
     except UserError as error:
@@ -68,7 +92,7 @@ def _spelled_out(arguments: list[str]) -> list[str]:
         # A config would be a file, and an override has an equals sign.
         return after == "auto" or (after.isalnum() and not Path(after).exists())
 
-    following = [*arguments[1:], ""]
+    following = [*arguments, ""][1:]
     alone = (one == "--resume" and not is_value(after) for one, after in zip(arguments, following, strict=True))
     return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
 

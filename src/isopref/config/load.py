@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
-from isopref.config.peers import PEERS
+from isopref.config.peers import OTHERWISE, SAME, instead
 from isopref.config.schema import Config
 from isopref.config.values import IS_LIST, TAGS
 from isopref.errors import ConfigError
@@ -24,6 +24,7 @@ from isopref.errors import ConfigError
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
 
 MERGE = "tag:yaml.org,2002:merge"  # the key <<
+DATA_FILES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # .json may be a config: it is YAML too
 ADAPTER = ("model", "adapter")  # a field that has fields of its own
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
@@ -98,8 +99,22 @@ def to_yaml(value: Any) -> str:
     return text.removesuffix("\n...\n").rstrip("\n")
 
 
+def override_form(name: str, text: str = "") -> str:
+    """How a field is set on the command line, and which one `name`, without a section, may stand for."""
+    form = "write section.field=value, as in optim.lr=1e-6."
+    if name in OTHERWISE:
+        return f"{form} {OTHERWISE[name]}."
+    if homes := [f"{home}={instead(home, text) or text or 'value'}" for home in _homes(name)]:
+        return f"{form} Did you mean {' or '.join(homes)}?"
+    return f"{form} The sections are {', '.join(sections())}." if name.isidentifier() else form
+
+
 def _read(path: Path) -> _Draft:
     draft = _Draft(str(path))
+    if path.suffix in DATA_FILES:
+        raise ConfigError(
+            f"{path}: is data, and a config is wanted: isopref init my.yaml, and in it data.train: {path}"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -128,7 +143,8 @@ def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
-        raise ConfigError(f"{source}{line}: not valid YAML: {problem or ' '.join(str(error).split())}.") from error
+        tab = " Use spaces in place of the tab." if problem and r"'\t'" in problem else ""
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem or ' '.join(str(error).split())}.{tab}") from error
 
 
 def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int, int | None]]:
@@ -158,9 +174,7 @@ def _apply(override: str, draft: _Draft) -> None:
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
-        homes = [f"{home}={text or 'value'}" for home in _homes(name)]
-        hint = f" Did you mean {' or '.join(homes)}?" if homes else ""
-        draft.problems.append(f"{source}: write section.field=value, as in optim.lr=1e-6.{hint}")
+        draft.problems.append(f"{source}: {override_form(name, text)}")
         return
     try:
         node, value = _parse(text, source)
@@ -221,7 +235,8 @@ def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
         return f"must be a section with fields ({', '.join(fields(str(keys[0])))}); found {_show(value)}."
     words = source_words() if isinstance(keys[-1], int) else expected(known[keys[-1]])
     quote = f' Put it in quotes: "{value}".' if kind == "string_type" and isinstance(value, int | float) else ""
-    return f"must be {words}; found {_show(value)}.{quote}"
+    told = instead(_name(keys), value)
+    return f"must be {words}; found {_show(value)}.{quote}{f' Write {told}.' if told else ''}"
 
 
 def _siblings(keys: Keys) -> dict[str, FieldInfo]:
@@ -237,11 +252,14 @@ def _unknown(keys: Keys) -> str:
         known, what, prefix = list(sections()), "section", ""
     else:
         known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
+    if name in OTHERWISE:
+        return f"there is no such {what}. {OTHERWISE[name]}."
     match = get_close_matches(name, known, n=1) or [field for field in known if name.startswith(f"{field}_")]
-    near = [*PEERS.get(name, ())] or [prefix + field for field in match] + _homes(name)
+    near = [SAME[name]] if name in SAME else [prefix + field for field in match] + _homes(name)
     if near:
         return f"there is no such {what}. Did you mean {' or '.join(near)}?"
-    return f"there is no such {what}. Known: {', '.join(known)}."
+    every = "Known" if len(keys) > 1 else "Every field is in one of these"
+    return f"there is no such {what}. {every}: {', '.join(known)}."
 
 
 def _name(keys: Keys) -> str:
@@ -251,7 +269,8 @@ def _name(keys: Keys) -> str:
 
 def _homes(name: str) -> list[str]:
     """The fields called `name`, here or by other trainers, with their sections."""
-    return [f"{section}.{name}" for section in sections() if name in fields(section)] + list(PEERS.get(name, ()))
+    own = [f"{section}.{name}" for section in sections() if name in fields(section)]
+    return [*own, SAME[name]] if name in SAME else own
 
 
 def _show(value: Any) -> str:

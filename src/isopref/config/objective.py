@@ -8,6 +8,7 @@ from pydantic import Field
 from isopref import objectives
 from isopref.config.section import Count, NonNegative, Positive, Section
 
+LOSS_PARAMS = ("beta", "label_smoothing", "gamma", "divergence")  # null: the loss's own default
 Weighting = Literal["token", "completion", "pair"]
 
 
@@ -72,7 +73,7 @@ class ObjectiveConfig(Section):
     @property
     def params(self) -> dict[str, float | str | None]:
         """The parameters of the loss; None where its default is asked for."""
-        return {name: getattr(self, name) for name in ("beta", "label_smoothing", "gamma", "divergence")}
+        return {name: getattr(self, name) for name in LOSS_PARAMS}
 
     @property
     def needs_reference(self) -> bool:

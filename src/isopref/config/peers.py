@@ -1,73 +1,134 @@
-"""What other trainers call our fields, for errors; docs/coming-from.md has the names by trainer.
+"""What other trainers call our fields and values, for errors; docs/coming-from.md has the names by trainer."""
 
-Left out: names whose number means something else here, such as open-instruct's gamma_beta_ratio.
-"""
+from typing import Any
 
-PEERS: dict[str, tuple[str, ...]] = {
-    "adam_beta1": ("optim.betas",),
-    "adam_beta2": ("optim.betas",),
-    "adam_epsilon": ("optim.eps",),
-    "base_model": ("model.path",),
-    "bf16": ("model.compute_dtype",),
-    "chat_template": ("data.template",),
-    "checkpointing_steps": ("run.save_every",),
-    "cutoff_len": ("data.max_length",),
-    "dataset": ("data.train",),
-    "dataset_name": ("data.train",),
-    "datasets": ("data.train",),
-    "dpo_beta": ("objective.beta",),
-    "dpo_label_smoothing": ("objective.label_smoothing",),
-    "eval_steps": ("run.eval_every",),
-    "f_alpha_divergence_coef": ("objective.divergence",),
-    "f_divergence_type": ("objective.divergence",),
-    "gradient_accumulation_steps": ("optim.batch_pairs",),
-    "gradient_checkpointing": ("layout.checkpointing",),
-    "keep_last_n_checkpoints": ("run.keep",),
-    "learning_rate": ("optim.lr",),
-    "load_best_model_at_end": ("run.keep_best",),
-    "load_in_4bit": ("model.adapter",),
-    "logging_steps": ("run.log_every",),
-    "lora_alpha": ("model.adapter",),
-    "lora_r": ("model.adapter",),
-    "lora_rank": ("model.adapter",),
-    "lora_target_modules": ("model.adapter",),
-    "loss_type": ("objective.loss",),
-    "loss_weights": ("objective.loss",),
-    "lr_scheduler": ("optim.schedule",),
-    "lr_scheduler_type": ("optim.schedule",),
-    "max_prompt_length": ("data.max_length",),
-    "max_seq_length": ("data.max_length",),
-    "max_train_steps": ("optim.max_steps",),
-    "micro_batch_size": ("layout.microbatch_tokens", "layout.microbatch_pairs"),
-    "mixer_list": ("data.train",),
-    "model_name_or_path": ("model.path",),
-    "num_epochs": ("optim.epochs",),
-    "num_train_epochs": ("optim.epochs",),
-    "output_dir": ("run.folder",),
-    "padding_free": ("layout.rows",),
-    "per_device_eval_batch_size": ("layout.score_tokens",),
-    "per_device_train_batch_size": ("layout.microbatch_tokens", "layout.microbatch_pairs", "optim.batch_pairs"),
-    "pref_beta": ("objective.beta",),
-    "pref_ftx": ("objective.nll_weight",),
-    "pref_loss": ("objective.loss",),
-    "ref_model": ("model.reference",),
-    "ref_model_mixup_alpha": ("objective.reference_moves",),
-    "ref_model_sync_steps": ("objective.reference_moves",),
-    "report_to": ("run.loggers",),
-    "rl_beta": ("objective.beta",),
-    "router_aux_loss_coef": ("objective.balance_weight",),
-    "rpo_alpha": ("objective.nll_weight",),
-    "save_steps": ("run.save_every",),
-    "save_total_limit": ("run.keep",),
-    "sequence_len": ("data.max_length",),
-    "simpo_gamma": ("objective.gamma",),
-    "sync_ref_model": ("objective.reference_moves",),
-    "torch_dtype": ("model.dtype",),
-    "truncation_mode": ("data.truncation",),
-    "use_peft": ("model.adapter",),
-    "use_weighting": ("objective.wpo",),
-    "val_set_size": ("data.eval",),
-    "val_size": ("data.eval",),
-    "warmup_ratio": ("optim.warmup",),
-    "warmup_steps": ("optim.warmup",),
+# Names under which the same value means the same.
+SAME: dict[str, str] = {
+    "adam_epsilon": "optim.eps",
+    "base_model": "model.path",
+    "checkpointing_steps": "run.save_every",
+    "cutoff_len": "data.max_length",
+    "dataset_name": "data.train",
+    "dpo_beta": "objective.beta",
+    "dpo_label_smoothing": "objective.label_smoothing",
+    "eval_steps": "run.eval_every",
+    "keep_last_n_checkpoints": "run.keep",
+    "learning_rate": "optim.lr",
+    "logging_steps": "run.log_every",
+    "lora_alpha": "model.adapter.alpha",
+    "lora_r": "model.adapter.rank",
+    "lora_rank": "model.adapter.rank",
+    "loss_type": "objective.loss",
+    "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "max_seq_length": "data.max_length",
+    "max_train_steps": "optim.max_steps",
+    "model_name_or_path": "model.path",
+    "num_epochs": "optim.epochs",
+    "num_train_epochs": "optim.epochs",
+    "output_dir": "run.folder",
+    "pref_beta": "objective.beta",
+    "pref_loss": "objective.loss",
+    "ref_model": "model.reference",
+    "report_to": "run.loggers",
+    "rl_beta": "objective.beta",
+    "router_aux_loss_coef": "objective.balance_weight",
+    "save_steps": "run.save_every",
+    "save_total_limit": "run.keep",
+    "sequence_len": "data.max_length",
+    "simpo_gamma": "objective.gamma",
+    "torch_compile": "layout.compile",
+    "torch_dtype": "model.dtype",
+    "use_weighting": "objective.wpo",
+    "warmup_ratio": "optim.warmup",
 }
+
+_ADAPTER = "Set model.adapter: {kind: lora} for an adapter, null to train all weights"
+_BATCH = (
+    "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. "
+    "How they are cut to fit (layout.microbatch_tokens) is chosen by itself and changes no result"
+)
+_BETAS = "optim.betas takes both, as in [0.9, 0.95]"
+_DIVERGENCE = "objective.divergence takes the kind, or the alpha of the alpha-divergence as a number"
+_EVAL_EVERY = "Set run.eval_every to the steps between two; without it, before training and at its end"
+_HALF = "Set model.compute_dtype: bfloat16 to compute in it, or model.dtype: bfloat16 to hold the weights in it too"
+_MOVES = "objective.reference_moves takes steps and share, as in [64, 0.6]"
+_NLL = "objective.nll_weight is the weight of that term, per token over the global batch"
+_SHARDED = "Set layout.parallel: fsdp, and layout.offload for the host's memory"
+_SHARE = "data.eval takes a share of the prompts, as 0.05, or held-out data of its own"
+_SOURCES = "data.train takes files, folders or hub names; a list mixes them"
+_TARGETS = "model.adapter.targets takes a list, as in [q_proj, v_proj]; auto is every linear layer"
+
+# Names of what is said in another way here, or not at all.
+OTHERWISE: dict[str, str] = {
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
+    "attn_implementation": "Nothing to set: attention is chosen by the rows, the device and what is installed",
+    "bf16": _HALF,
+    "chat_template": "data.template takes null for the tokenizer's own, none, or the path of a .jinja file",
+    "dataset": _SOURCES,
+    "datasets": _SOURCES,
+    "deepspeed": _SHARDED,
+    "eval_strategy": _EVAL_EVERY,
+    "f_alpha_divergence_coef": _DIVERGENCE,
+    "f_divergence_type": _DIVERGENCE,
+    "finetuning_type": _ADAPTER,
+    "fsdp": _SHARDED,
+    "gamma_beta_ratio": "objective.gamma is that ratio times beta",
+    "gradient_accumulation_steps": _BATCH,
+    "gradient_checkpointing": "layout.checkpointing takes auto, none or full",
+    "load_best_model_at_end": "run.keep_best keeps that checkpoint besides the last ones",
+    "load_in_4bit": "Set model.adapter.quantize: nf4",
+    "lora_dropout": "Nothing to set: there is no dropout, whose draw would depend on the layout",
+    "lora_target": _TARGETS,
+    "lora_target_modules": _TARGETS,
+    "loss_weights": "objective.loss takes names with weights, as in {sigmoid: 1.0, hinge: 0.5}",
+    "max_prompt_length": "data.max_length is that of a prompt with its longer answer",
+    "max_samples": "A source takes a count, as in data.train: [{path: pairs.jsonl, count: 1000}]",
+    "micro_batch_size": _BATCH,
+    "mixer_list": _SOURCES,
+    "padding_free": "layout.rows: shared, the default, and packed have no padding",
+    "per_device_eval_batch_size": "layout.score_tokens is its counterpart, in tokens",
+    "per_device_train_batch_size": _BATCH,
+    "precompute_ref_log_probs": "Nothing to set: that is always done, and kept in the cache",
+    "pref_ftx": _NLL,
+    "ref_model_mixup_alpha": _MOVES,
+    "ref_model_sync_steps": _MOVES,
+    "reference_free": "Choose an objective.loss that needs no reference: simpo, orpo or cpo",
+    "resume_from_checkpoint": "Write isopref train --resume",
+    "rpo_alpha": _NLL,
+    "sync_ref_model": _MOVES,
+    "truncation_mode": "data.truncation is its counterpart, and cuts prompts only",
+    "use_peft": _ADAPTER,
+    "val_set_size": _SHARE,
+    "val_size": _SHARE,
+    "warmup_steps": "optim.warmup is a share of all steps: N steps are N / steps",
+}
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "bfloat16 (there is no float16)",
+    "float16": "bfloat16 (there is no float16)",
+    "fp32": "float32",
+}
+# Values of others, by our field, and what to write for them.
+VALUES: dict[str, dict[str, str]] = {
+    "model.dtype": _DTYPES,
+    "model.compute_dtype": _DTYPES,
+    "objective.loss": {"dpo": "sigmoid", "sigmoid_norm": "dpo_norm"},
+    "optim.kind": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_hf": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+    },
+    "optim.schedule": {"constant_with_warmup": "constant, and the warm-up in optim.warmup"},
+    "run.loggers": {"wandb": "[wandb]", "tensorboard": "[tensorboard]", "comet_ml": "[comet]", "none": "[]"},
+}
+
+
+def instead(field: str, value: Any) -> str | None:
+    """What to write in place of a value that other trainers have for a field; None where that is not known."""
+    if field == "optim.warmup" and isinstance(value, int | float) and value > 1:
+        return f"a share of all steps: {value:g} of them are {value:g} / steps"
+    return VALUES.get(field, {}).get(value) if isinstance(value, str) else None

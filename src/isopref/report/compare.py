@@ -1,8 +1,13 @@
 """Two runs side by side: whether they have the same math, where their curves part, and how they end."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from isopref import objectives
+from isopref.config.objective import LOSS_PARAMS
+from isopref.errors import ConfigError
 from isopref.report.figures import LABELS, FieldRow, field_rows
 from isopref.report.read import RunRecord
 
@@ -32,7 +37,26 @@ def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
             FieldRow(title, [run.start(name) for run in runs])
             for name, title in (("data", "training pairs (digest)"), ("reference", "reference (key)"))
         ]
-    return [row for row in rows if row.differs]
+    return [row for row in rows if row.differs and not _is_default_written_out(row, runs)]
+
+
+def _is_default_written_out(row: FieldRow, runs: Sequence[RunRecord]) -> bool:
+    """Whether the runs differ only in saying a parameter of the loss that another leaves to its default."""
+    section, _, param = row.name.partition(".")
+    if section != "objective" or param not in LOSS_PARAMS:
+        return False
+    try:
+        resolved = [_loss_params(run, param) for run in runs]
+    except (ConfigError, KeyError):  # of another version
+        return False
+    return all(one == resolved[0] for one in resolved)
+
+
+def _loss_params(run: RunRecord, param: str) -> dict[str, Any]:
+    """One parameter as each loss of the run has it."""
+    objective = run.config["objective"]
+    resolved = objectives.resolve(objective["loss"], **{name: objective[name] for name in LOSS_PARAMS})
+    return {name: params.get(param) for name, params in resolved.items()}
 
 
 def parting(a: RunRecord, b: RunRecord) -> Parting | None:
