@@ -162,12 +162,11 @@ def test_a_renamed_column_that_no_record_has_is_an_error(tmp_path: Path) -> None
         list(read_source(str(path), columns={"weight": "wieght"}))
 
 
-def test_csv_cells_hold_messages_as_json_and_absence_as_nothing(tmp_path: Path) -> None:
-    messages = [{"role": "assistant", "content": "a"}]
+def test_csv_cells_are_text_and_absence_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_bytes(delimited([{"chosen": json.dumps(messages), "system": "", "prompt": "[{ no json"}], ","))
+    path.write_bytes(delimited([{"chosen": '[{"role": "assistant"}]', "system": "", "prompt": "[{ no json"}], ","))
     (record,) = read_source(str(path))
-    assert record.fields == {"chosen": messages, "system": None, "prompt": "[{ no json"}
+    assert record.fields == {"chosen": '[{"role": "assistant"}]', "system": None, "prompt": "[{ no json"}
 
 
 def test_a_long_csv_cell_is_read(tmp_path: Path) -> None:

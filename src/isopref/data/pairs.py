@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SHAPES, BadPairError, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
 from isopref.errors import ConfigError, DataError, RunError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 3  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 5  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class _Chunk(NamedTuple):
     source: int
     name: str
-    shape: str
+    shape: Shape
     records: list[Record]
 
 
@@ -203,7 +203,7 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
         shape = detect_shape(first, raw=raw)
         everything = chain(first, records)
         while chunk := list(islice(everything, CHUNK_RECORDS)):
-            yield _Chunk(index, source.name, shape.name, chunk)
+            yield _Chunk(index, source.name, shape, chunk)
 
 
 # --- encoding, here or in worker processes -----------------------------------------------------------
@@ -224,7 +224,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     for record in chunk.records:
         columns |= record.fields.keys()
         try:
-            pairs.append(to_pair(record, SHAPES[chunk.shape], raw=options.raw))
+            pairs.append(to_pair(record, chunk.shape, raw=options.raw))
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -239,7 +239,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns.difference(COLUMNS)
-    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, unused)
+    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, unused)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:

@@ -6,8 +6,8 @@ messages; files (sources) and tokens (chat) are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isopref.data.messages import (
@@ -16,7 +16,9 @@ from isopref.data.messages import (
     Message,
     Turns,
     is_transcript,
+    is_written,
     kind,
+    parse_written,
     read_answer,
     read_messages,
     read_prompt,
@@ -64,12 +66,16 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class Shape:
-    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text."""
+    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text.
+
+    `written` are the columns of a source whose messages are written as text, as in CSV.
+    """
 
     name: str
     looks: str
     split: Callable[[Fields], Parts]
     split_raw: Callable[[Fields], Parts] | None = None
+    written: frozenset[str] = frozenset()
 
 
 def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
@@ -77,10 +83,13 @@ def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
 
     `raw`: there is no chat template, so only shapes made of text will do. Raises DataError if none fits.
     """
-    first = None
+    records = list(records)
+    written = _written_columns(records)
     for record in records:
-        first = first or record
-        name = _shape_name(record.fields)
+        try:
+            name = _shape_name(_parsed(record.fields, written))
+        except DefectError:
+            continue
         if name is None:
             continue
         if raw and SHAPES[name].split_raw is None:
@@ -88,9 +97,10 @@ def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
                 f"{record.origin}: records of shape '{name}' are messages, which data.template: none cannot "
                 "write. Use the tokenizer's chat template, or data.template: path.jinja."
             )
-        return SHAPES[name]
-    assert first is not None, "a source without records raises before this"
+        return replace(SHAPES[name], written=written)
+    assert records, "a source without records raises before this"
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
+    first = records[0]
     found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items())
     raise DataError(
         f"{first.origin}: no shape fits the columns {found}. "
@@ -109,7 +119,7 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
 
 
 def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
-    fields = record.fields
+    fields = _parsed(record.fields, shape.written)
     if _shape_name(fields) != shape.name:
         raise _misfit(fields, shape)
     split = shape.split_raw if raw and shape.split_raw else shape.split
@@ -131,6 +141,41 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
 
 
 # --- detection ---------------------------------------------------------------------------------------
+
+
+def _written_columns(records: Sequence[Record]) -> frozenset[str]:
+    """The columns of a source that hold messages written as text: in most of these records, for one may be odd text.
+
+    Raises DataError for a column that looks so and cannot be read.
+    """
+    found = set()
+    for key in PARTS:
+        texts = [record for record in records if isinstance(record.fields.get(key), str) and record.fields[key].strip()]
+        written = [record for record in texts if is_written(record.fields[key])]
+        if 2 * len(written) <= len(texts):
+            continue
+        unread = [record for record in written if parse_written(record.fields[key]) is None]
+        if 2 * len(unread) > len(written):
+            raise DataError(
+                f"{unread[0].origin}: '{key}' looks like messages written as text, and is neither JSON nor what Python "
+                f"prints: {shown(unread[0].fields[key])}. Write the file as JSONL or Parquet, where messages are lists."
+            )
+        found.add(key)
+    return frozenset(found)
+
+
+def _parsed(fields: Fields, written: frozenset[str]) -> Fields:
+    """The fields, with those messages as lists that are written as text."""
+    parsed = {}
+    for key in written:
+        text = fields.get(key)
+        if isinstance(text, str) and text.strip():
+            parsed[key] = parse_written(text)
+            if parsed[key] is None:
+                raise DefectError(
+                    "shape", f"'{key}' is messages written as text in this source, here it is {shown(text)}"
+                )
+    return fields | parsed
 
 
 def _shape_name(fields: Fields) -> str | None:

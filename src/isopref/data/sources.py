@@ -214,20 +214,11 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
                         f"{name}:{line}: {len(row)} cells, but the header names {len(header)} columns. "
                         "Quote cells that hold a delimiter or a line break."
                     )
-                yield {key: _csv_cell(cell) for key, cell in zip(header, row, strict=True)}, f":{line}"
+                # A cell has no type: empty means absent.
+                yield {key: cell or None for key, cell in zip(header, row, strict=True)}, f":{line}"
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(f"{name}:{line}: not valid CSV: {error}. Mend the quotes, or remove the record.") from error
-
-
-def _csv_cell(cell: str) -> Any:
-    """A cell has no type: empty means absent, and a JSON list of objects stands for messages or tools."""
-    if cell.startswith("[{"):
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError):
-            return cell
-    return cell or None
 
 
 def _read_parquet(name: str, path: Path, zipped: bool) -> Places:
