@@ -31,6 +31,7 @@ import numpy as np
 from isopref.data.content import question_id
 from isopref.data.messages import Message, Turns
 from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.surprises import special_tokens
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray, PairTokens
 
@@ -110,6 +111,7 @@ class PairEncoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._ends = _end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
+        self.unexpected = None if options.raw else special_tokens(tokenizer)  # plain text may be templated already
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
 
     def key(self) -> str:

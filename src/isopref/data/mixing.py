@@ -54,6 +54,7 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
         raise DataError(
             f"Holding out {fraction} of {len(table)} pairs leaves {len(train)} to train on and {len(held)} to "
             "evaluate on. Use more pairs, another share, or a source of its own for evaluation."
+            f"{table.stats.dropped_note}"
         )
     return train, held
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
+from isopref.data.surprises import first_special_token, has_unused_input, repeats_prompt
 from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
 from isopref.errors import ConfigError, DataError, RunError
 
@@ -59,6 +60,7 @@ class _Encoded(NamedTuple):
     batch: Any  # pa.RecordBatch
     dropped: Counter[str]
     notes: Counter[str]
+    special_tokens: Counter[str]
     unused_columns: set[str]
 
 
@@ -173,18 +175,20 @@ class _Found:
         self._shape = ""
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._special: Counter[str] = Counter()
         self._unused: set[str] = set()
 
     def add(self, result: _Encoded) -> None:
         self._shape = result.shape
         self._counts.update(result.notes, read=result.read, kept=result.batch.num_rows)
         self._dropped += result.dropped
+        self._special += result.special_tokens
         self._unused |= result.unused_columns
 
     def stats(self) -> SourceStats:
         """Raises DataError where there is not one pair: no share of nothing can be mixed."""
         source, dropped = self._source, dict(self._dropped)
-        counts = {name: self._counts[name] for name in ("read", "kept", *NOTES)}
+        counts = {name: self._counts[name] for name in ("read", "kept", "repeated_prompts", "unused_inputs", *NOTES)}
         if not counts["kept"]:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise DataError(
@@ -192,7 +196,12 @@ class _Found:
                 "or another data.max_length."
             )
         return SourceStats(
-            source.format, self._shape, dropped=dropped, unused_columns=tuple(sorted(self._unused)), **counts
+            source.format,
+            self._shape,
+            dropped=dropped,
+            unused_columns=tuple(sorted(self._unused)),
+            special_tokens=dict(self._special.most_common()),
+            **counts,
         )
 
 
@@ -213,6 +222,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     options = encoder.options
     dropped: Counter[str] = Counter()
     notes: Counter[str] = Counter()
+    special: Counter[str] = Counter()
     columns: set[str] = set()
 
     def drop(bad: BadPairError) -> None:
@@ -223,6 +233,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     pairs = []
     for record in chunk.records:
         columns |= record.fields.keys()
+        notes["unused_inputs"] += has_unused_input(record.fields)
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
         except BadPairError as bad:
@@ -235,11 +246,14 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             drop(result)
         else:
             notes.update(result.notes)
+            notes["repeated_prompts"] += repeats_prompt(pair)
+            if encoder.unexpected and (token := first_special_token(pair, encoder.unexpected)):
+                special[token] += 1
             place = pair.origin.removeprefix(chunk.name)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns.difference(COLUMNS)
-    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, unused)
+    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:
