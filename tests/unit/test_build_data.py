@@ -119,6 +119,15 @@ def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder
     assert "      columns not used: id" in said(tables)
 
 
+def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
+    (folder / "a.jsonl").write_text(jsonl([{"question": row.pop("prompt"), **row} for row in records(0, 9)]))
+    with pytest.raises(ConfigError, match=r"no such names \['question'\].* Our name comes first.*\{prompt: question\}"):
+        load("data.columns={question: prompt}")
+    with pytest.raises(DataError, match=r"Set data\.columns=\{prompt: question\}\."):
+        load()
+    assert len(load("data.columns={prompt: question}").train) == 9
+
+
 # --- what is held out --------------------------------------------------------------------------------
 
 
@@ -230,7 +239,7 @@ def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
 
 
 def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
-    rows = [{**row, "instruction": row.pop("prompt"), "input": ""} for row in records(0, 10)]
+    rows = [{"instruction": row.pop("prompt"), "input": "", **row} for row in records(0, 10)]
     rows[0]["input"], rows[1]["input"] = "a text", rows[1]["instruction"]
     (folder / "a.jsonl").write_text(jsonl(rows))
     assert load("data.columns={prompt: instruction}").warnings == [

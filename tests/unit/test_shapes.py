@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
@@ -145,6 +146,49 @@ def test_an_unknown_shape_lists_columns_shapes_and_the_way_out(fields: dict[str,
         detect_shape([Record(fields, "f:1")], raw=False)
     for part in ("f:1: ", "data.columns", "sharegpt", "ultrafeedback", "hh", "text", *fields):
         assert part in str(caught.value)
+
+
+RENAMED: list[tuple[dict[str, Any], str]] = [
+    ({"question": "why?", "chosen": "a", "rejected": "b"}, "{prompt: question}"),
+    ({"Prompt": "why?", "Chosen": "a", "Rejected": "b"}, "{prompt: Prompt, chosen: Chosen, rejected: Rejected}"),
+    (
+        {"prompt": "why?", "chosen_response": "a", "rejected_response": "b", "id": 1},
+        "{chosen: chosen_response, rejected: rejected_response}",
+    ),
+    ({"messages": [Q], "chosen": "a", "rejected": "b"}, "{prompt: messages}"),
+    ({"instruction": "why?", "input": "", "chosen": "a", "rejected": "b"}, "{prompt: instruction}"),
+    (
+        {"query": "why?", "answerGood": "a", "bad answer:": "b"},
+        '{prompt: query, chosen: answerGood, rejected: "bad answer:"}',
+    ),
+    ({"prompt": None, "problem": "why?", "chosen": "a", "rejected": "b"}, "{prompt: problem}"),
+    ({"CHOSEN": HH["chosen"], "REJECTED": HH["rejected"]}, "{chosen: CHOSEN, rejected: REJECTED}"),
+]
+
+
+@pytest.mark.parametrize(("fields", "columns"), RENAMED)
+def test_columns_of_other_names_are_suggested_as_they_work(
+    fields: dict[str, Any], columns: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_shape([Record(fields, "f:1")], raw=False)
+    assert f" Set data.columns={columns}. The shapes" in str(caught.value)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(fields))
+    assert detect_shape(list(read_source(str(path), columns=yaml.safe_load(columns))), raw=False)
+
+
+def test_a_suggestion_keeps_the_columns_that_are_set_and_only_names_what_would_do() -> None:
+    first = Record({"question": "why?", "chosen": "a", "rejected": "b"}, "f:1")
+    with pytest.raises(DataError, match=r"Set data\.columns=\{chosen: good, prompt: question\}\. "):
+        detect_shape([first], raw=False, columns={"chosen": "good", "prompt": "qestion"})
+    with pytest.raises(DataError, match=r"Rename columns with data\.columns \(ours: theirs\)\. "):
+        detect_shape([Record({"question": 3, "chosen": "a", "rejected": "b"}, "f:1")], raw=False)
+
+
+def test_answers_alone_name_the_column_that_may_be_the_prompt() -> None:
+    with pytest.raises(BadPairError, match=r"'messages' is not read \(data\.columns=\{prompt: messages\} reads it\)"):
+        pair_of({"messages": [Q], "chosen": [GOOD], "rejected": [BAD]})
 
 
 def test_the_first_record_with_a_shape_decides_for_the_source() -> None:

@@ -103,7 +103,14 @@ def all_cores() -> int:
 def _open(spec: SourceSpec) -> Source:
     unknown = set(spec.columns or {}) - set(COLUMNS)
     if unknown:
-        raise ConfigError(f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.")
+        turned = {
+            ours: theirs for theirs, ours in (spec.columns or {}).items() if theirs in unknown and ours in COLUMNS
+        }
+        names = ", ".join(f"{ours}: {theirs}" for ours, theirs in turned.items())
+        way_out = f" Our name comes first: if those are columns of the data, write {{{names}}}." if turned else ""
+        raise ConfigError(
+            f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
+        )
     return read_source(spec.path, columns=spec.columns)
 
 
@@ -209,7 +216,7 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
     for index, source in enumerate(sources):
         records = iter(source)
         first = list(islice(records, DETECT_RECORDS))
-        shape = detect_shape(first, raw=raw)
+        shape = detect_shape(first, raw=raw, columns=source.columns)
         everything = chain(first, records)
         while chunk := list(islice(everything, CHUNK_RECORDS)):
             yield _Chunk(index, source.name, shape, chunk)

@@ -6,7 +6,9 @@ messages; files (sources) and tokens (chat) are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +39,13 @@ Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 SIDES = ("chosen", "rejected")
 PARTS = ("prompt", "conversations", *SIDES)
 COLUMNS = (*PARTS, "system", "tools", "weight")
+# Other names of our columns, in small letters, for a suggestion.
+ALIASES = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
+    "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
+    "rejected": ("reject", "dispreferred", "unpreferred", "worse", "worst", "bad", "negative", "loser", "lose", "neg"),
+}
+OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "output", "text", "message", "messages"}
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
 
@@ -78,12 +87,12 @@ class Shape:
     written: frozenset[str] = frozenset()
 
 
-def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
+def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
     """The shape of the first record that has one, among the first records of a source.
 
-    `raw`: there is no chat template, so only shapes made of text will do. Raises DataError if none fits.
+    `raw`: there is no chat template, so only shapes made of text will do. `columns` were renamed (ours: theirs). Raises
+    DataError if none fits.
     """
-    records = list(records)
     written = _written_columns(records)
     for record in records:
         try:
@@ -102,10 +111,10 @@ def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
     first = records[0]
     found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items())
-    raise DataError(
-        f"{first.origin}: no shape fits the columns {found}. "
-        f"Rename columns with data.columns (ours: theirs). The shapes we know:{known}"
-    )
+    renames = _renames(first.fields)
+    names = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in ({**(columns or {}), **renames}).items())
+    way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"
+    raise DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
 
 
 def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
@@ -200,6 +209,33 @@ def _shape_name(fields: Fields) -> str | None:
     return None
 
 
+def _renames(fields: Fields) -> dict[str, str]:
+    """Which columns, given our names, would make a shape of the record, as far as their own names tell."""
+    missing = [ours for ours in ALIASES if fields.get(ours) is None]
+    renames = {ours: theirs for ours in missing if (theirs := _column_like(ours, fields))}
+    rest = {key: value for key, value in fields.items() if key not in renames.values()}
+    shape = _shape_name(rest | {ours: fields[theirs] for ours, theirs in renames.items()})
+    return renames if shape else {}
+
+
+def _column_like(ours: str, fields: Fields) -> str | None:
+    """The column whose name says the same as ours."""
+    names = {_plain(name): name for name, value in fields.items() if value is not None}
+    return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
+
+
+def _plain(name: str) -> str:
+    """A column's name in small letters, and chosen for chosen_response or response_chosen."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[^\W_]+", name)
+    telling = [word.lower() for word in words if word.lower() not in OTHER_WORDS] or [name.lower()]
+    return "_".join(telling)
+
+
+def _quoted(name: str) -> str:
+    """A name as YAML takes it."""
+    return name if re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) else json.dumps(name, ensure_ascii=False)
+
+
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
     """Why a record is not of the shape its source has, the likeliest cause first."""
     for key in SIDES:
@@ -235,6 +271,9 @@ def _split_sharegpt(fields: Fields) -> Parts:
 
 def _split_conversations(fields: Fields) -> Parts:
     chosen, rejected = (read_messages(fields[key], key) for key in SIDES)
+    if len(chosen) == 1 and (asked := _column_like("prompt", fields)):
+        columns = f"data.columns={{prompt: {_quoted(asked)}}}"
+        raise DefectError("empty", f"there is no prompt in 'chosen', and '{asked}' is not read ({columns} reads it)")
     return _split_whole(chosen, rejected)
 
 
