@@ -187,7 +187,7 @@ def test_a_share_too_small_for_one_prompt_is_refused(load: Load) -> None:
         load("data.eval=1e-6")
 
 
-def test_too_few_pairs_to_hold_some_out_say_what_was_dropped(load: Load, folder: Path) -> None:
+def test_errors_about_too_few_pairs_say_what_was_dropped(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl(records(0, 1) + records(1, 30, answer="no " * 50)))
     with pytest.raises(DataError) as caught:
         load("data.eval=0.1", "data.max_length=40")
@@ -195,6 +195,8 @@ def test_too_few_pairs_to_hold_some_out_say_what_was_dropped(load: Load, folder:
     assert "Of 30 records 29 were dropped: 29 too_long. data.truncation: keep_end cuts" in str(caught.value)
     with pytest.raises(DataError, match=r"prompts of all 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
         load("data.eval=a.jsonl", "data.max_length=40")
+    with pytest.raises(ConfigError, match=r"count 9 of 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
+        load("data.train=[{path: a.jsonl, count: 9}]", "data.max_length=40")
 
 
 # --- warnings ----------------------------------------------------------------------------------------
@@ -255,8 +257,8 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
     assert load("data.max_length=40").warnings == []  # a fifth
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 10, answer=long) + records(10, 11, answer="")))
     assert load("data.max_length=40", "data.on_bad=drop").warnings == [
-        "a.jsonl: 3 of 11 records were dropped, 2 as too_long: raise data.max_length, or set data.truncation: keep_end "
-        "or keep_start to cut them"
+        "a.jsonl: 3 of 11 records were dropped, 2 as too_long: set data.truncation: keep_end or keep_start to cut "
+        "them, or raise data.max_length"
     ]
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 11, answer="")))
     assert load("data.on_bad=drop").warnings == [

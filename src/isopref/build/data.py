@@ -161,7 +161,7 @@ def _mixed_table(
 ) -> PairTable:
     specs = _specs(sources, config.data.columns)
     table = _whole_table(config, specs, tokenizer, display, is_first)
-    return table.select(mix(_pairs_of_source(table, table), specs, seed))
+    return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
 
 
 def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
@@ -248,7 +248,7 @@ def source_warnings(stats: SourceStats) -> list[str]:
     if dropped > MANY_DROPPED * stats.read:
         reason, count = max(stats.dropped.items(), key=lambda item: item[1])
         way_out = (
-            "raise data.max_length, or set data.truncation: keep_end or keep_start to cut them"
+            "set data.truncation: keep_end or keep_start to cut them, or raise data.max_length"
             if reason == "too_long"
             else "data.on_bad: error names the first one"
         )
