@@ -15,6 +15,7 @@ from isopref.build import data as data_building
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
+from isopref.data.shapes import SIDES
 from isopref.data.table import PairTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
@@ -225,7 +226,10 @@ def test_special_tokens_in_turns(load: Load, folder: Path) -> None:
     turns = [{"role": "system", "content": "<s>be brief"}, {"role": "user", "content": "why?"}]
     row = {"prompt": turns} | {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     (folder / "a.jsonl").write_text(jsonl([row] * 9))
-    assert load().sources[0].found.special_tokens == {"<s>": 9}
+    assert load().warnings == [
+        "a.jsonl: 9 of 9 pairs contain the tokenizer's special tokens, such as '<s>': the template writes them around "
+        "each message, so take them out of the text"
+    ]
 
 
 def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
@@ -249,6 +253,9 @@ def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
         "Alpaca's data, write it into the prompt"
     ]
     assert load("data.columns={prompt: instruction, system: input}").warnings == []
+    turns = {side: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": side}] for side in SIDES}
+    (folder / "a.jsonl").write_text(jsonl([{**turns, "input": "why?"}] * 9))
+    assert load().warnings == []
 
 
 def test_many_dropped_pairs(load: Load, folder: Path) -> None:

@@ -14,6 +14,7 @@ from isopref.config.values import SourceConfig
 from isopref.data.chat import TokenizeOptions
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
+from isopref.data.shapes import SHAPES
 from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
@@ -229,10 +230,15 @@ def source_notes(stats: SourceStats) -> list[str]:
 def source_warnings(stats: SourceStats) -> list[str]:
     """What in a source is likely a mistake."""
     warnings = []
-    if templated := sum(stats.special_tokens.values()):
+    if special := sum(stats.special_tokens.values()):
+        way_out = (
+            "if they are templated already, set data.template: none"
+            if SHAPES[stats.shape].split_raw
+            else "the template writes them around each message, so take them out of the text"
+        )
         warnings.append(
-            f"{templated} of {stats.kept} pairs contain the tokenizer's special tokens, such as "
-            f"'{next(iter(stats.special_tokens))}': if they are templated already, set data.template: none"
+            f"{special} of {stats.kept} pairs contain the tokenizer's special tokens, such as "
+            f"'{next(iter(stats.special_tokens))}': {way_out}"
         )
     if 2 * stats.repeated_prompts > stats.kept:
         warnings.append(

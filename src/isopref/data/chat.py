@@ -31,7 +31,7 @@ import numpy as np
 from isopref.data.content import question_id
 from isopref.data.messages import Message, Turns
 from isopref.data.shapes import BadPairError, PreferencePair
-from isopref.data.surprises import special_tokens
+from isopref.data.surprises import special_token_pattern
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray, PairTokens
 
@@ -111,7 +111,8 @@ class PairEncoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._ends = _end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
-        self.unexpected = None if options.raw else special_tokens(tokenizer)  # plain text may be templated already
+        # Of text that a template writes around; plain text may well hold special tokens of its own.
+        self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
 
     def key(self) -> str:

@@ -240,9 +240,9 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     pairs = []
     for record in chunk.records:
         columns |= record.fields.keys()
-        notes["unused_inputs"] += has_unused_input(record.fields)
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
+            notes["unused_inputs"] += has_unused_input(record.fields, pairs[-1])
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -254,7 +254,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         else:
             notes.update(result.notes)
             notes["repeated_prompts"] += repeats_prompt(pair)
-            if encoder.unexpected and (token := first_special_token(pair, encoder.unexpected)):
+            if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
             place = pair.origin.removeprefix(chunk.name)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))

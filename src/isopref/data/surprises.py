@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """Finds a special token of the tokenizer in a text. None: it has none."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = sorted(added | set(tokenizer.all_special_tokens))
@@ -34,10 +34,10 @@ def repeats_prompt(pair: PreferencePair) -> bool:
     return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in (pair.chosen, pair.rejected))
 
 
-def has_unused_input(fields: dict[str, Any]) -> bool:
+def has_unused_input(fields: dict[str, Any], pair: PreferencePair) -> bool:
     """Whether a record has text in a column 'input', as Alpaca's data has, that is not in its prompt."""
     text = fields.get("input")
-    return isinstance(text, str) and text.strip() not in str(fields.get("prompt") or "")
+    return isinstance(text, str) and not any(text.strip() in said for said in _texts(pair.prompt))
 
 
 def _texts(turns: Turns) -> list[str]:
