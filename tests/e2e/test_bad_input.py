@@ -155,6 +155,15 @@ def test_bad_records_are_dropped_and_counted_when_asked(project: Project) -> Non
     assert "data  train.jsonl: 21 pairs (jsonl, text), 1 dropped (missing), 1 dropped (tie)\n" in outcome.out
 
 
+def test_text_that_is_templated_already_is_warned_of(project: Project) -> None:
+    replace_line(3, pair(prompt="<|im_start|>user\\na?<|im_end|>"))(project)
+    warning = "warning: train.jsonl: 1 of 23 pairs contain the tokenizer's special tokens, such as '<|im_start|>'"
+    for command in (("data", "my.yaml"), ("train", "my.yaml", "run.folder=run", *QUICK)):
+        outcome = project.isopref(*command)
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.count(warning) == 1
+
+
 def test_a_model_that_is_not_whole(project: Project) -> None:
     broken = project.folder / "broken"
     shutil.copytree(project.model, broken)

@@ -15,6 +15,7 @@ from isopref.build import data as data_building
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
+from isopref.data.shapes import SIDES
 from isopref.data.table import PairTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
@@ -35,7 +36,7 @@ def jsonl(rows: list[dict[str, Any]]) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\n")
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\noptim: {batch_pairs: 8}\n")
     (tmp_path / "a.jsonl").write_text(jsonl(records(0, 20)))
     (tmp_path / "b.jsonl").write_text(jsonl(records(20, 60)))
     return tmp_path
@@ -119,6 +120,15 @@ def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder
     assert "      columns not used: id" in said(tables)
 
 
+def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
+    (folder / "a.jsonl").write_text(jsonl([{"question": row.pop("prompt"), **row} for row in records(0, 9)]))
+    with pytest.raises(ConfigError, match=r"no such names \['question'\].* Our name comes first.*\{prompt: question\}"):
+        load("data.columns={question: prompt}")
+    with pytest.raises(DataError, match=r"Set data\.columns=\{prompt: question\}\."):
+        load()
+    assert len(load("data.columns={prompt: question}").train) == 9
+
+
 # --- what is held out --------------------------------------------------------------------------------
 
 
@@ -176,6 +186,98 @@ def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
 def test_a_share_too_small_for_one_prompt_is_refused(load: Load) -> None:
     with pytest.raises(DataError, match=r"Holding out 1e-06 of 20 pairs leaves 20 to train on and 0 to evaluate on"):
         load("data.eval=1e-6")
+
+
+def test_errors_about_too_few_pairs_say_what_was_dropped(load: Load, folder: Path) -> None:
+    (folder / "a.jsonl").write_text(jsonl(records(0, 1) + records(1, 30, answer="no " * 50)))
+    with pytest.raises(DataError) as caught:
+        load("data.eval=0.1", "data.max_length=40")
+    assert "Holding out 0.1 of 1 pairs" in str(caught.value)
+    assert "Of 30 records 29 were dropped: 29 too_long. data.truncation: keep_end cuts" in str(caught.value)
+    with pytest.raises(DataError, match=r"prompts of all 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
+        load("data.eval=a.jsonl", "data.max_length=40")
+    with pytest.raises(ConfigError, match=r"count 9 of 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
+        load("data.train=[{path: a.jsonl, count: 9}]", "data.max_length=40")
+
+
+# --- warnings ----------------------------------------------------------------------------------------
+
+
+def test_ordinary_data_gives_no_warning(load: Load) -> None:
+    assert load().warnings == []
+
+
+def test_text_that_is_templated_already(load: Load, folder: Path) -> None:
+    prompt = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [{"prompt": prompt, "chosen": f"yes {n}<|im_end|>", "rejected": "no<|im_end|>"} for n in range(8)]
+    late = {"prompt": "a", "chosen": "b", "rejected": "c <|eot|>"}
+    (folder / "a.jsonl").write_text(jsonl([*rows, late, *records(0, 3)]))
+    tables = load()
+    assert tables.warnings == [
+        "a.jsonl: 9 of 12 pairs contain the tokenizer's special tokens, such as '<|im_start|>': if they are templated "
+        "already, set data.template: none"
+    ]
+    assert said(tables)[-1] == f"warning: {tables.warnings[0]}"
+    assert tables.sources[0].found.special_tokens == {"<|im_start|>": 8, "<|eot|>": 1}
+    assert load("data.template=none").warnings == []
+
+
+def test_special_tokens_in_turns(load: Load, folder: Path) -> None:
+    turns = [{"role": "system", "content": "<s>be brief"}, {"role": "user", "content": "why?"}]
+    row = {"prompt": turns} | {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    (folder / "a.jsonl").write_text(jsonl([row] * 9))
+    assert load().warnings == [
+        "a.jsonl: 9 of 9 pairs contain the tokenizer's special tokens, such as '<s>': the template writes them around "
+        "each message, so take them out of the text"
+    ]
+
+
+def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
+    whole = [{**row, **{side: row["prompt"] + row[side] for side in ("chosen", "rejected")}} for row in records(0, 10)]
+    (folder / "a.jsonl").write_text(jsonl(whole + records(10, 19)))
+    for template in ("null", "none"):
+        assert load(f"data.template={template}").warnings == [
+            "a.jsonl: in 10 of 19 pairs both answers begin with the prompt, which would be learnt as part of the "
+            "answer: take it out of them"
+        ]
+    (folder / "a.jsonl").write_text(jsonl(whole + records(10, 20)))
+    assert load().warnings == []  # half of them: it may be what is asked
+
+
+def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
+    rows = [{"instruction": row.pop("prompt"), "input": "", **row} for row in records(0, 10)]
+    rows[0]["input"], rows[1]["input"] = "a text", rows[1]["instruction"]
+    (folder / "a.jsonl").write_text(jsonl(rows))
+    assert load("data.columns={prompt: instruction}").warnings == [
+        "a.jsonl: 1 of 10 records have text in the column 'input', which is not read: if the prompt needs it, as in "
+        "Alpaca's data, write it into the prompt"
+    ]
+    assert load("data.columns={prompt: instruction, system: input}").warnings == []
+    turns = {side: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": side}] for side in SIDES}
+    (folder / "a.jsonl").write_text(jsonl([{**turns, "input": "why?"}] * 9))
+    assert load().warnings == []
+
+
+def test_many_dropped_pairs(load: Load, folder: Path) -> None:
+    long = "no " * 50
+    (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 10, answer=long)))
+    assert load("data.max_length=40").warnings == []  # a fifth
+    (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 10, answer=long) + records(10, 11, answer="")))
+    assert load("data.max_length=40", "data.on_bad=drop").warnings == [
+        "a.jsonl: 3 of 11 records were dropped, 2 as too_long: set data.truncation: keep_end or keep_start to cut "
+        "them, or raise data.max_length"
+    ]
+    (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 11, answer="")))
+    assert load("data.on_bad=drop").warnings == [
+        "a.jsonl: 3 of 11 records were dropped, 3 as empty: data.on_bad: error names the first one"
+    ]
+
+
+def test_a_batch_of_more_pairs_than_there_are(load: Load) -> None:
+    assert load("optim.batch_pairs=20").warnings == []
+    assert load("optim.batch_pairs=21").warnings == [
+        "optim.batch_pairs is 21, and there are 20 pairs to train on: an epoch is one step"
+    ]
 
 
 # --- the cache ---------------------------------------------------------------------------------------

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import pickle
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from isopref.data.chat import PairEncoder
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
@@ -147,6 +151,49 @@ def test_an_unknown_shape_lists_columns_shapes_and_the_way_out(fields: dict[str,
         assert part in str(caught.value)
 
 
+RENAMED: list[tuple[dict[str, Any], str]] = [
+    ({"question": "why?", "chosen": "a", "rejected": "b"}, "{prompt: question}"),
+    ({"Prompt": "why?", "Chosen": "a", "Rejected": "b"}, "{prompt: Prompt, chosen: Chosen, rejected: Rejected}"),
+    (
+        {"prompt": "why?", "chosen_response": "a", "rejected_response": "b", "id": 1},
+        "{chosen: chosen_response, rejected: rejected_response}",
+    ),
+    ({"messages": [Q], "chosen": "a", "rejected": "b"}, "{prompt: messages}"),
+    ({"instruction": "why?", "input": "", "chosen": "a", "rejected": "b"}, "{prompt: instruction}"),
+    (
+        {"query": "why?", "answerGood": "a", "bad answer:": "b"},
+        '{prompt: query, chosen: answerGood, rejected: "bad answer:"}',
+    ),
+    ({"prompt": None, "problem": "why?", "chosen": "a", "rejected": "b"}, "{prompt: problem}"),
+    ({"CHOSEN": HH["chosen"], "REJECTED": HH["rejected"]}, "{chosen: CHOSEN, rejected: REJECTED}"),
+]
+
+
+@pytest.mark.parametrize(("fields", "columns"), RENAMED)
+def test_columns_of_other_names_are_suggested_as_they_work(
+    fields: dict[str, Any], columns: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_shape([Record(fields, "f:1")], raw=False)
+    assert f" Set data.columns={columns}. The shapes" in str(caught.value)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(fields))
+    assert detect_shape(list(read_source(str(path), columns=yaml.safe_load(columns))), raw=False)
+
+
+def test_a_suggestion_keeps_the_columns_that_are_set_and_only_names_what_would_do() -> None:
+    first = Record({"question": "why?", "chosen": "a", "rejected": "b"}, "f:1")
+    with pytest.raises(DataError, match=r"Set data\.columns=\{chosen: good, prompt: question\}\. "):
+        detect_shape([first], raw=False, columns={"chosen": "good", "prompt": "qestion"})
+    with pytest.raises(DataError, match=r"Rename columns with data\.columns \(ours: theirs\)\. "):
+        detect_shape([Record({"question": 3, "chosen": "a", "rejected": "b"}, "f:1")], raw=False)
+
+
+def test_answers_alone_name_the_column_that_may_be_the_prompt() -> None:
+    with pytest.raises(BadPairError, match=r"'messages' is not read \(data\.columns=\{prompt: messages\} reads it\)"):
+        pair_of({"messages": [Q], "chosen": [GOOD], "rejected": [BAD]})
+
+
 def test_the_first_record_with_a_shape_decides_for_the_source() -> None:
     records = [Record({"prompt": "p"}, "f:1"), Record(TEXT, "f:2"), Record(HH, "f:3")]
     shape = detect_shape(records, raw=False)
@@ -156,6 +203,88 @@ def test_the_first_record_with_a_shape_decides_for_the_source() -> None:
     with pytest.raises(BadPairError, match="f:3: shape 'hh' in a source of shape 'text'"):
         to_pair(records[2], shape, raw=False)
 
+
+# --- messages written as text ---------------------------------------------------------------------------
+
+
+def printed_by_numpy(value: Any) -> str:
+    """What pandas writes to CSV for a column of lists that came from Parquet."""
+    return str(np.array(value, dtype=object)) if isinstance(value, list) else str(value)
+
+
+TRICKY = user("He said \"it's } {\"\n in C: {} {}, [{'role': 'user'}] and \\n")
+WRITERS: list[Callable[[Any], str]] = [json.dumps, str, printed_by_numpy, lambda value: json.dumps(value, indent=1)]
+
+
+def as_text(fields: dict[str, Any], write: Callable[[Any], str]) -> dict[str, Any]:
+    return {key: value if isinstance(value, str | float) else write(value) for key, value in fields.items()}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "fields", "prompt", "chosen", "rejected"), [case for case in SHAPED if case[0] not in ("text", "hh")]
+)
+def test_messages_written_as_text_are_read(
+    name: str, fields: dict[str, Any], prompt: Any, chosen: Any, rejected: Any, write: Callable[[Any], str]
+) -> None:
+    text = as_text(fields, write)
+    assert isinstance(text["chosen"], str)
+    assert detect_shape([Record(text, "f:1")], raw=False).name == name
+    assert pair_of(text) == PreferencePair(prompt, chosen, rejected, None, 1.0, "file:7")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_characters_in_messages_written_as_text_are_kept(write: Callable[[Any], str]) -> None:
+    long = assistant("because } { " * 20)
+    pair = pair_of(as_text({"chosen": [TRICKY, long], "rejected": [TRICKY, BAD]}, write))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([TRICKY], [long], [BAD])
+
+
+def test_one_odd_text_decides_nothing() -> None:
+    odd = TEXT | {side: json.dumps([message]) for side, message in (("chosen", GOOD), ("rejected", BAD))}
+    records = [Record(odd, "f:1"), Record(TEXT, "f:2"), Record(TEXT, "f:3")]
+    shape = detect_shape(records, raw=False)
+    assert shape.name == "text"
+    assert to_pair(records[0], shape, raw=False).chosen == odd["chosen"]
+
+    records = [Record(TEXT, "f:1"), Record(odd, "f:2"), Record(odd, "f:3")]
+    shape = detect_shape(records, raw=False)
+    assert shape.name == "messages"
+    assert to_pair(records[1], shape, raw=False).chosen == [GOOD]
+    with pytest.raises(BadPairError, match=r"f:1: '\w+' is messages written as text in this source, here it is str"):
+        to_pair(records[0], shape, raw=False)
+    cut = odd | {"chosen": odd["chosen"][:-9]}
+    with pytest.raises(BadPairError, match=r"f:4: 'chosen' is messages written as text in this source"):
+        to_pair(Record(cut, "f:4"), shape, raw=False)
+
+
+def test_messages_written_in_another_way_are_refused() -> None:
+    text = f"[{{'role': 'user', 'content': array(['why?'], dtype=object)}} {GOOD}]"
+    with pytest.raises(DataError, match=r"f:1: 'chosen' looks like messages.*Write the file as JSONL or Parquet"):
+        detect_shape([Record({"chosen": text, "rejected": text}, "f:1")], raw=False)
+
+
+@pytest.mark.parametrize("text", ['{"from": "a", "to": "b"}', '[{"value": 3}]', "[{'role': 'x'}]", "{content: 'a'}"])
+def test_objects_that_are_no_messages_stay_text(text: str) -> None:
+    assert pair_of(TEXT | {"prompt": text, "chosen": text}).chosen == text
+
+
+def test_conversations_that_pandas_wrote_to_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ULTRAFEEDBACK))
+        writer.writeheader()
+        writer.writerows([as_text(ULTRAFEEDBACK, printed_by_numpy)] * 3)
+    tokenizer = tiny_tokenizer("chatml")
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    table = build_table([SourceSpec(str(path))], tokenizer, folder=tmp_path, options=options)
+    assert table.stats.sources[0].shape == "ultrafeedback"
+    tokens = table.tokens(0)
+    assert tokenizer.decode(tokens.prompt) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokens.chosen) == "because<|im_end|>"
+
+
+# --- defects --------------------------------------------------------------------------------------------
 
 # base record, what is changed in it (None: removed), reason
 MESSAGES = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}

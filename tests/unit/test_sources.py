@@ -101,6 +101,13 @@ BROKEN = [
     ("cells.csv", b'a,b\n1,"2\n"\n1,2,3\n', "{path}:4: 3 cells, but the header names 2 columns"),
     ("quotes.csv", b'a,b\n1,2\n1,"2" 3\n', "{path}:3: not valid CSV"),
     ("twice.csv", b"a,a\n1,2\n", "{path}:1: a column name comes twice"),
+    (
+        "semicolons.csv",
+        b"prompt;chosen\na;b, c\n",
+        "{path}:1: the header is one column, 'prompt;chosen', which semicolons",
+    ),
+    ("tabs.csv", delimited(ROWS, "\t"), "which tabs seem to divide. A .csv file has commas, a .tsv file has tabs"),
+    ("commas.tsv", delimited(ROWS, ","), "which commas seem to divide"),
     ("cut.parquet", parquet(ROWS)[:-9], "{path}: cannot be read"),
     ("cut.arrow", arrow(ROWS, pa.ipc.new_file)[:-9], "{path}:row 0: cannot be read"),
     ("zipped.parquet.gz", gzip.compress(parquet(ROWS)), "{path}: a gzipped .parquet file"),
@@ -162,12 +169,11 @@ def test_a_renamed_column_that_no_record_has_is_an_error(tmp_path: Path) -> None
         list(read_source(str(path), columns={"weight": "wieght"}))
 
 
-def test_csv_cells_hold_messages_as_json_and_absence_as_nothing(tmp_path: Path) -> None:
-    messages = [{"role": "assistant", "content": "a"}]
+def test_csv_cells_are_text_and_absence_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_bytes(delimited([{"chosen": json.dumps(messages), "system": "", "prompt": "[{ no json"}], ","))
+    path.write_bytes(delimited([{"chosen": '[{"role": "assistant"}]', "system": "", "prompt": "[{ no json"}], ","))
     (record,) = read_source(str(path))
-    assert record.fields == {"chosen": messages, "system": None, "prompt": "[{ no json"}
+    assert record.fields == {"chosen": '[{"role": "assistant"}]', "system": None, "prompt": "[{ no json"}
 
 
 def test_a_long_csv_cell_is_read(tmp_path: Path) -> None:
@@ -218,6 +224,22 @@ def test_a_folder_that_is_no_data_set_names_the_files_in_it(tmp_path: Path) -> N
     (tmp_path / "pairs.jsonl").write_bytes(GOOD)
     with pytest.raises(DataError, match=r"save_to_disk.*pairs\.jsonl"):
         read_source(str(tmp_path))
+
+
+def test_several_files_are_named_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for number in range(7):
+        (tmp_path / "shards" / f"{number}.jsonl").write_bytes(GOOD)
+    few = "shards/0.jsonl, shards/1.jsonl, shards/2.jsonl, shards/3.jsonl, shards/4.jsonl"
+    for spec in ("shards", "shards/*.jsonl", "shar?s/*.jsonl"):
+        with pytest.raises(DataError) as caught:
+            read_source(spec)
+        assert f"Name each file, as in data.train=[{few}, ...]." in str(caught.value)
+    with pytest.raises(DataError, match=r"Name each file, as in data\.train=\[shards/5\.jsonl, shards/6\.jsonl\]\."):
+        read_source("shards/[56].jsonl")
+    with pytest.raises(DataError, match="This one fits no file"):
+        read_source("shards/*.parquet")
 
 
 @pytest.mark.parametrize(

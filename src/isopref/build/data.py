@@ -14,6 +14,7 @@ from isopref.config.values import SourceConfig
 from isopref.data.chat import TokenizeOptions
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
+from isopref.data.shapes import SHAPES
 from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
@@ -27,6 +28,7 @@ SPLIT_SEED = 0
 # Only the first rank shows a bar, so it should be the one that tokenises; the others start this much later.
 HEAD_START_S = 2.0
 SAMPLES = 3
+MANY_DROPPED = 0.2  # of a source's records: said aloud
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Tables:
     train: PairTable
     held_out: PairTable | None
     sources: list[SourceUse]
+    warnings: list[str]  # of what a user would want to know before training
 
     @property
     def all(self) -> list[PairTable]:
@@ -65,18 +68,18 @@ def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: b
     mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed)
     if data.eval_share is not None:
         train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_share, SPLIT_SEED))
-        return Tables(train, held_out, _uses("data.train", mixed, train, held_out))
+        return _tables(config, train, held_out, _uses("data.train", mixed, train, held_out))
     if data.eval_sources is None:
-        return Tables(mixed, None, _uses("data.train", mixed, mixed, None))
+        return _tables(config, mixed, None, _uses("data.train", mixed, mixed, None))
     held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED)
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
             f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Name "
-            "other held-out pairs, or a share of the prompts, as data.eval: 0.05."
+            f"other held-out pairs, or a share of the prompts, as data.eval: 0.05.{mixed.stats.dropped_note}"
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
-    return Tables(train, held_out, uses)
+    return _tables(config, train, held_out, uses)
 
 
 def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> PairTable:
@@ -105,6 +108,12 @@ def say_tables(tables: Tables, display: Display) -> None:
         display.say(f"data  {left_out_note(tables.num_left_out)}")
     if tables.held_out is not None and any(source.train and source.held_out for source in tables.sources):
         display.say(f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval)")
+    say_warnings(tables, display)
+
+
+def say_warnings(tables: Tables, display: Display) -> None:
+    for warning in tables.warnings:
+        display.say(f"warning: {warning}")
 
 
 def left_out_note(count: int) -> str:
@@ -118,6 +127,15 @@ def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
     _, first_of_prompt = np.unique(table.question_ids, return_index=True)
     asked = run.config.run.samples
     return [table.tokens(int(row)).prompt for row in first_of_prompt[: SAMPLES if asked is None else asked]]
+
+
+def _tables(config: Config, train: PairTable, held_out: PairTable | None, sources: list[SourceUse]) -> Tables:
+    warnings = [f"{source.path}: {text}" for source in sources for text in source_warnings(source.found)]
+    if len(train) < (batch := config.optim.batch_pairs):
+        warnings.append(
+            f"optim.batch_pairs is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
+        )
+    return Tables(train, held_out, sources, warnings)
 
 
 def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
@@ -144,7 +162,7 @@ def _mixed_table(
 ) -> PairTable:
     specs = _specs(sources, config.data.columns)
     table = _whole_table(config, specs, tokenizer, display, is_first)
-    return table.select(mix(_pairs_of_source(table, table), specs, seed))
+    return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
 
 
 def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
@@ -208,3 +226,38 @@ def source_notes(stats: SourceStats) -> list[str]:
         f"columns not used: {unused}": len(stats.unused_columns),
     }
     return [note for note, told in notes.items() if told]
+
+
+def source_warnings(stats: SourceStats) -> list[str]:
+    """What in a source is likely a mistake."""
+    warnings = []
+    if special := sum(stats.special_tokens.values()):
+        way_out = (
+            "if they are templated already, set data.template: none"
+            if SHAPES[stats.shape].split_raw
+            else "the template writes them around each message, so take them out of the text"
+        )
+        warnings.append(
+            f"{special} of {stats.kept} pairs contain the tokenizer's special tokens, such as "
+            f"'{next(iter(stats.special_tokens))}': {way_out}"
+        )
+    if 2 * stats.repeated_prompts > stats.kept:
+        warnings.append(
+            f"in {stats.repeated_prompts} of {stats.kept} pairs both answers begin with the prompt, which would be "
+            "learnt as part of the answer: take it out of them"
+        )
+    if stats.unused_inputs:
+        warnings.append(
+            f"{stats.unused_inputs} of {stats.read} records have text in the column 'input', which is not read: if the "
+            "prompt needs it, as in Alpaca's data, write it into the prompt"
+        )
+    dropped = sum(stats.dropped.values())
+    if dropped > MANY_DROPPED * stats.read:
+        reason, count = max(stats.dropped.items(), key=lambda item: item[1])
+        way_out = (
+            "set data.truncation: keep_end or keep_start to cut them, or raise data.max_length"
+            if reason == "too_long"
+            else "data.on_bad: error names the first one"
+        )
+        warnings.append(f"{dropped} of {stats.read} records were dropped, {count} as {reason}: {way_out}")
+    return warnings

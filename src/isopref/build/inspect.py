@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from isopref.build.data import SourceUse, pair_tables
+from isopref.build.data import SourceUse, pair_tables, say_warnings
 from isopref.build.run import say_trust
 from isopref.config.schema import Config
 from isopref.data.statistics import PairText, TableFigures, figures, samples
@@ -17,6 +17,7 @@ class Report:
     """Everything `isopref data` shows."""
 
     sources: list[SourceUse]
+    warnings: list[str]
     context_length: int | None  # of the model, in tokens; None where its config names none
     num_left_out: int  # pairs of data.train that are in neither table, for their prompt is in data.eval
     train: TableFigures
@@ -30,8 +31,10 @@ def inspect(config: Config, display: Display) -> Report:
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     context = hf.context_length(_model_config(config))
     tables = pair_tables(config, tokenizer, display)
+    say_warnings(tables, display)
     return Report(
         sources=tables.sources,
+        warnings=tables.warnings,
         context_length=context,
         num_left_out=tables.num_left_out,
         train=figures(tables.train, context=context),

@@ -31,6 +31,7 @@ import numpy as np
 from isopref.data.content import question_id
 from isopref.data.messages import DefectError, Turns
 from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray, PairTokens
@@ -92,6 +93,8 @@ class PairEncoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._ends = _end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
+        # Of text that a template writes around; plain text may well hold special tokens of its own.
+        self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
 
     def key(self) -> str:

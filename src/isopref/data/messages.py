@@ -5,6 +5,7 @@ Owns roles and what counts as a message. Does not know how fields make a pair: s
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -24,6 +25,11 @@ SHAREGPT_ROLES = {
 }
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+WRITTEN = re.compile(r"\s*\[?\s*\{\s*[\"']")
+WRITTEN_KEYS = tuple(
+    tuple(re.compile(rf"[\"']{key}[\"']\s*:") for key in keys) for keys in (("role", "content"), ("from", "value"))
+)
+STRING_OR_GAP = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\}\s+\{""")
 
 
 class DefectError(Exception):
@@ -40,6 +46,27 @@ def kind(value: Any) -> str:
     if isinstance(items, list) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items):
         return "messages"
     return type(value).__name__
+
+
+def is_written(text: str) -> bool:
+    """Whether a text looks like messages that were written as text."""
+    return WRITTEN.match(text) is not None and any(all(key.search(text) for key in keys) for keys in WRITTEN_KEYS)
+
+
+def parse_written(text: str) -> list[Any] | dict[str, Any] | None:
+    """The messages in such a text: JSON, or what Python or numpy print, as pandas writes to CSV. None: not messages."""
+    if not is_written(text):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        # numpy sets no comma between objects; in a string the same characters stay.
+        commas = STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text)
+        try:
+            value = ast.literal_eval(commas.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+    return value if kind(value) == "messages" else None
 
 
 def shown(value: Any) -> str:

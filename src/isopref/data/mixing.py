@@ -17,14 +17,14 @@ from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray
 
 
-def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int) -> IntArray:
+def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int, *, why_few: str = "") -> IntArray:
     """Indices, ascending, into a table of `num_pairs[s]` pairs of each source, one source after another.
 
     A source with `count` gives that many pairs; with `weight` (all sources or none) its share of the largest
     mix in which no pair comes twice; with neither, everything. Which pairs: those whose hash with the seed is
-    lowest, so a larger share contains a smaller one. Raises ConfigError.
+    lowest, so a larger share contains a smaller one. Raises ConfigError; `why_few` ends what it says of too few pairs.
     """
-    counts = _counts(num_pairs, specs)
+    counts = _counts(num_pairs, specs, why_few)
     picked = []
     start = 0
     for source, (size, count) in enumerate(zip(num_pairs, counts, strict=True)):
@@ -54,6 +54,7 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
         raise DataError(
             f"Holding out {fraction} of {len(table)} pairs leaves {len(train)} to train on and {len(held)} to "
             "evaluate on. Use more pairs, another share, or a source of its own for evaluation."
+            f"{table.stats.dropped_note}"
         )
     return train, held
 
@@ -64,13 +65,14 @@ def without(table: PairTable, held_out: PairTable) -> IntArray:
     return np.flatnonzero(~(asked | np.isin(table.prompt_ids, held_out.prompt_ids)))
 
 
-def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:
+def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec], why_few: str) -> list[int]:
     for spec, size in zip(specs, num_pairs, strict=True):
         where = f"The source '{spec.path}'"
         if spec.weight is not None and spec.count is not None:
             raise ConfigError(f"{where}: both weight and count are set. Keep one of them.")
         if spec.count is not None and not 0 < spec.count <= size:
-            raise ConfigError(f"{where}: count {spec.count} of {size} pairs. Use 1 to {size}; no pair comes twice.")
+            use = f"Use 1 to {size}; no pair comes twice."
+            raise ConfigError(f"{where}: count {spec.count} of {size} pairs. {use}{why_few}")
         if spec.weight is not None and not 0 < spec.weight < np.inf:
             raise ConfigError(f"{where}: weight {spec.weight} is not a positive number.")
     # As decimal fractions, which is how they were written: in floats, 0.3 is not three times 0.1.
@@ -83,7 +85,7 @@ def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec]) -> list[int]:
     counts = [int(weight * scale) for weight in weights]
     for spec, count in zip(specs, counts, strict=True):
         if count == 0:
-            raise ConfigError(f"The source '{spec.path}': weight {spec.weight} gives not one pair. Raise it.")
+            raise ConfigError(f"The source '{spec.path}': weight {spec.weight} gives not one pair. Raise it.{why_few}")
     return counts
 
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SHAPES, BadPairError, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
+from isopref.data.surprises import first_special_token, has_unused_input, repeats_prompt
 from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
 from isopref.errors import ConfigError, DataError, RunError
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 4  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 5  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 class _Chunk(NamedTuple):
     source: int
     name: str
-    shape: str
+    shape: Shape
     records: list[Record]
 
 
@@ -59,6 +60,7 @@ class _Encoded(NamedTuple):
     batch: Any  # pa.RecordBatch
     dropped: Counter[str]
     notes: Counter[str]
+    special_tokens: Counter[str]
     unused_columns: set[str]
 
 
@@ -101,7 +103,14 @@ def all_cores() -> int:
 def _open(spec: SourceSpec) -> Source:
     unknown = set(spec.columns or {}) - set(COLUMNS)
     if unknown:
-        raise ConfigError(f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.")
+        turned = {
+            ours: theirs for theirs, ours in (spec.columns or {}).items() if theirs in unknown and ours in COLUMNS
+        }
+        names = ", ".join(f"{ours}: {theirs}" for ours, theirs in turned.items())
+        way_out = f" Our name comes first: if those are columns of the data, write {{{names}}}." if turned else ""
+        raise ConfigError(
+            f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
+        )
     return read_source(spec.path, columns=spec.columns)
 
 
@@ -173,18 +182,20 @@ class _Found:
         self._shape = ""
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._special: Counter[str] = Counter()
         self._unused: set[str] = set()
 
     def add(self, result: _Encoded) -> None:
         self._shape = result.shape
         self._counts.update(result.notes, read=result.read, kept=result.batch.num_rows)
         self._dropped += result.dropped
+        self._special += result.special_tokens
         self._unused |= result.unused_columns
 
     def stats(self) -> SourceStats:
         """Raises DataError where there is not one pair: no share of nothing can be mixed."""
         source, dropped = self._source, dict(self._dropped)
-        counts = {name: self._counts[name] for name in ("read", "kept", *NOTES)}
+        counts = {name: self._counts[name] for name in ("read", "kept", "repeated_prompts", "unused_inputs", *NOTES)}
         if not counts["kept"]:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise DataError(
@@ -192,7 +203,12 @@ class _Found:
                 "data.template or data.max_length."
             )
         return SourceStats(
-            source.format, self._shape, dropped=dropped, unused_columns=tuple(sorted(self._unused)), **counts
+            source.format,
+            self._shape,
+            dropped=dropped,
+            unused_columns=tuple(sorted(self._unused)),
+            special_tokens=dict(self._special.most_common()),
+            **counts,
         )
 
 
@@ -200,10 +216,10 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
     for index, source in enumerate(sources):
         records = iter(source)
         first = list(islice(records, DETECT_RECORDS))
-        shape = detect_shape(first, raw=raw)
+        shape = detect_shape(first, raw=raw, columns=source.columns)
         everything = chain(first, records)
         while chunk := list(islice(everything, CHUNK_RECORDS)):
-            yield _Chunk(index, source.name, shape.name, chunk)
+            yield _Chunk(index, source.name, shape, chunk)
 
 
 # --- encoding, here or in worker processes -----------------------------------------------------------
@@ -213,6 +229,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     options = encoder.options
     dropped: Counter[str] = Counter()
     notes: Counter[str] = Counter()
+    special: Counter[str] = Counter()
     columns: set[str] = set()
 
     def drop(bad: BadPairError) -> None:
@@ -224,7 +241,8 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     for record in chunk.records:
         columns |= record.fields.keys()
         try:
-            pairs.append(to_pair(record, SHAPES[chunk.shape], raw=options.raw))
+            pairs.append(to_pair(record, chunk.shape, raw=options.raw))
+            notes["unused_inputs"] += has_unused_input(record.fields, pairs[-1])
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -235,11 +253,14 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             drop(result)
         else:
             notes.update(result.notes)
+            notes["repeated_prompts"] += repeats_prompt(pair)
+            if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
+                special[token] += 1
             place = pair.origin.removeprefix(chunk.name)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns.difference(COLUMNS)
-    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, unused)
+    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:

@@ -6,8 +6,10 @@ messages; files (sources) and tokens (chat) are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isopref.data.messages import (
@@ -16,7 +18,9 @@ from isopref.data.messages import (
     Message,
     Turns,
     is_transcript,
+    is_written,
     kind,
+    parse_written,
     read_answer,
     read_messages,
     read_prompt,
@@ -35,6 +39,13 @@ Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 SIDES = ("chosen", "rejected")
 PARTS = ("prompt", "conversations", *SIDES)
 COLUMNS = (*PARTS, "system", "tools", "weight")
+# Other names of our columns, in small letters, for a suggestion.
+ALIASES = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
+    "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
+    "rejected": ("reject", "dispreferred", "unpreferred", "worse", "worst", "bad", "negative", "loser", "lose", "neg"),
+}
+OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "output", "text", "message", "messages"}
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
 
@@ -64,23 +75,30 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class Shape:
-    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text."""
+    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text.
+
+    `written` are the columns of a source whose messages are written as text, as in CSV.
+    """
 
     name: str
     looks: str
     split: Callable[[Fields], Parts]
     split_raw: Callable[[Fields], Parts] | None = None
+    written: frozenset[str] = frozenset()
 
 
-def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
+def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
     """The shape of the first record that has one, among the first records of a source.
 
-    `raw`: there is no chat template, so only shapes made of text will do. Raises DataError if none fits.
+    `raw`: there is no chat template, so only shapes made of text will do. `columns` were renamed (ours: theirs). Raises
+    DataError if none fits.
     """
-    first = None
+    written = _written_columns(records)
     for record in records:
-        first = first or record
-        name = _shape_name(record.fields)
+        try:
+            name = _shape_name(_parsed(record.fields, written))
+        except DefectError:
+            continue
         if name is None:
             continue
         if raw and SHAPES[name].split_raw is None:
@@ -88,14 +106,15 @@ def detect_shape(records: Iterable[Record], *, raw: bool) -> Shape:
                 f"{record.origin}: records of shape '{name}' are messages, which data.template: none cannot "
                 "write. Use the tokenizer's chat template, or data.template: path.jinja."
             )
-        return SHAPES[name]
-    assert first is not None, "a source without records raises before this"
+        return replace(SHAPES[name], written=written)
+    assert records, "a source without records raises before this"
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
+    first = records[0]
     found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items())
-    raise DataError(
-        f"{first.origin}: no shape fits the columns {found}. "
-        f"Rename columns with data.columns (ours: theirs). The shapes we know:{known}"
-    )
+    renames = _renames(first.fields)
+    names = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in ({**(columns or {}), **renames}).items())
+    way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"
+    raise DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
 
 
 def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
@@ -109,7 +128,7 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
 
 
 def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
-    fields = record.fields
+    fields = _parsed(record.fields, shape.written)
     if _shape_name(fields) != shape.name:
         raise _misfit(fields, shape)
     split = shape.split_raw if raw and shape.split_raw else shape.split
@@ -134,6 +153,41 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
 # --- detection ---------------------------------------------------------------------------------------
 
 
+def _written_columns(records: Sequence[Record]) -> frozenset[str]:
+    """The columns of a source that hold messages written as text: in most of these records, for one may be odd text.
+
+    Raises DataError for a column that looks so and cannot be read.
+    """
+    found = set()
+    for key in PARTS:
+        texts = [record for record in records if isinstance(record.fields.get(key), str) and record.fields[key].strip()]
+        written = [record for record in texts if is_written(record.fields[key])]
+        if 2 * len(written) <= len(texts):
+            continue
+        unread = [record for record in written if parse_written(record.fields[key]) is None]
+        if 2 * len(unread) > len(written):
+            raise DataError(
+                f"{unread[0].origin}: '{key}' looks like messages written as text, and is neither JSON nor what Python "
+                f"prints: {shown(unread[0].fields[key])}. Write the file as JSONL or Parquet, where messages are lists."
+            )
+        found.add(key)
+    return frozenset(found)
+
+
+def _parsed(fields: Fields, written: frozenset[str]) -> Fields:
+    """The fields, with those messages as lists that are written as text."""
+    parsed = {}
+    for key in written:
+        text = fields.get(key)
+        if isinstance(text, str) and text.strip():
+            parsed[key] = parse_written(text)
+            if parsed[key] is None:
+                raise DefectError(
+                    "shape", f"'{key}' is messages written as text in this source, here it is {shown(text)}"
+                )
+    return fields | parsed
+
+
 def _shape_name(fields: Fields) -> str | None:
     """The one shape that fits the kinds of the columns, or None."""
     prompt, conversations, chosen, rejected = (kind(fields.get(key)) for key in PARTS)
@@ -154,6 +208,33 @@ def _shape_name(fields: Fields) -> str | None:
         case ("absent", "absent", "text"):
             return "hh" if all(is_transcript(fields[key]) for key in SIDES) else None
     return None
+
+
+def _renames(fields: Fields) -> dict[str, str]:
+    """Which columns, given our names, would make a shape of the record, as far as their own names tell."""
+    missing = [ours for ours in ALIASES if fields.get(ours) is None]
+    renames = {ours: theirs for ours in missing if (theirs := _column_like(ours, fields))}
+    rest = {key: value for key, value in fields.items() if key not in renames.values()}
+    shape = _shape_name(rest | {ours: fields[theirs] for ours, theirs in renames.items()})
+    return renames if shape else {}
+
+
+def _column_like(ours: str, fields: Fields) -> str | None:
+    """The column whose name says the same as ours."""
+    names = {_plain(name): name for name, value in fields.items() if value is not None}
+    return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
+
+
+def _plain(name: str) -> str:
+    """A column's name in small letters, and chosen for chosen_response or response_chosen."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[^\W_]+", name)
+    telling = [word.lower() for word in words if word.lower() not in OTHER_WORDS] or [name.lower()]
+    return "_".join(telling)
+
+
+def _quoted(name: str) -> str:
+    """A name as YAML takes it."""
+    return name if re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
@@ -191,6 +272,9 @@ def _split_sharegpt(fields: Fields) -> Parts:
 
 def _split_conversations(fields: Fields) -> Parts:
     chosen, rejected = (read_messages(fields[key], key) for key in SIDES)
+    if len(chosen) == 1 and (asked := _column_like("prompt", fields)):
+        columns = f"data.columns={{prompt: {_quoted(asked)}}}"
+        raise DefectError("empty", f"there is no prompt in 'chosen', and '{asked}' is not read ({columns} reads it)")
     return _split_whole(chosen, rejected)
 
 

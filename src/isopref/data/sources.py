@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ FORMATS = "JSONL, a JSON array of objects, CSV or TSV (each also gzipped), Parqu
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 DATA_SUFFIXES = {*TEXT_SUFFIXES, ".json", ".parquet", ".arrow", ".gz", ".txt"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 131,072 characters, is less than a long conversation
 BATCH_ROWS = 256
+LISTED = 5  # files that an error names
 DIGEST_BYTES = 16
 
 
@@ -208,26 +211,28 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
                 header = row
                 if len(set(header)) < len(header):
                     raise DataError(f"{name}:{line}: a column name comes twice in {header}. Rename one of them.")
+                _check_delimiter(header, f"{name}:{line}")
             elif row:
                 if len(row) != len(header):
                     raise DataError(
                         f"{name}:{line}: {len(row)} cells, but the header names {len(header)} columns. "
                         "Quote cells that hold a delimiter or a line break."
                     )
-                yield {key: _csv_cell(cell) for key, cell in zip(header, row, strict=True)}, f":{line}"
+                # A cell has no type: empty means absent.
+                yield {key: cell or None for key, cell in zip(header, row, strict=True)}, f":{line}"
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(f"{name}:{line}: not valid CSV: {error}. Mend the quotes, or remove the record.") from error
 
 
-def _csv_cell(cell: str) -> Any:
-    """A cell has no type: empty means absent, and a JSON list of objects stands for messages or tools."""
-    if cell.startswith("[{"):
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError):
-            return cell
-    return cell or None
+def _check_delimiter(header: list[str], where: str) -> None:
+    """One column makes no pair; most often it is several, between other delimiters."""
+    others = [sign for sign in DELIMITERS if len(header) == 1 and sign in header[0]]
+    if others:
+        raise DataError(
+            f"{where}: the header is one column, {header[0]!r}, which {DELIMITERS[others[0]]} seem to divide. A .csv "
+            "file has commas, a .tsv file has tabs: rename it, or write it so (pandas: to_csv(path, index=False))."
+        )
 
 
 def _read_parquet(name: str, path: Path, zipped: bool) -> Places:
@@ -299,10 +304,10 @@ def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[s
             raise DataError(f"{spec}: no split '{wanted}'. Name one as '{folder}:SPLIT'; there are: {splits}.")
         folder = folder / wanted
     elif split or not (folder / "state.json").is_file():
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in DATA_SUFFIXES)[:5]
+        found = sorted(path for path in folder.iterdir() if path.suffix in DATA_SUFFIXES)
         raise DataError(
             f"{spec}: a folder, but not {'splits' if split else 'a data set'} written by save_to_disk. "
-            f"Name a file in it as a source of its own; it holds {found or 'no data file'}."
+            + (_as_list(found) if found else "It holds no data file.")
         )
     datasets = require("datasets", extra="datasets", why=f"the source '{spec}' is a folder written by save_to_disk")
     try:
@@ -313,6 +318,20 @@ def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[s
     return _dataset_source(spec, dataset, "saved data set", lambda: _digest(files), columns)
 
 
+def _of_pattern(spec: str) -> str:
+    """What to say where a missing file is a pattern."""
+    if not set("*?[") & set(spec):
+        return ""
+    found = sorted(Path(path) for path in glob(str(Path(spec).expanduser()), recursive=True))
+    return " Patterns are not looked up." + (" " + _as_list(found) if found else " This one fits no file.")
+
+
+def _as_list(paths: list[Path]) -> str:
+    """How several files are named."""
+    named = ", ".join(str(path) for path in paths[:LISTED]) + ", ..." * (len(paths) > LISTED)
+    return f"Name each file, as in data.train=[{named}]."
+
+
 def _hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) -> Source:
     tried = Path(spec).expanduser().absolute()
     is_number = re.fullmatch(r"[\d.]+%?", spec) is not None
@@ -320,7 +339,7 @@ def _hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) ->
         share = " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05." * is_number
         raise DataError(
             f"{spec}: no such file or folder ({tried}). Check the path; a relative one starts where the command runs."
-            f"{share}"
+            f"{share}{_of_pattern(spec)}"
         )
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"

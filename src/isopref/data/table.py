@@ -56,6 +56,9 @@ class SourceStats:
     double_bos: int = 0
     missing_eos: int = 0
     truncated: int = 0
+    repeated_prompts: int = 0  # in both answers
+    unused_inputs: int = 0  # records with a column 'input' that is not read
+    special_tokens: dict[str, int] = field(default_factory=dict)  # in the text, by the first one of a pair
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,14 @@ class TableStats:
     def dropped(self) -> dict[str, int]:
         """Records that gave no pair, by reason."""
         return dict(sum((Counter(source.dropped) for source in self.sources), Counter()))
+
+    @property
+    def dropped_note(self) -> str:
+        """What an error about too few pairs adds; nothing where none was dropped."""
+        dropped = self.dropped
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        cut = " data.truncation: keep_end cuts pairs that are too long in place of that." * ("too_long" in dropped)
+        return f" Of {self.read} records {sum(dropped.values())} were dropped: {reasons}.{cut}" if dropped else ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,0 +1,44 @@
+"""What a user may not expect in the text of a pair: special tokens, answers that repeat the prompt, text left out.
+
+Found while pairs are tokenised, and counted; which counts are worth a warning is decided where a run is built.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from isopref.data.messages import Turns
+from isopref.data.shapes import PreferencePair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds a special token of the tokenizer in a text. None: it has none."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = sorted(added | set(tokenizer.all_special_tokens))
+    return re.compile("|".join(re.escape(token) for token in special)) if special else None
+
+
+def first_special_token(pair: PreferencePair, special: re.Pattern[str]) -> str | None:
+    """The first special token in the text of a pair, which the template will write around it once more."""
+    texts = (text for turns in (pair.prompt, pair.chosen, pair.rejected) for text in _texts(turns))
+    return next((found[0] for text in texts if (found := special.search(text))), None)
+
+
+def repeats_prompt(pair: PreferencePair) -> bool:
+    """Whether both answers begin with what was asked last."""
+    asked = _texts(pair.prompt)[-1].strip()
+    return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in (pair.chosen, pair.rejected))
+
+
+def has_unused_input(fields: dict[str, Any], pair: PreferencePair) -> bool:
+    """Whether a record has text in a column 'input', as Alpaca's data has, that is not in its prompt."""
+    text = fields.get("input")
+    return isinstance(text, str) and not any(text.strip() in said for said in _texts(pair.prompt))
+
+
+def _texts(turns: Turns) -> list[str]:
+    return [turns] if isinstance(turns, str) else [turn["content"] for turn in turns]
