@@ -6,12 +6,15 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from isopref.testing.ranks import Ranks
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("same", derandomize=True)  # what is red is red for everyone
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
