@@ -118,7 +118,7 @@ def fit_memory(
     room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
     if layers[0] < layers[1] and few.at(_wanted(longest, tokens)) > room:
-        many = _measure(model, table, kind, grad_sync, layers[1])  # compiles once more: half a minute
+        many = _measure(model, table, kind, grad_sync, layers[1])  # compiles once more
     fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
     checkpoint_layers(unwrap(model), fit.layers)
     return fit
