@@ -121,7 +121,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
     from trl.trainer import dpo_trainer
 
-    # TRL names its file of references by a digest of all weights, which is slow for a large model and not what is timed.
+    # TRL names its file of references by a digest of all weights, slow for a large model and not what is timed.
     dpo_trainer.hash_module = lambda _model: uuid4().hex
 
     class Tokenised(DPOTrainer):  # type: ignore[misc]
