@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STEPS = 10
 SAVE = ("run.save_every=3", "data.eval=null")
 Stop = Callable[[int, Callable[[], None]], None]
+Pulled = Callable[..., Path]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
 LoadWeights = Callable[[Path], "Weights"]
 
@@ -73,6 +74,19 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Stop:
     return stop_next
 
 
+@pytest.fixture
+def pulled(project: Project, stop: Stop) -> Pulled:
+    """Trains until the power goes after a step, and gives the run's folder."""
+
+    def pull(step: int, *arguments: str) -> Path:
+        stop(step, pull_plug)
+        with pytest.raises(PulledPlugError):
+            project.train("run", *arguments)
+        return project.folder / "run"
+
+    return pull
+
+
 @pytest.fixture(scope="module")
 def whole(make_project: MakeProject) -> Path:
     """A run that nothing stopped."""
@@ -95,17 +109,14 @@ def checkpoints(run: Path) -> list[str]:
 def test_after_a_crash_the_weights_are_bit_identical(
     project: Project,
     whole: Path,
-    stop: Stop,
+    pulled: Pulled,
     read_metrics: ReadMetrics,
     load_weights: LoadWeights,
     stopped: int,
     saved: int,
 ) -> None:
     """Stopped at a checkpoint, inside an epoch, at the end of the first epoch, inside the second."""
-    stop(stopped, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
-    run = project.folder / "run"
+    run = pulled(stopped, *SAVE)
     assert not (run / "model").exists()
     # The step it stopped in had not been logged; those between the checkpoint and that are done again.
     assert [line["step"] for line in read_metrics(run)][-1] == max(stopped - 1, saved)
@@ -124,13 +135,11 @@ def test_after_a_crash_the_weights_are_bit_identical(
 
 @pytest.mark.parametrize("setting", ["objective.loss=bco_pair", "objective.reference_moves=[2, 0.6]"])
 def test_what_an_objective_remembers_is_in_the_checkpoint(
-    project: Project, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights, setting: str
+    project: Project, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights, setting: str
 ) -> None:
     """bco_pair shifts rewards by their mean since the first step; a moving reference is somewhere on its way."""
     told = (*SAVE, setting, "objective.beta=1.0")
-    stop(4, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *told)
+    pulled(4, *told)
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *told, "--resume")
     assert outcome.code == 0, outcome.err
     run, whole = project.folder / "run", project.train("whole", *told)
@@ -148,11 +157,9 @@ def test_what_an_objective_remembers_is_in_the_checkpoint(
     ids=" ".join,
 )
 def test_on_another_layout_the_weights_are_the_same_to_rounding(
-    project: Project, whole: Path, stop: Stop, load_weights: LoadWeights, layout: list[str]
+    project: Project, whole: Path, pulled: Pulled, load_weights: LoadWeights, layout: list[str]
 ) -> None:
-    stop(5, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
+    pulled(5, *SAVE)
     run = project.train("run", *SAVE, *layout, "--resume")
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
     assert f"rows: {layout[0].removeprefix('layout.rows=')}" in (run / "config.yaml").read_text()
@@ -199,12 +206,12 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert [start["after_step"] for start in read_run(run).starts] == [0, 5]
 
 
-def test_twice(project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights) -> None:
+def test_twice(
+    project: Project, whole: Path, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights
+) -> None:
     run = project.folder / "run"
     for step, resume in ((5, []), (8, ["--resume"])):
-        stop(step, pull_plug)
-        with pytest.raises(PulledPlugError):
-            project.train("run", *SAVE, *resume)
+        pulled(step, *SAVE, *resume)
     project.train("run", *SAVE, "--resume")
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -213,15 +220,13 @@ def test_twice(project: Project, whole: Path, stop: Stop, read_metrics: ReadMetr
 
 
 def test_metrics_between_two_logs_go_on(
-    make_project: MakeProject, project: Project, stop: Stop, read_metrics: ReadMetrics
+    make_project: MakeProject, project: Project, pulled: Pulled, read_metrics: ReadMetrics
 ) -> None:
     """A checkpoint after step 6 holds two of the four steps that the line of step 8 is the mean of."""
     settings = (*SAVE, "run.log_every=4")
     expected = same(read_metrics(make_project().train("whole", *settings)))
     assert [line["step"] for line in expected] == [1, 4, 8, 10]
-    stop(7, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *settings)
+    pulled(7, *settings)
     found = same(read_metrics(project.train("run", *settings, "--resume")))
     assert [line["step"] for line in found] == [1, 4, 8, 10]
     for one, other in zip(found, expected, strict=True):
@@ -229,11 +234,9 @@ def test_metrics_between_two_logs_go_on(
 
 
 def test_before_the_first_checkpoint_it_starts_again(
-    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+    project: Project, whole: Path, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights
 ) -> None:
-    stop(2, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
+    pulled(2, *SAVE)
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
     assert outcome.code == 0, outcome.err
     assert "resume from the first step: there is no checkpoint yet\n" in outcome.out
@@ -244,13 +247,10 @@ def test_before_the_first_checkpoint_it_starts_again(
 
 
 def test_what_was_half_written_is_not_trusted(
-    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+    project: Project, whole: Path, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights
 ) -> None:
     """A power cut while a checkpoint and a line of metrics were written."""
-    stop(8, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
-    run = project.folder / "run"
+    run = pulled(8, *SAVE)
     (run / "checkpoints" / "step6" / ".metadata.json").unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "train/lo')
@@ -263,13 +263,10 @@ def test_what_was_half_written_is_not_trusted(
 
 
 def test_damaged_lines_of_metrics_are_dropped_by_name(
-    project: Project, whole: Path, stop: Stop, read_metrics: ReadMetrics, load_weights: LoadWeights
+    project: Project, whole: Path, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights
 ) -> None:
     """A full disk, or a crash of the machine, left other bytes in lines 2 to 5."""
-    stop(8, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
-    run = project.folder / "run"
+    run = pulled(8, *SAVE)
     first, *_four, sixth, seventh = (run / "metrics.jsonl").read_bytes().splitlines()
     damage = (b"\0" * 40, b'{"step": 3, "train/lo', b'{"train/loss": 0.5}', b"4")
     (run / "metrics.jsonl").write_bytes(b"\n".join([first, *damage, sixth, seventh, b""]))
@@ -283,10 +280,10 @@ def test_damaged_lines_of_metrics_are_dropped_by_name(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_data_that_moved_is_the_same_data(project: Project, whole: Path, stop: Stop, load_weights: LoadWeights) -> None:
-    stop(5, pull_plug)
-    with pytest.raises(PulledPlugError):
-        project.train("run", *SAVE)
+def test_data_that_moved_is_the_same_data(
+    project: Project, whole: Path, pulled: Pulled, load_weights: LoadWeights
+) -> None:
+    pulled(5, *SAVE)
     (project.folder / "train.jsonl").rename(project.folder / "moved.jsonl")
     run = project.train("run", *SAVE, "data.train=moved.jsonl", "--resume")
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
