@@ -91,6 +91,15 @@ def versions() -> dict[str, str]:
     return {
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+        "cpu": _cpu(),
         "python": platform.python_version(),
         **{name: installed[name] for name in wanted if name in installed},
     }
+
+
+def _cpu() -> str:
+    """Its name where Linux tells it: a trainer that waits for its host is as fast as that is."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
