@@ -2,7 +2,7 @@
 
 import pytest
 
-from isopref.testing.counting import mixed_accumulation_error, unchanged_after_scoring
+from isopref.testing.counting import mixed_accumulation_error, own_answers_moved, unchanged_after_scoring
 from isopref.testing.ranks import Ranks
 
 
@@ -17,3 +17,9 @@ def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str) ->
 def test_every_parameter_trains_after_scoring(two_ranks: Ranks, parallel: str) -> None:
     for unchanged in two_ranks(unchanged_after_scoring, parallel):
         assert unchanged == []
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_model_speaks_for_itself_when_it_is_spread(two_ranks: Ranks, parallel: str) -> None:
+    for moved in two_ranks(own_answers_moved, parallel):
+        assert moved <= 1e-10

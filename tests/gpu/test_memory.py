@@ -1,4 +1,4 @@
-"""On a CUDA device that is too small: steps that run out of memory are cut smaller, and the weights are the same."""
+"""On a CUDA device that is too small, for a step or for the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isopref.engine.environment import environment
+from isopref.models.parallel import parallelize
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
 from isopref.testing import oracle
+from isopref.testing.models import tiny_model
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command, Done
@@ -40,3 +45,15 @@ def test_a_real_lack_of_memory_changes_no_weight(isopref_train: Command, capsys:
     assert json.loads((short.folder / "microbatch.json").read_text())["fits"]["tokens"] < 20000
     expected, found = (load_file(one.folder / "model" / "model.safetensors") for one in (whole, short))
     assert oracle.relative_error(found, expected) < 1e-4
+
+
+def test_an_offloaded_model_is_never_whole_on_the_device() -> None:
+    policy = Policy(tiny_model("llama", num_hidden_layers=12, hidden_size=512, intermediate_size=2048))
+    whole = sum(parameter.nbytes for parameter in policy.parameters())
+    with environment(device="cuda", seed=0, process_group=True) as env:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = parallelize(policy, "fsdp", device=env.device, world_size=1, offload=True)
+        check_layout(model, "shared")
+        most = torch.cuda.max_memory_allocated() - before
+    assert most < 0.5 * whole

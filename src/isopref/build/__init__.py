@@ -14,7 +14,7 @@ from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
-from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
+from isopref.build.model import add_adapter, check_parallel, from_host, load_policy, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import (
@@ -144,6 +144,9 @@ def _train(run: Run, resume: bool) -> bool:
     check_same_models(run, keys, resume)
     add_adapter(run, policy)  # after the store: its key is that of the model without
     prompts = sample_prompts(run, eval_table)
+    if prompts and from_host(run, policy):
+        run.display.say("note: no sample answers, as the model as a whole does not fit on one device")
+        prompts = []
     with policy.plain() as plain:
         before = result.sample(run, plain, tokenizer, prompts)
     model = spread(run, policy)

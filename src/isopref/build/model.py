@@ -42,7 +42,7 @@ def check_parallel(run: Run) -> None:
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
-    """The model at `path` on this rank's device; if that is not given, the one that the run starts from.
+    """The model at `path`, where `place` puts it; if that is not given, the one that the run starts from.
 
     `setting` names it in messages.
     """
@@ -56,8 +56,23 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     else:
         loaded = _load(run, path or model.path, getattr(torch, model.dtype), setting)
         policy = Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
-    policy.to(run.env.device)
+    place(run, policy)
     return policy
+
+
+def place(run: Run, policy: Policy) -> None:
+    """Put the policy on this rank's device, unless that must never hold all of it."""
+    if not from_host(run, policy):
+        policy.to(run.env.device)
+
+
+def from_host(run: Run, policy: Policy) -> bool:
+    """Whether the policy stays in the host's memory until `spread` shards it."""
+    layout = run.config.layout
+    sharded = layout.offload or (run.env.world_size > 1 and layout.parallel in ("auto", "fsdp", "hsdp"))
+    weights = sum(map(adapter.stored_bytes, policy.parameters()))
+    room = device_memory(run.env.device)
+    return auto.from_host(weights, room, sharded=sharded and layout.tensor_parallel == 1)
 
 
 def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedModel:
@@ -116,7 +131,7 @@ def add_adapter(run: Run, policy: Policy) -> None:
     if asked.path is None:
         dtype = getattr(torch, run.config.model.dtype)
         adapter.add_adapter(policy.model, new_adapter(asked), dtype=dtype, seed=run.config.optim.seed)
-        policy.to(run.env.device)
+        place(run, policy)
     trained, every = (sum(p.numel() for p in policy.parameters() if p.requires_grad or one) for one in (False, True))
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
 
@@ -137,7 +152,11 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 
     One that is not trained is not wrapped by DDP, which would keep room for its gradients.
     """
-    own = own_logps(policy)
+    # A model that must not be whole on a device is asked when it is sharded; a native one shows its own form here only.
+    large = from_host(run, policy)
+    if large:
+        run.display.say(f"{policy.name} is sharded from the host's memory: it does not fit on one device as a whole")
+    own = None if large and policy.native is None else own_logps(policy)
     if _compiles(run, policy):
         compile_layers(policy)
     mode = _parallel(run, policy)

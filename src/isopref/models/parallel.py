@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,11 +45,13 @@ def parallelize(
 ) -> nn.Module:
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
+    FSDP takes the weights from where they are, layer by layer: from the host's memory, a model never is whole on a GPU.
     `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
     `offload` keeps the shards and their gradients in the host's memory, and so the optimizer's state.
     `tensor_parallel` ranks, next to each other, compute every layer together: OLMo-core's models, under FSDP or HSDP.
     """
-    policy.to(device)
+    if mode in ("single", "ddp") or tensor_parallel > 1:
+        policy.to(device)
     if tensor_parallel > 1:
         check_tensor(policy, mode, tensor_parallel, world_size)
     if mode == "single":
@@ -69,16 +77,21 @@ def parallelize(
         policy.tensor_mesh = mesh["tensor"]
         mesh = mesh[tuple(name for name, _ in data)]
     trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    whole = {p for p in policy.parameters() if _stays_whole(p, world_size, offload)}
+    for parameter in whole:
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=trained.dtype),
-        "ignored_params": {p for p in policy.parameters() if _stays_whole(p, world_size, offload)},
+        "ignored_params": whole,
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in decoder_layers(policy):
         fully_shard(layer, **options)
     fully_shard(policy, **options)
+    register_fsdp_forward_method(policy, "own_logits")
     return policy
 
 

@@ -122,6 +122,12 @@ class Policy(nn.Module):
         output = self.model.base_model(input_ids=one.input_ids, use_cache=False, **more)
         return output.last_hidden_state, output.router_logits if routed else ()
 
+    def own_logits(self, input_ids_BT: Tensor) -> Tensor:
+        """What the model itself says, with its own attention and head: B, T, V."""
+        with self.plain() as model:
+            logits: Tensor = model(input_ids=input_ids_BT).logits
+        return logits
+
     def _use_attention(self, name: str) -> None:
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)

@@ -28,7 +28,8 @@ LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than th
 def own_logps(policy: Policy) -> Tensor:
     """What the model itself gives the probe's pairs, one sequence at a time: 2, P. Raises ModelError."""
     pairs = _pairs(policy, seed=1)
-    found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+    with torch.compiler.set_stance("force_eager"):
+        found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
     if not found.isfinite().all():
         raise ModelError(
             f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
@@ -43,11 +44,12 @@ def check_layout(
 ) -> None:
     """Raise ModelError if `kind` rows do not give the model's own log-probabilities, as it trains.
 
-    A model that is spread over ranks already (all of them call this) needs `own`, from before it was.
+    All ranks call this together. `own` is from before the model was spread over them; without it, what spreading did to
+    the weights is not seen.
     """
     policy = unwrap(model)
     device, dtype = device_of(model), compute_dtype or next(policy.parameters()).dtype
-    own = own_logps(policy) if own is None else own
+    own = own_logps(policy) if own is None else own.to(device)
     pairs = _pairs(policy, seed=1)
     other = _pairs(policy, seed=2)
     # Other chosen answers of the same lengths: the kernels are the same, so that rounding is too.
@@ -114,13 +116,12 @@ def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:
 
 
 def _own_logp(policy: Policy, prompt: object, completion: object) -> Tensor:
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     prompt_T, completion_C = (
         torch.as_tensor(prompt, device=device),
         torch.as_tensor(completion, device=device),
     )
-    with policy.plain() as model:
-        logits_TV = model(input_ids=torch.cat([prompt_T, completion_C])[None]).logits[0]
+    logits_TV = policy.own_logits(torch.cat([prompt_T, completion_C])[None])[0]
     logp_CV = logits_TV[len(prompt_T) - 1 : -1].float().log_softmax(dim=-1)
     logp: Tensor = logp_CV.gather(1, completion_C[:, None]).sum()
     return logp

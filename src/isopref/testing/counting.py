@@ -18,8 +18,9 @@ from isopref.data.table import PairTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import GradSync, Parallel, parallelize
+from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
 from isopref.models.policy import Policy, full
+from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
 from isopref.testing import oracle
 from isopref.testing.exactness import (
@@ -232,3 +233,14 @@ def unchanged_after_scoring(mode: Parallel) -> list[str]:
     module.optim_step()
     after = {name: full(parameter).detach() for name, parameter in model.named_parameters()}
     return [name for name in before if torch.equal(before[name], after[name])]
+
+
+def own_answers_moved(mode: Parallel) -> float:
+    """How far the model's own log-probabilities are, once it is spread, from those before. Rows are proven by them."""
+    policy = Policy(tiny_model("llama"))
+    before = own_logps(policy)
+    model = parallelize(policy, mode, device=torch.device("cpu"), world_size=dist.get_world_size())
+    check_layout(model, "shared")
+    after = own_logps(policy)
+    reshard(model)
+    return float((after - before).abs().max())
