@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from isopref.engine import train_module
+from isopref.models.policy import Policy
 from isopref.score import score as ours
 from isopref.testing import oracle
 
@@ -113,3 +114,13 @@ def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Cal
     assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
     assert command.family() == {}
     assert os.path.isdir(project.folder / "run" / "model")
+
+
+def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.62 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(Policy, "to", full)
+    message = project.refused("run")
+    assert message.startswith("CUDA out of memory. A microbatch would be cut smaller, but this is the model")
+    assert message.endswith("isopref plan says what fits.")

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
@@ -37,7 +39,7 @@ from isopref.data.table import PairTable
 from isopref.data.templates import NO_TEMPLATE
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
-from isopref.errors import ConfigError, FirstStepError
+from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models import hf
 from isopref.models.experts import check_routers
 
@@ -186,7 +188,14 @@ def _run(config: Config, name: str) -> Iterator[Run]:
         folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
         display = Display(quiet=not env.is_first)
         say_trust(config, display)
-        yield Run(config, folder, env, display)
+        try:
+            yield Run(config, folder, env, display)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"{str(error).split('. ')[0]}. A microbatch would be cut smaller, but this is the model, the optimizer "
+                "or scoring. Ways out: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits "
+                "(model.adapter.quantize: nf4), a smaller layout.score_tokens. isopref plan says what fits."
+            ) from error
 
 
 def _with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
