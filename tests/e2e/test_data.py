@@ -139,9 +139,11 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     assert (outcome.code, outcome.err) == (0, "")
     assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
         "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "
-        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "data.truncation: keep_end or keep_start it cuts their prompts.",
         "1 pair is longer than the model's context length, 256 tokens; the longest, eval.jsonl:2, has 263 in "
-        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "data.truncation: keep_end or keep_start it cuts their prompts.",
     ]
     found = report(no_weights)
     longest = {"origin": "train.jsonl:3", "prompt": 259, "chosen": 4, "rejected": 5}

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from isopref.build.data import left_out_note
 from isopref.engine.display import visible
+from isopref.errors import shorter_pairs
 
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
@@ -96,8 +97,8 @@ def _show_over_context(over: OverContext | None, context: int | None, console: C
     tokens = longest.prompt + max(longest.chosen, longest.rejected)
     console.print(
         f"  warning: {pairs} longer than the model's context length, {context} tokens; the longest, "
-        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. Set "
-        f"data.max_length: {context}.",
+        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. "
+        f"{shorter_pairs(context)}",
         style="bold red",
         markup=False,
     )

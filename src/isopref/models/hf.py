@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from isopref import optional
-from isopref.errors import ModelError
+from isopref.errors import ModelError, shorter_pairs
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.types import CHOSEN, PROMPT, IntArray
 
@@ -189,8 +189,8 @@ def check_fits(
     limit = context_length(config) or most
     if most > limit:
         raise ModelError(
-            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. Shorten the pairs: "
-            f"data.max_length: {limit}."
+            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
+            f"{shorter_pairs(limit)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
@@ -200,7 +200,7 @@ def check_fits(
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "
                 f"{border} tokens, as {name(pair)} is ({most}), so scores would depend on which pairs share a "
-                f"microbatch. Set data.max_length: {border}."
+                f"microbatch. {shorter_pairs(border)}"
             )
 
 
