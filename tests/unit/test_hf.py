@@ -18,7 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isopref.data.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.models import hf
-from isopref.models.hf import Origin, check_fits, disable_dropout, export, load_model, load_tokenizer, locate
+from isopref.models.hf import (
+    Origin,
+    check_fits,
+    disable_dropout,
+    export,
+    load_model,
+    load_tokenizer,
+    locate,
+    stop_tokens,
+)
 from isopref.models.policy import Policy
 from isopref.testing.models import ARCHITECTURES, byte_tokenizer, random_pairs, tiny_folder, tiny_model
 
@@ -303,6 +312,14 @@ def test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf(tmp_path: Path)
     command = [sys.executable, "-c", WITHOUT_GGUF, str(tmp_path / "out"), str(tmp_path / "logits.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("listed", "stops"), [(None, ()), (2, (2,)), ([2, 5], (2, 5))])
+def test_where_a_model_stops_is_read_from_its_folder(tmp_path: Path, listed: Any, stops: tuple[int, ...]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert stop_tokens(str(tmp_path)) == stops
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_tokens(str(tmp_path)) == ()
 
 
 CUT = r" drops longer pairs; with data.truncation: keep_end or keep_start it cuts their prompts\.$"

@@ -95,6 +95,17 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
     return tokenizer
 
 
+def stop_tokens(path: str) -> tuple[int, ...]:
+    """The tokens at which a model's generation stops, as the folder of its tokenizer says; none where it does not."""
+    if is_adapter(Path(path)):
+        path = base_of(path, setting="model.path")
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # there is none
+        found = None
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+
 def load_model(
     path: str, *, dtype: torch.dtype | Literal["auto"], trust_remote_code: bool = False, setting: str = "model.path"
 ) -> PreTrainedModel:
