@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isopref.models.parallel import parallelize
     from isopref.models.policy import Policy
     from isopref.score import TableLogps, score_table
+    from isopref.script import train
     from isopref.types import PairTokens
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "parallelize",
     "score_table",
     "split_batch_dpo",
+    "train",
 ]
 
 _HOME = {
@@ -48,6 +50,7 @@ _HOME = {
     "parallelize": "models.parallel",
     "score_table": "score",
     "split_batch_dpo": "engine.padded",
+    "train": "script",
 }
 
 

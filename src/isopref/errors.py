@@ -41,6 +41,12 @@ class FirstStepError(RunError):
     """Policy and reference differ before the first update, though they should be the same model."""
 
 
+def shorter_pairs(limit: int | None = None) -> str:
+    """What `data.max_length` does for pairs that are too long: the same words wherever it is a way out."""
+    setting = "data.max_length" if limit is None else f"data.max_length: {limit}"
+    return f"{setting} drops longer pairs; with data.truncation: keep_end or keep_start it cuts their prompts."
+
+
 def chain_of(error: BaseException) -> Iterator[BaseException]:
     """An exception, what caused it, what caused that, and so on."""
     found: BaseException | None = error

@@ -7,7 +7,6 @@ The command runs in the test's own process, because importing the engine takes s
 import contextlib
 import io
 import json
-import logging
 import os
 import random
 import re
@@ -22,15 +21,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from isopref.cli.main import main
+from isopref.script import untouched_process
 from isopref.testing.models import tiny_folder
 
 Record = dict[str, Any]
@@ -129,29 +127,6 @@ class Project:
         match = re.fullmatch(r"error: (.+)\n", outcome.err)
         assert match, outcome.err
         return match[1]
-
-
-@contextlib.contextmanager
-def untouched_process() -> Iterator[None]:
-    """Put back what a run changes in its process, which is usually its own."""
-    loggers = [logging.getLogger(), logging.getLogger("olmo_core")]
-    before = [(list(one.handlers), one.level) for one in loggers]
-    bars = transformers_logging.is_progress_bar_enabled()
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        logging.captureWarnings(False)
-        if bars:
-            transformers_logging.enable_progress_bar()
-        for one, (handlers, level) in zip(loggers, before, strict=True):
-            for handler in set(one.handlers) - set(handlers):
-                handler.close()
-            one.handlers[:] = handlers
-            one.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 14] == [
+    assert lines[at : at + 15] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
         "columns not used note",
@@ -64,7 +64,8 @@ def test_what_is_shown(no_weights: Project) -> None:
         "prompt ends inside a token of the answer 0",
         "generation prompt not before the answer 0",
         "two BOS tokens 0",
-        "no end token from the template 0",
+        "end token added, the template has none 0",
+        "no end token, the template has plain text 0",
         "pairs in the mix 21",
         "trained on 20",
         "held out 0",
@@ -130,6 +131,19 @@ def test_json_has_the_same_figures(no_weights: Project) -> None:
     assert found["samples"][0]["chosen"] == "yes<|im_end|>"
 
 
+def test_answers_end_where_the_folder_says_that_the_model_stops(no_weights: Project) -> None:
+    folder = no_weights.folder / "tokenizer"
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<pad>' if m.role == 'user' else '<|im_start|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    no_weights.write_pairs("train.jsonl", [{"prompt": "a?", "chosen": "yes", "rejected": "no"}])
+    for stops, end in (([2], "<|im_end|>"), ([2, 0], "<pad>")):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        found = report(no_weights, "data.eval=null")
+        assert (found["samples"][0]["chosen"], found["sources"][0]["found"]["added_ends"]) == (f"yes{end}", 1)
+
+
 def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> None:
     # As above: n letters are a prompt of n + 19 tokens, the longer answer has 5, and the model takes 256.
     for name, letters in (("train.jsonl", (5, 233, 240, 232)), ("eval.jsonl", (3, 239))):
@@ -139,9 +153,11 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     assert (outcome.code, outcome.err) == (0, "")
     assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
         "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "
-        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "data.truncation: keep_end or keep_start it cuts their prompts.",
         "1 pair is longer than the model's context length, 256 tokens; the longest, eval.jsonl:2, has 263 in "
-        "prompt and longer answer. isopref train refuses that. Set data.max_length: 256.",
+        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "data.truncation: keep_end or keep_start it cuts their prompts.",
     ]
     found = report(no_weights)
     longest = {"origin": "train.jsonl:3", "prompt": 259, "chosen": 4, "rejected": 5}

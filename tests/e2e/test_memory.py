@@ -96,7 +96,7 @@ def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: 
     message = project.refused("run", "data.eval=null")
     assert message.startswith("train.jsonl:5 does not fit into memory, though it was alone in its microbatch: ")
     assert "(prompt " in message
-    assert "data.max_length" in message
+    assert "or shorten the pairs: data.max_length drops longer pairs; with data.truncation: " in message
     assert "layout.checkpointing: full" in message
 
 

@@ -105,7 +105,8 @@ def test_tokens_decode_to_what_the_template_writes(template: str, pair: Preferen
         assert prompt == generation_prompt
         said = [ended(turn["content"].strip(), bare=False) for (turn,) in answers if isinstance(turn, dict)]
         assert all(answer in side for answer, side in zip(said, sides, strict=True))
-    assert ("missing_eos" in result.notes) == endless
+    assert ("added_ends" in result.notes) == endless
+    assert "missing_eos" not in result.notes
     assert all(side.dtype == np.int32 for side in result.tokens)
 
 
@@ -267,7 +268,7 @@ def test_an_unknown_character_at_the_end_is_not_taken_for_an_end() -> None:
     tokenizer = tokenizer_of("endless", kind="meta")
     result = encode(tokenizer, pair_of("why", "yes 😀", "no"))
     assert result.tokens.chosen[-1] == tokenizer.eos_token_id
-    assert result.notes == {"missing_eos"}
+    assert result.notes == {"added_ends"}
 
 
 def test_answers_that_a_template_makes_equal_are_a_tie() -> None:

@@ -60,7 +60,9 @@ def test_what_was_asked_for_stays() -> None:
 @pytest.mark.parametrize("layers", [(0, 0), (0, 32)])
 def test_nothing_fits(layers: tuple[int, int]) -> None:
     measured = (PLAIN, PLAIN) if layers == (0, 0) else (PLAIN, FULL)
-    with pytest.raises(ConfigError, match=r"a microbatch of 5000 tokens does not fit .*\(data.max_length\)"):
+    with pytest.raises(
+        ConfigError, match=r"a microbatch of 5000 tokens does not fit .*shorten the pairs: data\.max_length drops"
+    ):
         choose(measured, layers, 1000.0 + 2 * 4000, longest=5000)
 
 

@@ -18,7 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isopref.data.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.models import hf
-from isopref.models.hf import Origin, check_fits, disable_dropout, export, load_model, load_tokenizer, locate
+from isopref.models.hf import (
+    Origin,
+    check_fits,
+    disable_dropout,
+    export,
+    load_model,
+    load_tokenizer,
+    locate,
+    stop_tokens,
+)
 from isopref.models.policy import Policy
 from isopref.testing.models import ARCHITECTURES, byte_tokenizer, random_pairs, tiny_folder, tiny_model
 
@@ -305,6 +314,17 @@ def test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("listed", "stops"), [(None, ()), (2, (2,)), ([2, 5], (2, 5))])
+def test_where_a_model_stops_is_read_from_its_folder(tmp_path: Path, listed: Any, stops: tuple[int, ...]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert stop_tokens(str(tmp_path)) == stops
+    (tmp_path / "generation_config.json").unlink()
+    assert stop_tokens(str(tmp_path)) == ()
+
+
+CUT = r" drops longer pairs; with data.truncation: keep_end or keep_start it cuts their prompts\.$"
+
+
 def lengths(*rows: tuple[int, int, int]) -> Any:
     return np.array(rows)
 
@@ -312,13 +332,13 @@ def lengths(*rows: tuple[int, int, int]) -> Any:
 @pytest.mark.parametrize(
     ("changes", "rows", "message"),
     [
-        ({}, [(200, 57, 3)], r"pair 0 is 257 tokens long.*max_position_embeddings is 256.*data\.max_length: 256"),
+        ({}, [(200, 57, 3)], r"pair 0 is 257 tokens long.*max_position_embeddings is 256.*data\.max_length: 256" + CUT),
         ({"vocab_size": 10}, [(1, 1, 1)], r"the tokenizer has \d+ tokens, the model 10"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
                                  "original_max_position_embeddings": 64}},
             [(60, 5, 3)],
-            r"rope \(dynamic\).*over 64 tokens, as pair 0 is \(65\).*data\.max_length: 64",
+            r"rope \(dynamic\).*over 64 tokens, as pair 0 is \(65\).*data\.max_length: 64" + CUT,
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,

@@ -171,8 +171,8 @@ def test_notes_of_the_tokenizer_are_counted(tmp_path: Path) -> None:
     thinking.chat_template = thinking.chat_template.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     (unlike,) = build(spec, folder=tmp_path, tokenizer=thinking).stats.sources
     assert (unlike.generation_prompt_backoffs, unlike.boundary_backoffs) == (5, 0)
-    assert (merging.boundary_backoffs, merging.missing_eos) == (5, 0)
-    assert (endless.boundary_backoffs, endless.missing_eos) == (0, 5)
+    assert (merging.boundary_backoffs, merging.added_ends) == (5, 0)
+    assert (endless.boundary_backoffs, endless.added_ends) == (0, 5)
 
 
 def test_pairs_that_the_template_leaves_something_out_of_are_counted(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from isopref.data.sources import SourceSpec
 from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
+from isopref.models import hf
 from isopref.places import cache_folder
 from isopref.types import IntArray
 
@@ -185,6 +186,7 @@ def _whole_table(
         max_length=data.max_length,
         truncation=data.truncation,
         on_bad=data.on_bad,
+        stops=hf.stop_tokens(tokenizer.name_or_path),
     )
     what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
     bar: Advance | None = None  # none where the table is there already
@@ -222,7 +224,8 @@ def source_notes(stats: SourceStats) -> list[str]:
         f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
         f"{stats.generation_prompt_backoffs} written without the generation prompt": stats.generation_prompt_backoffs,
         f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
-        f"{stats.missing_eos} without an end token from the template": stats.missing_eos,
+        f"{stats.added_ends} to which an end token was added, which the template does not write": stats.added_ends,
+        f"{stats.missing_eos} without an end token: the template ends answers in plain text": stats.missing_eos,
         f"columns not used: {unused}": len(stats.unused_columns),
     }
     return [note for note, told in notes.items() if told]

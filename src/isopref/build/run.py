@@ -22,7 +22,7 @@ from isopref.errors import RunError, StartAgainError, UserError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.places import write_whole
-from isopref.report.read import CONFIG_FILE
+from isopref.report.read import CONFIG_FILE, MODEL_FOLDER
 
 SCORE_TOKENS = 16384
 
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        return self.folder / "model"
+        return self.folder / MODEL_FOLDER
 
     @property
     def native_folder(self) -> Path:
@@ -91,6 +91,11 @@ class Run:
     @property
     def loss(self) -> PairLoss:
         return loss_of(self.config)
+
+
+def run_folder(config: Config, name: str) -> Path:
+    """Where a run of a config lives. `name` is the config file's, for the default."""
+    return Path(config.run.folder or f"runs/{name}-{run_id(config)}")
 
 
 def loss_of(config: Config) -> PairLoss:

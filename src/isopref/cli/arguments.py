@@ -1,6 +1,5 @@
 """Arguments that several commands take, and how a command starts on several processes."""
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from isopref.cli.launch import launch, torchrun
+from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
@@ -33,12 +33,3 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> None:
             raise ConfigError(f"--nproc {nproc}: torchrun has started this process already. Leave --nproc out.")
         raise typer.Exit(launch(torchrun(nproc, "isopref.cli.main", arguments)))
     quiet_engine()
-
-
-def quiet_engine() -> None:
-    """Keep libraries from writing between our lines."""
-    # The engine logs before the run has its log file, and prints where the root logger has no handler.
-    logging.getLogger().addHandler(logging.NullHandler())
-    logging.getLogger("olmo_core").setLevel(logging.INFO)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of enums in torchao 0.18, once it is imported
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours say what a run does

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from isopref.build.data import left_out_note
 from isopref.engine.display import visible
+from isopref.errors import shorter_pairs
 
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
@@ -60,7 +61,8 @@ def _show_source(source: SourceUse, console: Console) -> None:
         "  prompt ends inside a token of the answer": str(found.boundary_backoffs),
         "  generation prompt not before the answer": str(found.generation_prompt_backoffs),
         "  two BOS tokens": str(found.double_bos),
-        "  no end token from the template": str(found.missing_eos),
+        "  end token added, the template has none": str(found.added_ends),
+        "  no end token, the template has plain text": str(found.missing_eos),
         "pairs in the mix": str(source.mixed),
         "  trained on": str(source.train),
         "  held out": str(source.held_out),
@@ -96,8 +98,8 @@ def _show_over_context(over: OverContext | None, context: int | None, console: C
     tokens = longest.prompt + max(longest.chosen, longest.rejected)
     console.print(
         f"  warning: {pairs} longer than the model's context length, {context} tokens; the longest, "
-        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. Set "
-        f"data.max_length: {context}.",
+        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. "
+        f"{shorter_pairs(context)}",
         style="bold red",
         markup=False,
     )

@@ -15,11 +15,12 @@ from typer.core import TyperGroup
 
 from isopref import __version__
 from isopref.cli import cache, report
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, quiet_engine, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
 from isopref.cli.launch import end_with_parent
 from isopref.config.load import dump_config, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
+from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
 
 OTHER_RANKS_WAIT_S = 5

@@ -5,7 +5,7 @@ Owns the reading and the wording of what is wrong. What is allowed is schema.py'
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -67,18 +67,19 @@ class _Draft:
         self.problems.append(f"{self.place(inner or keys)}: {_name(keys)}: {what}")
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply overrides (`section.field=value`, the last one wins) and check the result.
 
-    Raises ConfigError, with one line for each problem, for a file or an override that cannot be used.
+    A mapping is taken as the file's content. Raises ConfigError, with one line for each problem, for a file or an
+    override that cannot be used.
     """
-    draft = _read(path)
+    draft = _read(source) if isinstance(source, Path) else _copy(source)
     for override in overrides:
         _apply(override, draft)
     config = _validate(draft)
     if config is None or draft.problems:
         problems = draft.problems
-        head = f"{path}: {len(problems)} problems:\n  " if len(problems) > 1 else ""
+        head = f"{draft.source}: {len(problems)} problems:\n  " if len(problems) > 1 else ""
         raise ConfigError(head + "\n  ".join(problems))
     return config
 
@@ -133,6 +134,18 @@ def _read(path: Path) -> _Draft:
             draft.report(keys, f"given twice, the first time in line {first_line}. Remove one of the two.")
     draft.values = values or {}
     return draft
+
+
+def _copy(content: Mapping[str, Any]) -> _Draft:
+    """A draft of a mapping, through YAML: it may hold what a file may, and is not written into."""
+    try:
+        _, values = _parse(yaml.dump(dict(content), Dumper=_Dumper), "config")
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(
+            f"config: {error.args[-1]!r} is no value of a config. Use text, numbers, true or false, None, lists and "
+            "dicts; for a path its text, str(path)."
+        ) from error
+    return _Draft("config", values)
 
 
 def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:

@@ -10,9 +10,10 @@ A template that writes the prompt's own turns differently once an answer follows
 
 How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML
 writes "<|im_end|>\\n") or the same token once more (the answer's own text ended with it): generation stops before
-them. Where the template writes nothing after the answer, EOS is appended, else the model would never learn to
-stop. Where it writes something that is not a special token, it has an end of its own, and nothing is added. Both
-are counted as `missing_eos`.
+them. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
+ends with the token that opens the next turn, if the model stops at that one (GLM's <|user|>, or <|observation|> after
+a tool call); else with EOS, if nothing stands after the answer. Counted as `added_ends`. Where the template ends
+answers in plain text, nothing is added; counted as `missing_eos`.
 
 Without a template (`data.template: none`) a pair is plain text: [BOS] prompt + completion + EOS, with BOS
 only where the tokenizer itself would add it.
@@ -24,6 +25,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,12 +55,14 @@ class TokenizeOptions:
         turn's text (the end of the turn, the generation prompt), without which the answer would continue the user's
         words. A pair whose completions leave no room for one more token is dropped.
     on_bad: "error" or "drop" (and count) records that give no pair.
+    stops: tokens at which the model's generation stops, besides EOS.
     """
 
     template: str | None
     max_length: int | None
     truncation: Literal["drop", "keep_start", "keep_end"]
     on_bad: Literal["error", "drop"]
+    stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -79,7 +83,8 @@ class EncodedPair(NamedTuple):
     notes: frozenset[str]  # of NOTES
 
 
-NOTES = ("boundary_backoffs", "generation_prompt_backoffs", "double_bos", "missing_eos", "truncated")
+NEXT_ROLES = ("user", "tool")
+NOTES = ("boundary_backoffs", "generation_prompt_backoffs", "double_bos", "added_ends", "missing_eos", "truncated")
 
 
 class PairEncoder:
@@ -96,6 +101,7 @@ class PairEncoder:
         # Of text that a template writes around; plain text may well hold special tokens of its own.
         self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
+        self._stop_before = {role: None if options.raw else self._find_stop_before(role) for role in NEXT_ROLES}
 
     def key(self) -> str:
         """Digest of everything here that decides tokens: tokenizer, template, options. Content, not names."""
@@ -104,6 +110,7 @@ class PairEncoder:
             "tokenizer": _tokenizer_content(self._tokenizer),
             "special": [self._bos, self._eos, sorted(self._ends), str(self._tokenizer.special_tokens_map)],
             "starts_with_bos": self._starts_with_bos,
+            "stop_before": self._stop_before,
             "template": self._template.content,
             "options": [options.raw, options.max_length, options.truncation, options.on_bad],
         }
@@ -154,7 +161,9 @@ class PairEncoder:
         if self._bos is not None and border > 1 and prompt[0] == prompt[1] == self._bos:
             notes.add("double_bos")
         chosen, rejected = (
-            self._end(side, border, _is_bare(written.prompt, text, answer), notes)
+            self._end(
+                side, border, _next_role(answer), partial(self._is_open, pair, answer, written.prompt, text), notes
+            )
             for side, text, answer in zip(sides, written.sides, (pair.chosen, pair.rejected), strict=True)
         )
         tokens = PairTokens(prompt[:border], chosen, rejected)
@@ -182,17 +191,40 @@ class PairEncoder:
                 "begins cannot be proven (data.template: path.jinja can replace the template)",
             )
 
-    def _end(self, side: IntArray, border: int, bare: bool, notes: set[str]) -> IntArray:
-        """The completion, ended as the module's docstring says. `bare`: nothing but EOS can be its end."""
-        bare = bare or self.options.raw
-        last = self._last_word(side, border, len(side))
-        if last >= border and int(side[last]) in ({self._eos} if bare else self._ends):
-            while (before := self._last_word(side, border, last)) >= border and side[before] == side[last]:
+    def _end(
+        self, side: IntArray, border: int, next_role: str, is_open: Callable[[], bool], notes: set[str]
+    ) -> IntArray:
+        """The completion, ended as the module's docstring says."""
+        last, stop = self._last_word(side, border, len(side)), self._stop_before[next_role]
+        token = int(side[last]) if last >= border else None
+        # Of an open answer, another special token at its end is part of its text.
+        if token is not None and (token in (self._eos, stop) or (token in self._ends and not is_open())):
+            while (before := self._last_word(side, border, last)) >= border and side[before] == token:
                 last = before
             return side[border : last + 1]
-        if self._eos is None or not self.options.raw:
+        added = stop if stop is not None else self._eos if is_open() else None
+        if added is None:
             notes.add("missing_eos")
-        return np.append(side[border:], np.int32(self._eos)) if bare and self._eos is not None else side[border:]
+            return side[border:]
+        if not self.options.raw:
+            notes.add("added_ends")
+        return np.append(side[border:], np.int32(added))
+
+    def _is_open(self, pair: PreferencePair, answer: Turns, prompt: str, written: str) -> bool:
+        """Whether nothing but white space is written after an answer."""
+        message = as_messages(answer, "assistant")[-1]
+        said = message["content"].strip()
+        if self.options.raw or written.removeprefix(prompt).strip() == said != "":
+            return True
+        if written.rstrip()[-1:] != said[-1:]:
+            return False  # the template need not be asked, which takes time
+        return self._template.leaves_open([*as_messages(pair.prompt, "user"), message], pair.tools)
+
+    def _find_stop_before(self, role: str) -> int | None:
+        """The token that opens a turn of `role` behind an answer, where the model stops at it."""
+        opening = (int(token) for token in self._tokenize([self._template.before_next_turn(role)])[0])
+        first = next((token for token in opening if not self._whitespace(token)), None)
+        return first if first in (self._eos, *self.options.stops) else None
 
     def _last_word(self, side: IntArray, border: int, end: int) -> int:
         """Where the last token before `end` is that is not white space; border - 1 where there is none."""
@@ -242,12 +274,9 @@ def _or_bad(function: Callable[..., Result], pair: PreferencePair, *args: Any) -
         return BadPairError(pair.origin, *defect.args)
 
 
-def _is_bare(prompt: str, side: str, answer: Turns) -> bool:
-    """Whether the template wrote nothing but white space after the answer."""
-    said = (answer if isinstance(answer, str) else answer[-1]["content"]).strip()
-    after_prompt = side.startswith(prompt)  # else the generation prompt is not how it writes an answer
-    same = side[len(prompt) :].strip() == said if after_prompt else side.rstrip().endswith(said)
-    return bool(said) and same
+def _next_role(answer: Turns) -> str:
+    """Who speaks after an answer."""
+    return "tool" if as_messages(answer, "assistant")[-1].get("tool_calls") else "user"
 
 
 def _common(first: IntArray, second: IntArray) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, shorter_pairs
 from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
 
 RowKind = Literal["shared", "packed", "padded", "padded_separate"]
@@ -78,7 +78,7 @@ def check_budget(
         raise ConfigError(
             f"{setting} is {budget.tokens}, but {name(worst)} takes {int(totals[worst])} tokens in layout.rows: "
             f"{budget.kind} (prompt {prompt}, chosen {chosen}, rejected {rejected}). Raise it to at least "
-            f"{int(totals[worst])}, or shorten the pairs with data.max_length."
+            f"{int(totals[worst])}, or shorten the pairs: {shorter_pairs()}"
         )
 
 

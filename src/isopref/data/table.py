@@ -54,7 +54,8 @@ class SourceStats:
     boundary_backoffs: int = 0
     generation_prompt_backoffs: int = 0
     double_bos: int = 0
-    missing_eos: int = 0
+    added_ends: int = 0  # to answers that the template leaves open
+    missing_eos: int = 0  # in answers that the template ends in plain text
     truncated: int = 0
     repeated_prompts: int = 0  # in both answers
     unused_inputs: int = 0  # records with a column 'input' that is not read

@@ -100,6 +100,27 @@ class ChatTemplate:
         _, mark, closing = marked.rpartition(MARK)
         return closing if mark and written.endswith(closing) else ""
 
+    def leaves_open(self, messages: list[Message], tools: Tools) -> bool:
+        """Whether the template writes nothing but white space after the text of the last turn."""
+        _, mark, closing = self.render(_marked(messages, len(messages) - 1), tools).rpartition(MARK)
+        return bool(mark) and not closing.strip()
+
+    def before_next_turn(self, role: str) -> str:
+        """What the template writes between an answer and the text of a next turn, of a user or a tool.
+
+        Empty where it does not take such a conversation, or writes the answer differently in it.
+        """
+        answer: Message = {"role": "assistant", "content": "b"}
+        if role == "tool":
+            answer["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+        said = [{"role": "user", "content": "a"}, answer]
+        try:
+            written = self.render(said, None).rstrip()
+            before, mark, _ = self.render([*said, {"role": role, "content": MARK}], None).partition(MARK)
+        except DefectError:
+            return ""
+        return before.removeprefix(written) if mark and before.startswith(written) else ""
+
     def _left_out_of_prompt(self, prompt: list[Message], tools: Tools, written: str) -> Iterator[str]:
         whole = rest = _squeeze(written)
         for index in sorted(range(len(prompt)), key=lambda index: -len(prompt[index]["content"])):

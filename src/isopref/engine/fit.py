@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from isopref.data.packing import RowKind, padded_tokens, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, shorter_pairs
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.ranks import num_ranks
 from isopref.types import Microbatch
@@ -29,7 +29,7 @@ MOST_TOKENS = 24576  # a larger one is no faster
 GIB = 2.0**30
 WAYS_OUT = (
     "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every), recompute activations "
-    "(layout.checkpointing: auto or full), or use shorter pairs (data.max_length)."
+    f"(layout.checkpointing: auto or full), or shorten the pairs: {shorter_pairs()}"
 )
 
 

@@ -22,7 +22,7 @@ from isopref.data.packing import Budget, padded_tokens, tokens_alone
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
 from isopref.engine.together import Together
-from isopref.errors import RunError, StartAgainError
+from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
 
 FILE = "microbatch.json"
@@ -125,8 +125,8 @@ class Memory:
         raise RunError(
             f"{table.origin(pair)} does not fit into memory, though it was alone in its microbatch: "
             f"{padded_tokens(table.lengths[pair : pair + 1], kind)} tokens in layout.rows: {kind} (prompt {prompt}, "
-            f"chosen {chosen}, rejected {rejected}). Drop or cut such pairs (data.max_length), recompute activations "
-            "(layout.checkpointing: full), or spread the model over more GPUs (layout.parallel: fsdp)."
+            f"chosen {chosen}, rejected {rejected}). Recompute activations (layout.checkpointing: full), spread the "
+            f"model over more GPUs (layout.parallel: fsdp), or shorten the pairs: {shorter_pairs()}"
         )
 
     def _stop(self, step: Step, pair: int | None, error: Exception) -> NoReturn:

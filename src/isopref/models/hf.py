@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from isopref import optional
-from isopref.errors import ModelError
+from isopref.errors import ModelError, shorter_pairs
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.types import CHOSEN, PROMPT, IntArray
 
@@ -93,6 +93,17 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
     return tokenizer
+
+
+def stop_tokens(path: str) -> tuple[int, ...]:
+    """The tokens at which a model's generation stops, as the folder of its tokenizer says; none where it does not."""
+    if is_adapter(Path(path)):
+        path = base_of(path, setting="model.path")
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # there is none
+        found = None
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
 def load_model(
@@ -189,8 +200,8 @@ def check_fits(
     limit = context_length(config) or most
     if most > limit:
         raise ModelError(
-            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. Shorten the pairs: "
-            f"data.max_length: {limit}."
+            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
+            f"{shorter_pairs(limit)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
@@ -200,7 +211,7 @@ def check_fits(
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "
                 f"{border} tokens, as {name(pair)} is ({most}), so scores would depend on which pairs share a "
-                f"microbatch. Set data.max_length: {border}."
+                f"microbatch. {shorter_pairs(border)}"
             )
 
 

@@ -25,6 +25,7 @@ REWARDS_FILE = "rewards.npz"
 SAMPLES_FILE = "samples.jsonl"
 STARTS_FILE = "starts.jsonl"
 REPORT_FILE = "report.html"
+MODEL_FOLDER = "model"
 
 Values = dict[str, Any]
 DEEPEST = 3  # folders below the one that is searched for runs
@@ -63,6 +64,11 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The tuned model, or the adapter: a folder that from_pretrained loads. None where none was exported."""
+        return folder if (folder := self.folder / MODEL_FOLDER).exists() else None
 
     @property
     def last_step(self) -> int:

@@ -1,0 +1,108 @@
+"""A run in one call, for scripts and notebooks: it leaves the process as it was, and raises where the command exits.
+
+isopref.build is imported when a run starts, as by the command: some of what it needs writes while it is imported.
+"""
+
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from isopref.config.load import load_config
+from isopref.engine.quiet import quiet_engine
+from isopref.errors import ConfigError, RunError
+from isopref.report.read import RunRecord, read_run
+
+if TYPE_CHECKING:
+    from isopref.build.run import Resume
+
+LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils._pytree", "torchao")  # that a run sets
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), *, resume: "Resume" = "no"
+) -> RunRecord:
+    """Do what `isopref train` does, in this process, and return what the run left in its folder.
+
+    `config` is a YAML file or a mapping with the same sections; `overrides` are as on the command line; `resume` is
+    "no", "must" (as --resume) or "auto". Ctrl-C finishes the step, saves a checkpoint and returns: `status` says so.
+    Raises UserError.
+    """
+    _check_process()
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: a list is wanted, found one text. Write [{overrides!r}].")
+    if resume not in ("no", "must", "auto"):
+        raise ConfigError(f"resume: must be one of no, must, auto; found {resume!r}.")
+    source = config if isinstance(config, Mapping) else Path(config)
+    settings = load_config(source, overrides)
+    name = source.stem if isinstance(source, Path) else "run"
+    with untouched_process():
+        quiet_engine()
+        from isopref import build
+        from isopref.build.run import run_folder
+
+        build.train(settings, name=name, resume=resume)
+    gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run
+    torch.cuda.empty_cache()
+    return read_run(run_folder(settings, name))
+
+
+def _check_process() -> None:
+    """Raise RunError where a run could not have this process to itself."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise RunError(
+            "isopref.train: a process that tokenises imports this script, which would train in it again. Put the call "
+            "under `if __name__ == '__main__':`."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("isopref.train: signals reach the main thread only, which saves on Ctrl-C. Call it there.")
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise RunError(
+            f"isopref.train: runs in one process, and {started} were started (WORLD_SIZE). For several use the "
+            "command: isopref train my.yaml --nproc N, or torchrun ... -m isopref train my.yaml."
+        )
+    if dist.is_initialized():
+        raise RunError(
+            "isopref.train: there is a process group already, and a run makes its own. End it first, by "
+            "torch.distributed.destroy_process_group()."
+        )
+
+
+@contextmanager
+def untouched_process() -> Iterator[None]:
+    """Put back what a run changes in its process: loggers, warnings, bars, random states, environment."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(list(one.handlers), one.level) for one in loggers]
+    show, bars = warnings.showwarning, transformers_logging.is_progress_bar_enabled()
+    python, numpy, variables = random.getstate(), np.random.get_state(), dict(os.environ)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        if warnings.showwarning is not show:
+            logging.captureWarnings(False)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        for one, (handlers, level) in zip(loggers, before, strict=True):
+            for handler in set(one.handlers) - set(handlers):
+                handler.close()
+            one.handlers[:] = handlers
+            one.setLevel(level)

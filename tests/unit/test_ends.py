@@ -1,0 +1,108 @@
+"""How answers end under templates that write no end after the last turn: by what the model stops at, and only once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
+from isopref.data.shapes import PreferencePair
+from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
+
+ROLES = ["<|user|>", "<|assistant|>", "<|observation|>"]
+# As GLM writes: no turn has an end, the next one's opening is it; and an empty thought stands before an answer.
+GLM = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% else %}<|assistant|>\n<think></think>{% if m.content.strip() %}{{ '\n' + m.content.strip() }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = tiny_tokenizer(None)
+    tokenizer.add_tokens(ROLES, special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encoder_of(template: str, *stops: str) -> PairEncoder:
+    tokenizer = tokenizer_of(template)
+    options = TokenizeOptions(
+        template=None,
+        max_length=None,
+        truncation="drop",
+        on_bad="error",
+        stops=tuple(tokenizer.convert_tokens_to_ids(list(stops))),
+    )
+    return PairEncoder(tokenizer, options)
+
+
+def answers(template: str, *stops: str, chosen: Any = "yes") -> tuple[list[str], set[str]]:
+    """The answers as they are trained on, and what was noted."""
+    (result,) = encoder_of(template, *stops).encode([PreferencePair("why?", chosen, "no", None, 1.0, "file:7")])
+    assert isinstance(result, EncodedPair), result
+    tokenizer = tokenizer_of(template)
+    return [tokenizer.decode(side.tolist()) for side in result.tokens[1:]], set(result.notes)
+
+
+def test_the_opening_of_the_next_turn_ends_an_answer_where_the_model_stops_at_it() -> None:
+    said = ["\n<think></think>\nyes<|user|>", "\n<think></think>\nno<|user|>"]
+    assert answers(GLM, "</s>", "<|user|>", "<|observation|>") == (said, {"added_ends"})
+
+
+def test_eos_ends_an_open_answer_where_the_model_stops_at_nothing_else() -> None:
+    said = ["\n<think></think>\nyes</s>", "\n<think></think>\nno</s>"]
+    assert answers(GLM) == (said, {"added_ends"})
+    assert answers(GLM, "</s>", "<|assistant|>") == (said, {"added_ends"})
+
+
+def test_a_call_ends_with_the_opening_of_its_result() -> None:
+    said, notes = answers(GLM, "<|user|>", "<|observation|>", chosen=[CALL])
+    assert said == ["\n<think></think>\n<tool_call>add</tool_call><|observation|>", "\n<think></think>\nno<|user|>"]
+    assert notes == {"added_ends"}
+
+
+@pytest.mark.parametrize("own_end", ["<|user|>", "<|user|>\n", "<|user|>\n<|user|>"])
+def test_an_answer_that_brings_its_end_has_it_once(own_end: str) -> None:
+    said, _ = answers(GLM, "<|user|>", chosen="yes" + own_end)
+    assert said == ["\n<think></think>\nyes<|user|>", "\n<think></think>\nno<|user|>"]
+
+
+def test_an_end_that_is_only_written_between_turns_is_taken() -> None:
+    between = (
+        "{% for m in messages %}{{ '' if loop.first else '<|im_end|>\n' }}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_end|>\n<|im_start|>assistant\n{% endif %}"
+    )
+    assert answers(between, "<|im_end|>")[0] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert answers(between)[0] == ["yes</s>", "no</s>"]
+
+
+def test_an_end_in_plain_text_stays_before_what_the_model_stops_at() -> None:
+    plain = GLM.replace("+ m.content.strip() }}", "+ m.content.strip() }} ---")
+    assert answers(plain, "<|user|>") == (
+        ["\n<think></think>\nyes ---<|user|>", "\n<think></think>\nno ---<|user|>"],
+        {"added_ends"},
+    )
+    assert answers(plain) == (["\n<think></think>\nyes ---", "\n<think></think>\nno ---"], {"missing_eos"})
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "endless"])
+def test_nothing_is_added_to_what_the_template_ends(template: str) -> None:
+    without = answers(TEMPLATES[template])
+    assert answers(TEMPLATES[template], "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|eot|>") == without
+    assert "added_ends" not in without[1]
+
+
+def test_a_template_that_takes_no_second_question_leaves_eos() -> None:
+    once = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + GLM
+    assert answers(once, "<|user|>")[0] == ["\n<think></think>\nyes</s>", "\n<think></think>\nno</s>"]
+
+
+def test_a_table_is_another_one_only_if_its_answers_end_otherwise() -> None:
+    assert encoder_of(GLM).key() != encoder_of(GLM, "<|user|>").key()
+    assert encoder_of(GLM, "<|user|>", "</s>").key() == encoder_of(GLM, "<|user|>").key()
+    assert encoder_of(TEMPLATES["chatml"], "<|user|>").key() == encoder_of(TEMPLATES["chatml"]).key()
