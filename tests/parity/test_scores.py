@@ -3,16 +3,21 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from isopref.data.packing import RowKind
+from isopref.data.packing import Budget, RowKind, plan_step
 from isopref.data.rows import build_microbatch
+from isopref.data.table import PairTable
+from isopref.engine.step import build_step
 from isopref.errors import ModelError
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
+from isopref.testing.exactness import Cell, batch, build_module
+from isopref.testing.exactness import expected as exact
 from isopref.testing.models import ARCHITECTURES, random_pairs, tiny_model
 from isopref.types import PairTokens
 
@@ -103,6 +108,25 @@ def test_the_bias_of_a_head_counts(kind: RowKind) -> None:
     assert oracle.relative_error(mixed_gradient(policy, found), mixed_gradient(policy, logps)) <= 1e-10
 
 
+def test_the_embedding_of_the_pad_token_learns() -> None:
+    """Not by the oracle's gradient: transformers withholds that row's. By a small step along ours."""
+    policy = Policy(tiny_model("llama", dtype=torch.float64, pad_token_id=int(PAIRS[0].prompt[0])))
+    weight: Any = policy.model.get_input_embeddings().weight
+    pad = policy.model.config.pad_token_id
+    row = build_microbatch(PAIRS, "shared")
+    with torch.no_grad():
+        weight[pad] = weight[pad - 1]  # a new model has zeros there
+    (policy(row).double() * MIX).sum().backward()
+    gradient = weight.grad[pad].clone()
+    found = []
+    with torch.no_grad():
+        for step in (1e-4, -2e-4):  # ahead by one, then behind by one
+            weight[pad] += step * gradient / gradient.norm()
+            found.append(float((policy(row).double() * MIX).sum()))
+    assert gradient.norm() > 0.1
+    assert (found[0] - found[1]) / 2e-4 == pytest.approx(float(gradient.norm()), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_filler_gives_every_parameter_a_gradient_of_zero(kind: RowKind) -> None:
     policy = Policy(tiny_model("llama"))
@@ -146,3 +170,17 @@ def test_a_window_that_is_only_in_the_mask_is_refused(
     monkeypatch.setitem(ARCHITECTURES, "phimoe", ("phimoe", settings))
     with pytest.raises(ModelError, match=r"Set layout\.rows: padded"):
         check_layout(Policy(tiny_model("phimoe")), kind)
+
+
+def test_evaluation_under_the_trainer_scores_as_the_objective_does() -> None:
+    cell = Cell(ld_alpha=0.4)
+    pairs, _ = batch(cell.num_pairs)
+    table = PairTable.from_tokens(pairs)
+    module, _ = build_module(cell, exact(cell)[3])
+    cut = plan_step(table.lengths, Budget("shared", 4096), num_ranks=1)
+    step = build_step(table, np.arange(cell.num_pairs), cut, "shared", "token")
+    (found,) = module.eval_batch({"step": step})
+    wanted = oracle.pair_logps(tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype)), pairs, 0.4)
+    order = step.work[0].index
+    for side in ("chosen", "rejected"):
+        torch.testing.assert_close(getattr(found, side), getattr(wanted, side).detach()[order], rtol=1e-6, atol=0)

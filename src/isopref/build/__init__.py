@@ -29,11 +29,12 @@ from isopref.build.run import (
     is_finished,
     open_folder,
     quiet_libraries,
+    run_folder,
     say_trust,
 )
 from isopref.build.trainer import build_trainer, fit
 from isopref.config.load import to_yaml
-from isopref.config.schema import Config, run_id
+from isopref.config.schema import Config
 from isopref.data.packing import check_budget, tokens_alone
 from isopref.data.table import PairTable
 from isopref.data.templates import NO_TEMPLATE
@@ -185,7 +186,7 @@ def _train(run: Run, resume: bool) -> bool:
 def _run(config: Config, name: str) -> Iterator[Run]:
     group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
-        folder = Path(config.run.folder or f"runs/{name}-{run_id(config)}")
+        folder = run_folder(config, name)
         display = Display(quiet=not env.is_first)
         say_trust(config, display)
         try:

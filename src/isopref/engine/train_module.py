@@ -258,9 +258,13 @@ class DPOTrainModule(TrainModule):
             )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:
-        """Log-probabilities of a batch's pairs, by microbatch, without gradients."""
+        """Log-probabilities of a batch's pairs, by microbatch, without gradients, as the objective takes them."""
+        self.model.eval()
         with torch.no_grad():
-            scored = [score(self.model, work.to(self.device).microbatch) for work in self._step(batch).work]
+            scored = [
+                score(self.model, work.to(self.device).microbatch, ld_alpha=self.objective.ld_alpha)
+                for work in self._step(batch).work
+            ]
         reshard(self.model)
         return scored
 

@@ -39,6 +39,9 @@ class Policy(nn.Module):
         super().__init__()
         register()
         disable_dropout(model)
+        # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
+        embedding: Any = model.get_input_embeddings()
+        embedding.padding_idx = None
         self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation

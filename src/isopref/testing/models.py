@@ -27,7 +27,7 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "pad_token_id": 0,
+    "pad_token_id": None,  # of one there is, transformers withholds the gradient: the oracle's would be wrong
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.3,  # large enough that attention matters
