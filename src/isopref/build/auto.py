@@ -5,6 +5,7 @@ from isopref.models.parallel import GradSync, Parallel
 STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optimizer are sharded
 BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block of a number's average
 GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
+WHOLE_SHARE = 0.8  # of a device's memory: with more, a model is sharded from the host's memory
 
 
 def parallel(state: float, room: float, *, only_fsdp: bool, ranks: int) -> Parallel:
@@ -19,6 +20,11 @@ def parallel(state: float, room: float, *, only_fsdp: bool, ranks: int) -> Paral
 def grad_sync(gradient: float, room: float, *, sharded: bool, offload: bool) -> GradSync:
     """Only sharded ranks pay memory for `last`: the whole gradient, `gradient` bytes, on every one."""
     return "last" if not sharded or (gradient < GRADIENT_SHARE * room and not offload) else "every"
+
+
+def from_host(weights: float, room: float, *, sharded: bool) -> bool:
+    """Whether a model of `weights` bytes is sharded layer by layer from the host's memory, never whole on a device."""
+    return sharded and weights > WHOLE_SHARE * room
 
 
 def attention_share(width: int) -> float:
