@@ -60,23 +60,18 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
 
 
 def loading_memory(shape: Shape, layout: Layout) -> float:
-    """Memory of a rank before the first step: a model is whole on every rank until it is sharded.
+    """Memory of a rank before the first step: the whole model, or its shards and one unit that is about to be sharded.
 
     A reference that moves is loaded beside the policy, which is sharded by then.
     """
-    whole = shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
-    return whole + layout.references * _weights(shape, layout)
+    whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
+    unit = max(shape.root_parameters, shape.layer_parameters) / shape.parameters * whole
+    return (shards + unit if layout.from_host else whole) + layout.references * shards
 
 
-def less_to_load(shape: Shape, layout: Layout, room: float) -> list[str]:
-    """Overrides with which a model would go into `room` bytes while it is loaded. Four bits are made layer by layer."""
-    kind = "model.compute_dtype" if shape.frozen_parameters else "model.dtype"
-    layers, root = shape.parameters - shape.root_parameters, shape.root_parameters
-    ways = {
-        f"{kind}=bfloat16": 2.0 * shape.parameters,
-        "model.adapter={rank: 16, quantize: nf4}": NF4_BYTES * layers + layout.compute_bytes * root,
-    }
-    return [way for way, size in ways.items() if size <= room]
+def whole_bytes(shape: Shape, layout: Layout) -> float:
+    """Of all weights."""
+    return shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
