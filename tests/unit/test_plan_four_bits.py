@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made under it held at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[weakref.ref[Any], int] = {}
         self.now = self.peak = 0
 
