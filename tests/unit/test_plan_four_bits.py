@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from isopref.models.adapter import NewAdapter, add_adapter, quantize_nf4
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads
-from isopref.plan.memory import NF4_BYTES, peak_memory, unpacked_bytes
+from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory, unpacked_bytes
 from isopref.testing.models import tiny_model
 
 D, Q, KV, F = 32, 32, 16, 48  # of the tiny Llama: width, queries, keys, MLP
@@ -104,6 +104,11 @@ def test_a_compiled_layer_keeps_what_it_unpacked(frozen: Shape) -> None:
     assert unpacked == 2 * LAYER
     kept, at_once = unpacked_bytes(frozen, in_four_bits(compiled=True))
     assert (kept, at_once) == (2 * (LAYER + 2 * D), 0)  # and two norms
+
+
+def test_the_probe_unpacks_before_layers_are_compiled(frozen: Shape) -> None:
+    found = [loading_memory(frozen, in_four_bits(compiled=compiled)) for compiled in (True, False)]
+    assert found == [NF4_BYTES * frozen.parameters + D * F * (14 + 2 / 64)] * 2
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2])

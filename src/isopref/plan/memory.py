@@ -7,7 +7,7 @@ prompts that were copied for the second answer. Compiled layers keep just that, 
 unpacked; uncompiled ones what their operations save on the way, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isopref.models.adapter import NF4_BLOCK
 from isopref.models.shape import Shape
@@ -64,11 +64,12 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
 def loading_memory(shape: Shape, layout: Layout) -> float:
     """Memory of a rank before the first step: the whole model, or its shards and one unit that is about to be sharded.
 
-    A reference that moves is loaded beside the policy, which is sharded by then.
+    A reference that moves is loaded beside the policy, which is sharded by then. The probe is not compiled.
     """
     whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
     unit = max(shape.root_parameters, shape.layer_parameters) / shape.parameters * whole
-    return (shards + unit if layout.from_host else whole) + layout.references * shards
+    _, unpacking = unpacked_bytes(shape, replace(layout, compiled=False))
+    return (shards + unit if layout.from_host else whole) + layout.references * shards + unpacking
 
 
 def whole_bytes(shape: Shape, layout: Layout) -> float:
