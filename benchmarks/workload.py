@@ -82,7 +82,8 @@ def in_order(every: list[Item]) -> list[Item]:
 
 def environment() -> dict[str, str]:
     """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
-    return {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
+    return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def versions() -> dict[str, str]:
