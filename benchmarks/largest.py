@@ -1,19 +1,24 @@
 """The largest Llama shape that fits on this card: all weights trained, LoRA, and LoRA on a model in four bits.
 
-    python benchmarks/largest.py --out largest.json --seconds 240
+    python benchmarks/largest.py --out largest.json                     # from where `isopref plan` sees the edge
+    python benchmarks/largest.py --kinds full --layers 61 62            # these shapes
+    python benchmarks/largest.py --kinds smoke smoke-qlora --layers 2   # anywhere
 
-Shapes of a ladder are tried from the largest down, each in a process of its own, with random weights: the first that
-does two steps of four pairs through the whole trainer is the answer, and the one before it is known not to fit. Weights
-and optimizer state are bfloat16, all layers recompute, and microbatches have 4,096 tokens.
+Shapes grow by a layer from the largest that should fit until one does not, or shrink until one does: the last that fits
+is the answer, and the one above it is known not to fit. Each is a process of its own, with random weights, and does two
+steps through the whole trainer, each of one microbatch of 2,048 tokens: two pairs of 512 + 256 + 256. A step that runs
+out of memory is not tried again in smaller ones. Weights and optimizer state are bfloat16, and all layers recompute.
+Only layers in four bits are compiled: unpacking them is slow, and takes much memory, where they are not. Torch's memory
+grows in place (PYTORCH_ALLOC_CONF=expandable_segments:True), so that a card is full only when it is.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,14 @@ from ready import Cell, ready_trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from isopref.models.adapter import quantize_nf4
+from isopref.build.model import new_adapter
+from isopref.cards import GIB, find_card
+from isopref.config.values import AdapterConfig
+from isopref.data.packing import Budget
+from isopref.models.adapter import add_adapter, quantize_nf4
+from isopref.models.shape import shape_of
+from isopref.plan.layout import Layout, step_loads
+from isopref.plan.memory import NF4_BYTES, peak_memory
 
 COMMON: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 4096, "head_dim": 128}
 WIDTHS: dict[str, dict[str, int]] = {  # hidden, MLP, heads, key heads, as in models of about 14B, 70B and 405B
@@ -43,20 +55,63 @@ WIDTHS: dict[str, dict[str, int]] = {  # hidden, MLP, heads, key heads, as in mo
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to train, with the shapes to try: a width and numbers of layers, from the most down."""
+    """A way to train, and the width of the models. `compile`: as layout.compile."""
 
     width: str
-    layers: tuple[int, ...]
     adapter: dict[str, Any] | None = None
+    compile: bool | None = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.adapter is not None and "quantize" in self.adapter
+
+    def config(self, layers: int) -> LlamaConfig:
+        return LlamaConfig(**{**COMMON, **WIDTHS[self.width]}, num_hidden_layers=layers, tie_word_embeddings=False)
 
 
 KINDS = {
-    "lora": Kind("70b", (80, 79, 78, 76, 72), {"rank": 16}),
-    "qlora": Kind("405b", (76, 75, 74, 72, 68), {"rank": 16, "quantize": "nf4"}),
-    "full": Kind("14b", (61, 60, 59, 57, 54)),
-    "smoke": Kind("tiny", (2,)),
-    "smoke-qlora": Kind("tiny", (2,), {"rank": 4, "quantize": "nf4"}),
+    "full": Kind("14b"),
+    "lora": Kind("70b", {"rank": 16}),
+    "qlora": Kind("405b", {"rank": 16, "quantize": "nf4"}, compile=None),
+    "smoke": Kind("tiny"),
+    "smoke-qlora": Kind("tiny", {"rank": 4, "quantize": "nf4"}),
 }
+PAIRS, TOKENS = 2, 2048  # of a step, which is one microbatch
+DRIVER_GIB = 1.0  # about what a card's driver and libraries take of it
+
+
+def predicted_gib(kind: Kind, layers: int) -> float:
+    """What `isopref plan` expects of a step."""
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(kind.config(layers))
+        if kind.adapter is not None:
+            new = new_adapter(AdapterConfig.model_validate(kind.adapter))
+            add_adapter(model, new, dtype=torch.bfloat16, seed=0)
+    shape = shape_of(model)
+    root = shape.root_parameters / shape.parameters
+    layout = Layout(
+        rows="shared",
+        parallel="single",
+        ranks=1,
+        shard=1,
+        grad_sync="last",
+        compiled=kind.compile is not False,
+        recompute=layers,
+        weight_bytes=2,
+        compute_bytes=2,
+        frozen_bytes=NF4_BYTES + root * (2 - NF4_BYTES) if kind.quantised else 2,
+        quantised=kind.quantised,
+        state_bytes=4,
+        offload=False,
+    )
+    load = step_loads(workload.lengths("even", PAIRS), Budget("shared", TOKENS), ranks=1, attention_share=0.0)
+    return peak_memory(shape, layout, load, pairs=2 * PAIRS).total / GIB
+
+
+def edge(kind: Kind, room_gib: float) -> int:
+    """The most layers that should fit. Every layer takes as much as another."""
+    one, two = (predicted_gib(kind, layers) for layers in (1, 2))
+    return 1 + int((room_gib - DRIVER_GIB - one) / (two - one))
 
 
 def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -99,58 +154,90 @@ def _copied(weight: Tensor) -> Tensor:
 
 def attempt(name: str, layers: int) -> dict[str, Any]:
     """Two steps of one shape, in this process."""
-    kind = KINDS[name]
-    config = LlamaConfig(**{**COMMON, **WIDTHS[kind.width]}, num_hidden_layers=layers, tie_word_embeddings=False)
-    quantize = bool(kind.adapter and "quantize" in kind.adapter)
+    kind, started = KINDS[name], time.perf_counter()
+    times: dict[str, float] = {}
+
+    def passed(what: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times[what] = round(time.perf_counter() - started - sum(times.values()), 1)
 
     def make(_shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        return assembled(config, quantize=quantize, dtype=dtype, device=device)
+        passed("begin")
+        made = assembled(kind.config(layers), quantize=kind.quantised, dtype=dtype, device=device)
+        passed("assemble")
+        return made
 
-    cell = Cell(kind.width, "chat", 4, microbatch_tokens=4096, trl_pairs=1, warmup=0, steps=2, adapter=kind.adapter)
-    layout = {"checkpointing": "full", "compile": False}
-    started = time.perf_counter()
-    with ready_trainer(cell, layout=layout, make=make) as ready:
+    cell = Cell(
+        kind.width, "even", PAIRS, microbatch_tokens=TOKENS, trl_pairs=1, warmup=0, steps=2, adapter=kind.adapter
+    )
+    with ready_trainer(cell, layout={"checkpointing": "full", "compile": kind.compile}, make=make) as ready:
+        passed("prove and score")
+        module: Any = ready.trainer.train_module
+        module.memory = None  # which would do a step again in smaller microbatches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
+        passed("train")
         size = sum(parameter.numel() for parameter in ready.policy.parameters())
         loss = ready.metrics()[-1]["train/loss"]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    seconds = time.perf_counter() - started
-    return {"parameters": size, "peak_memory_gib": memory, "loss": loss, "seconds": seconds}
+    memory = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+    found = {"parameters": size, "peak_memory_gib": memory, "loss": loss, "seconds": times}
+    return {"about": workload.versions(), "result": found}
 
 
 def in_a_process(name: str, layers: int) -> dict[str, Any]:
+    """The same in a process of its own: this one does not touch the card, so that all of it is free."""
+    predicted = predicted_gib(KINDS[name], layers)
+    shape = {"kind": name, "width": KINDS[name].width, "layers": layers, "predicted_gib": predicted}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--attempt", name, str(layers), "--out", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-        about = {"kind": name, "width": KINDS[name].width, "layers": layers}
-        if done.returncode:
-            print(done.stderr[-1500:], file=sys.stderr)
-            return {**about, "error": done.stderr.strip().splitlines()[-1][:300]}
-        return {**about, **json.loads(Path(file.name).read_text())}
+        done = subprocess.run(command, capture_output=True, text=True, env=workload.environment(), check=False)
+        if not done.returncode:
+            found = json.loads(Path(file.name).read_text())
+            return {**found, "result": {**shape, "fits": True, **found["result"]}}
+    print(done.stderr[-1500:], file=sys.stderr)
+    if "out of memory" not in done.stderr:
+        raise SystemExit(f"{name} with {layers} layers failed, and not for memory")
+    return {"result": {**shape, "fits": False}}
+
+
+def shapes(first: int, fits: Callable[[], bool]) -> Iterator[int]:
+    """So many layers, and then more until some do not fit, or fewer until they do. `fits`: whether the last did."""
+    yield first
+    up = fits()
+    layers = first
+    while fits() is up and layers + (1 if up else -1) > 0:
+        layers += 1 if up else -1
+        yield layers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["lora", "qlora", "full"])
-    parser.add_argument("--seconds", type=float, default=240, help="begin no attempt after so many")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["full", "lora", "qlora"])
+    parser.add_argument("--card", default="H200", help="as isopref plan takes it: where to begin")
+    parser.add_argument("--layers", nargs="+", type=int, help="try these shapes instead")
+    parser.add_argument("--seconds", type=float, default=300, help="begin no attempt after so many")
     parser.add_argument("--out", type=Path, default=Path("largest.json"))
     parser.add_argument("--attempt", nargs=2, metavar=("KIND", "LAYERS"), help="one shape, in this process")
     args = parser.parse_args()
     if args.attempt is not None:
         args.out.write_text(json.dumps(attempt(args.attempt[0], int(args.attempt[1]))))
         return
-    started, results = time.perf_counter(), []
+    started, about = time.perf_counter(), None
+    results: list[dict[str, Any]] = []
     for name in args.kinds:
-        for layers in KINDS[name].layers:
+        tried: Iterable[int] = args.layers or shapes(
+            edge(KINDS[name], find_card(args.card).memory / GIB), lambda: results[-1]["fits"]
+        )
+        for layers in tried:
             if time.perf_counter() - started > args.seconds:
-                break
-            results.append(in_a_process(name, layers))
+                return
+            found = in_a_process(name, layers)
+            about = found.get("about", about)
+            results.append(found["result"])
             print(json.dumps(results[-1]), flush=True)
-            if "error" not in results[-1]:
-                break
-    args.out.write_text(json.dumps({"about": workload.versions(), "results": results}, indent=2) + "\n")
+            args.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

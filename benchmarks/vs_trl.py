@@ -2,15 +2,17 @@
 
     python benchmarks/vs_trl.py --out results.json                     # every cell of the table
     python benchmarks/vs_trl.py --cells 1b-chat --systems isopref trl  # some of it
+    python benchmarks/vs_trl.py --repeat 3                             # medians of three, systems in turn
 
 Every measurement is a process of its own. Speed is pairs per second over the timed steps, optimizer, clipping, logging
 and data loading included; references are computed before. TRL gets its best plain settings: no padding beyond its own,
-fused AdamW, precomputed references, no gradient checkpointing, the largest microbatch that runs fast.
+fused AdamW, precomputed references, no gradient checkpointing, the largest microbatch that runs fast (--trl-pairs tries
+another). Memory of both systems grows in place (PYTORCH_ALLOC_CONF=expandable_segments:True): with lengths that change,
+the pieces that torch's allocator leaves otherwise fill a card, and it frees and allocates anew (`alloc_retries`).
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
@@ -73,8 +76,11 @@ class Clock:
         cell = self.cell
         begin, end = self.ends
         seconds = (end - begin) / cell.steps
-        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        return {"pairs_per_s": cell.batch_pairs / seconds, "step_s": seconds, "peak_memory_gib": memory}
+        figures = {"pairs_per_s": cell.batch_pairs / seconds, "step_s": seconds, "peak_memory_gib": 0.0}
+        if torch.cuda.is_available():
+            figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            figures["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        return figures
 
 
 class EngineClock(Callback):
@@ -117,6 +123,8 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
 
 
 def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
+    if cell.batch_pairs % cell.trl_pairs:
+        raise SystemExit(f"--trl-pairs {cell.trl_pairs} does not divide the {cell.batch_pairs} pairs of a step")
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
     from trl.trainer import dpo_trainer
@@ -171,7 +179,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    return clock.result()
+    return {**clock.result(), "trl_pairs": cell.trl_pairs}
 
 
 def _peft_config(cell: Cell) -> Any:
@@ -185,9 +193,9 @@ def _peft_config(cell: Cell) -> Any:
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def measure(name: str, system: str, overrides: dict[str, Any], trl_pairs: int | None) -> dict[str, Any]:
     """One cell of one system, in this process."""
-    cell = CELLS[name]
+    cell = replace(CELLS[name], trl_pairs=trl_pairs or CELLS[name].trl_pairs)
     small = replace(cell, microbatch_tokens=8192)
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
@@ -200,18 +208,35 @@ def measure(name: str, system: str, overrides: dict[str, Any]) -> dict[str, Any]
     return {"cell": name, "system": system, **runs[system]()}
 
 
-def in_a_process(name: str, system: str, layout: list[str]) -> dict[str, Any]:
+def in_a_process(name: str, system: str, layout: list[str], trl_pairs: int | None) -> dict[str, Any]:
     """The same in a process of its own, so that no system meets another's memory."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
         command += ["--layout", *layout] if layout else []
+        command += ["--trl-pairs", str(trl_pairs)] if trl_pairs else []
         started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=workload.environment(), check=False)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
             return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
         result: dict[str, Any] = json.loads(Path(file.name).read_text())["results"][0]
         return {**result, "process_s": time.perf_counter() - started}
+
+
+def medians(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each cell and system the median of every figure; or a run that failed, if any did."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in results:
+        runs.setdefault((one["cell"], one["system"]), []).append(one)
+    found = []
+    for (cell, system), some in runs.items():
+        failed = [one for one in some if "error" in one]
+        if failed:
+            found.append(failed[0])
+            continue
+        figures = {name: median(one[name] for one in some) for name in some[0] if name not in ("cell", "system")}
+        found.append({"cell": cell, "system": system, **figures})
+    return found
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -241,18 +266,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("vs_trl.json"))
     parser.add_argument("--here", action="store_true", help="measure in this process")
     parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout")
+    parser.add_argument("--trl-pairs", type=int, help="pairs of a peer's microbatch")
+    parser.add_argument("--repeat", type=int, default=1, help="measure so many times; the table has medians")
     args = parser.parse_args()
     overrides = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     results = []
     for name in args.cells:
-        for system in args.systems:
-            one = measure(name, system, overrides) if args.here else in_a_process(name, system, args.layout)
+        for system in args.repeat * args.systems:
+            if args.here:
+                one = measure(name, system, overrides, args.trl_pairs)
+            else:
+                one = in_a_process(name, system, args.layout, args.trl_pairs)
             results.append(one)
             print(json.dumps(one), flush=True)
     about = workload.versions()
     args.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
     if not args.here:
-        print(table(results), about, sep="\n")
+        print(table(medians(results)), about, sep="\n")
 
 
 if __name__ == "__main__":

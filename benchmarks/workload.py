@@ -1,6 +1,7 @@
 """What the benchmarks train on: model shapes with random weights, and pairs of real lengths with random tokens."""
 
 import importlib.metadata
+import os
 import platform
 from datetime import date
 from pathlib import Path
@@ -16,6 +17,7 @@ from isopref.types import IntArray, PairTokens
 Item = TypeVar("Item")
 
 LENGTHS = Path(__file__).parent / "lengths"
+EVEN = (512, 256, 256)  # prompt, chosen and rejected of every pair of "even"
 LONGEST = 1024  # prompt, chosen and rejected are each clipped to this
 
 _COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 500000.0}
@@ -56,7 +58,12 @@ def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrained
 
 
 def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
-    """Lengths of `count` pairs of a real data set ("chat" or "hh"), again from its start where it ends: count, 3."""
+    """Lengths of `count` pairs of a real data set ("chat" or "hh"), again from its start where it ends: count, 3.
+
+    Of "even", all pairs are as long as one another.
+    """
+    if name == "even":
+        return np.tile(np.array(EVEN), (count, 1))
     every = np.load(LENGTHS / f"{name}_lengths.npy").astype(np.int64)
     drawn = every[np.resize(np.random.RandomState(seed).permutation(len(every)), count)]
     clipped: IntArray = np.clip(drawn, 1, LONGEST)
@@ -71,6 +78,12 @@ def pairs(name: str, count: int, *, vocabulary: int) -> list[PairTokens]:
 def in_order(every: list[Item]) -> list[Item]:
     """The pairs as isopref's first epoch (seed 0) takes them, so that a peer gets the same global batches."""
     return [every[i] for i in epoch_order(len(every), seed=0, epoch=1)]
+
+
+def environment() -> dict[str, str]:
+    """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
+    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
+    return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def versions() -> dict[str, str]:

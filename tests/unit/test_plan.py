@@ -1,6 +1,7 @@
 """Plans: counted by hand on tiny shapes, and held to what was measured on a GPU."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, loads_of, tile_scores
-from isopref.plan.memory import Memory, kept_bytes, less_to_load, loading_memory, peak_memory
+from isopref.plan.memory import Memory, kept_bytes, loading_memory, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
 from isopref.testing.models import VOCABULARY, tiny_model
@@ -188,25 +189,30 @@ def test_offload_leaves_what_is_on_its_way(llama: Shape) -> None:
     assert found.gradients == 6 * max(llama.root_parameters, llama.layer_parameters)
 
 
+FSDP: dict[str, Any] = {"parallel": "fsdp", "ranks": 8, "shard": 8, "weight_bytes": 4}
+
+
 def test_a_model_is_loaded_whole(llama: Shape) -> None:
     """Sharded or offloaded only then; a reference that moves comes when the policy is sharded."""
-    fsdp: dict[str, Any] = {"parallel": "fsdp", "ranks": 8, "shard": 8, "weight_bytes": 4}
     for away in (False, True):
-        assert loading_memory(llama, layout(**fsdp, offload=away)) == 4 * llama.parameters
-    assert loading_memory(llama, layout(**fsdp, references=1)) == 4 * llama.parameters * (1 + 1 / 8)
+        assert loading_memory(llama, layout(**FSDP, offload=away)) == 4 * llama.parameters
+    assert loading_memory(llama, layout(**FSDP, references=1)) == 4 * llama.parameters * (1 + 1 / 8)
     model = tiny_model("llama")
     add_adapter(model, NewAdapter("lora", rank=4, alpha=8), dtype=torch.float32, seed=0)
     adapted = shape_of(model)
-    assert loading_memory(adapted, layout(**fsdp)) == 2 * llama.parameters + 4 * adapted.trained_parameters
+    assert loading_memory(adapted, layout(**FSDP)) == 2 * llama.parameters + 4 * adapted.trained_parameters
 
 
-def test_less_to_load_is_what_fits(llama: Shape) -> None:
-    root = llama.root_parameters
-    half, four_bits = 2 * llama.parameters, 2 * root + (0.5 + 1 / 64) * (llama.parameters - root)
-    nf4 = "model.adapter={rank: 16, quantize: nf4}"
-    assert less_to_load(llama, SINGLE, half) == ["model.dtype=bfloat16", nf4]
-    assert less_to_load(llama, SINGLE, half - 1) == less_to_load(llama, SINGLE, four_bits) == [nf4]
-    assert less_to_load(llama, SINGLE, four_bits - 1) == []
+def test_a_model_is_loaded_unit_by_unit(llama: Shape) -> None:
+    """From the host's memory: its shards, if they are not to stay there, and one unit: a layer or the root."""
+    shards, layer = 4 * llama.parameters / 8, 4 * (D * Q + 2 * D * KV + Q * D + 3 * D * F + 2 * D)
+    found, away, moving = (
+        loading_memory(llama, layout(**FSDP, from_host=True, **more))
+        for more in ({}, {"offload": True}, {"references": 1})
+    )
+    assert (found, away, moving) == pytest.approx((shards + layer, layer, 2 * shards + layer))
+    wide = replace(llama, root_parameters=llama.parameters // 2)
+    assert loading_memory(wide, layout(**FSDP, from_host=True)) == pytest.approx(shards + 4 * llama.parameters / 2)
 
 
 # --- time and network -------------------------------------------------------------------------------------------------

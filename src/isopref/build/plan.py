@@ -26,7 +26,7 @@ from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import check_shard
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
-from isopref.plan.memory import NF4_BYTES, Memory, less_to_load, loading_memory, peak_memory
+from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory, whole_bytes
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
 from isopref.types import IntArray
@@ -203,7 +203,7 @@ class Planner:
         in_layers = 1 - self.shape.root_parameters / self.shape.parameters
         frozen = in_layers * NF4_BYTES + (1 - in_layers) * compute if quantised else compute
         trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
-        room = self.hardware.card.memory
+        whole, room = trained + rest, self.hardware.card.memory
         chosen = parallel or asked.parallel
         loss = loss_of(self.config)
         references = int(self.config.objective.reference_moves is not None)
@@ -211,21 +211,20 @@ class Planner:
             state = (4 + references) * trained + rest
             chosen = auto.parallel(state, room, only_fsdp=self.config.only_fsdp_for is not None, ranks=ranks)
         if chosen == "single" and ranks > 1:
-            raise ConfigError(
-                f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
-            )
+            raise ConfigError(f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set it to auto.")
         sharded = chosen in ("fsdp", "hsdp")
         node = self.hardware.network.ranks_per_node
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
         sync = asked.grad_sync
+        if sync == "auto":
+            sync = auto.grad_sync(whole, room, sharded=sharded, offload=asked.offload)
+        from_host = auto.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
         return Layout(
             rows=asked.rows,
             parallel=chosen,
             ranks=ranks,
             shard=shard if sharded else 1,
-            grad_sync=auto.grad_sync(trained + rest, room, sharded=sharded, offload=asked.offload)
-            if sync == "auto"
-            else sync,
+            grad_sync=sync,
             compiled=(bool(asked.compile) if model.native else asked.compile is not False)
             and compute == 2
             and asked.rows in ("shared", "packed")
@@ -237,6 +236,7 @@ class Planner:
             quantised=quantised,
             state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_layers=in_layers),
             offload=asked.offload,
+            from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,
             forwards=references + loss.first_pass * (1 + references),
         )
@@ -297,18 +297,20 @@ class Planner:
         return max(known, self._largest(layout))
 
     def _notes(self, layout: Layout, run: Forecast, why_not: str | None) -> Iterator[str]:
-        if run.loading > self.usable:
-            ways = " or ".join(less_to_load(self.shape, layout, self.usable)) or "a smaller model"
-            yield (
-                f"every rank loads the whole model before it is sharded: {run.loading / GIB:.1f} GiB. Other math, with "
-                f"less to load: {ways}"
-            )
-        elif why_not is not None:
+        if why_not is None and run.loading > self.usable:
+            why_not = f"loading the model alone takes {run.loading / GIB:.1f} GiB of a rank."
+        if why_not is not None:
             yield why_not
-            if not layout.offload:
+            if layout.quantised:
+                yield "a model in four bits is whole on every rank; without model.adapter.quantize, FSDP shards it"
+            elif not layout.offload:
                 yield "slower, with less memory on the GPU: layout.offload=true"
             if self.config.model.adapter is None:
                 yield "other math, with much less memory: an adapter, as in model.adapter={rank: 16}"
+        if layout.from_host:
+            ranks = min(layout.ranks, self.hardware.network.ranks_per_node)
+            size = ranks * whole_bytes(self.shape, layout) / GIB
+            yield f"while they load, ranks hold the model in the host's memory: {ranks} on a machine, {size:,.0f} GiB"
         if layout.compute_bytes > 2:
             yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
         elif not layout.compiled:

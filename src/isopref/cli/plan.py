@@ -92,9 +92,7 @@ def _show_way_out(plan: RunPlan, console: Console) -> None:
         told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
         console.print(told, markup=False)
     if not plan.alternatives:
-        loads = plan.run.loading <= plan.usable
-        less = "shorter pairs (data.max_length) or a smaller model" if loads else "less to load (see the note)"
-        console.print(f"  no layout on up to 1,024 GPUs does; use {less}")
+        console.print("  no layout on up to 1,024 GPUs does; use shorter pairs (data.max_length) or a smaller model")
 
 
 def _show_time(plan: RunPlan, hours: float, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from isopref.models.flops import UsefulFlops
@@ -15,6 +16,7 @@ class Shape:
     parameters: int
     trained_parameters: int
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
+    largest_matrix: int  # numbers of the largest linear map in a decoder layer
     layers: int
     width: int
     heads: int
@@ -44,11 +46,13 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     in_layers = {id(p) for name, p in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     counts = [(p.numel(), id(p) in in_layers) for p in model.parameters()]
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings()
     return Shape(
         parameters=sum(count for count, _ in counts),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         root_parameters=sum(count for count, inner in counts if not inner),
+        largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,

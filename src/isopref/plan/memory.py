@@ -3,17 +3,18 @@
 What a layer keeps for its backward pass: the input and the output of every matrix product once. A matrix of D x F
 has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
 as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
-prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
-save on the way, too.
+prompts that were copied for the second answer. Compiled layers keep just that, and of weights in four bits what they
+unpacked; uncompiled ones what their operations save on the way, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from isopref.models.adapter import NF4_BLOCK
 from isopref.models.shape import Shape
 from isopref.ops.logprob import MAX_LOGITS_FUSED
 from isopref.plan.layout import Layout, Loads
 
-NF4_BYTES = 0.5 + 1 / 64  # half of one, and a scale of one byte for each block
+NF4_BYTES = 0.5 + 1 / NF4_BLOCK  # half of one, and a scale of one byte for each block
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Memory:
     gathered: float  # weights of other ranks, or in the compute dtype, that FSDP holds
     gradients: float
     optimizer: float
-    activations: float  # of one microbatch
+    activations: float  # of one microbatch, and matrices that were unpacked for it
     logits: float  # and what else the head holds; or what a layer's backward pass holds, if that is more
     cache: float  # the reference's log-probabilities
 
@@ -42,12 +43,13 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
-    kept = of_token * tokens + of_copy * (keys - tokens)
+    unpacked, unpacking = unpacked_bytes(shape, layout)
+    kept = of_token * tokens + of_copy * (keys - tokens) + unpacked
     plain = shape.layers - layout.recompute
     inputs = tokens * shape.width * layout.compute_bytes
     activations = plain * kept + layout.recompute * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2)
+    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacking
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
         gathered=_gathered(shape, layout),
@@ -60,23 +62,19 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
 
 
 def loading_memory(shape: Shape, layout: Layout) -> float:
-    """Memory of a rank before the first step: a model is whole on every rank until it is sharded.
+    """Memory of a rank before the first step: the whole model, or its shards and one unit that is about to be sharded.
 
-    A reference that moves is loaded beside the policy, which is sharded by then.
+    A reference that moves is loaded beside the policy, which is sharded by then. The probe is not compiled.
     """
-    whole = shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
-    return whole + layout.references * _weights(shape, layout)
+    whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
+    unit = max(shape.root_parameters, shape.layer_parameters) / shape.parameters * whole
+    _, unpacking = unpacked_bytes(shape, replace(layout, compiled=False))
+    return (shards + unit if layout.from_host else whole) + layout.references * shards + unpacking
 
 
-def less_to_load(shape: Shape, layout: Layout, room: float) -> list[str]:
-    """Overrides with which a model would go into `room` bytes while it is loaded. Four bits are made layer by layer."""
-    kind = "model.compute_dtype" if shape.frozen_parameters else "model.dtype"
-    layers, root = shape.parameters - shape.root_parameters, shape.root_parameters
-    ways = {
-        f"{kind}=bfloat16": 2.0 * shape.parameters,
-        "model.adapter={rank: 16, quantize: nf4}": NF4_BYTES * layers + layout.compute_bytes * root,
-    }
-    return [way for way, size in ways.items() if size <= room]
+def whole_bytes(shape: Shape, layout: Layout) -> float:
+    """Of all weights."""
+    return shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
@@ -87,6 +85,20 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
         inner = (shape.active_parameters / shape.width - 2 * shape.width - 2 * shape.key_width) / 3
         numbers += 6 * shape.width + inner
     return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
+
+
+def unpacked_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """What a layer in four bits keeps for its backward pass, and what it holds at most while it unpacks a matrix.
+
+    Compiled layers keep the matrices that they unpacked. Uncompiled ones do not; but torchao then holds each number of
+    one as an int64 that is looked up, as what is found, as that scaled, and in the result, beside the blocks' scales.
+    """
+    if not layout.quantised:
+        return 0.0, 0.0
+    number = layout.compute_bytes
+    if layout.compiled:
+        return number * (shape.frozen_parameters - shape.root_parameters) / shape.layers, 0.0
+    return 0.0, shape.largest_matrix * (8 + 3 * number + number / NF4_BLOCK)
 
 
 def kept_predictions(shape: Shape) -> float:

@@ -34,7 +34,7 @@ class Forecast:
     pairs_per_s: float
     mfu: float  # useful flops over what the data sheet promises
     memory: Memory  # at the largest microbatch
-    loading: float  # bytes of a rank while the model is loaded, which is before it is sharded
+    loading: float  # bytes of a rank while the model is loaded and sharded
     time: StepTime
     fits: bool  # loading and steps, into the room of a rank; where not, there will be no step to take any time
 
