@@ -27,6 +27,7 @@ from isopref.build.lock import locked
 from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback
 from isopref.engine.checkpoints import KeepingCheckpointerCallback
 from isopref.errors import RunError
+from isopref.testing import oracle
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights
@@ -224,8 +225,12 @@ def test_saves_by_minutes_follow_no_clock_that_jumps(project: Project, monkeypat
     assert saved == [3, 6, 9, 10]
 
 
-def test_the_best_checkpoint_is_kept_besides_the_last(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_the_best_model_is_kept_besides_the_last(
+    project: Project, monkeypatch: pytest.MonkeyPatch, load_weights: LoadWeights, layout: str
+) -> None:
     """Held-out loss falls up to step 4 and rises from there; the run stops in between and goes on."""
+    at_4 = project.train("short", "optim.max_steps=4", "optim.schedule=constant", f"layout.parallel={layout}")
     losses = {2: 0.6, 4: 0.5, 6: 0.7, 8: 0.8, 10: 0.9}
     ours = EvaluateCallback
     monkeypatch.setattr(
@@ -233,16 +238,24 @@ def test_the_best_checkpoint_is_kept_besides_the_last(project: Project, monkeypa
         "EvaluateCallback",
         lambda **given: ours(**{**given, "evaluate": lambda s: {"eval/loss": losses[s]}}),
     )
-    settings = ("run.eval_every=2", "run.keep_best=true", "run.keep=1", "run.save_every=5", "run.folder=run")
+    often = ("run.eval_every=2", "run.keep_best=true", "run.keep=1", "run.save_every=5", "run.folder=run")
+    settings = (*often, "optim.schedule=constant", f"layout.parallel={layout}")
+    run = project.folder / "run"
     outcome = project.isopref("train", "my.yaml", *settings)
     assert outcome.code == 0, outcome.err
-    assert checkpoints(project.folder / "run") == ["step10", "step4"]
-    (project.folder / "run" / "model").rename(project.folder / "model")
-    shutil.rmtree(project.folder / "run" / "checkpoints" / "step10")
+    assert checkpoints(run) == ["step10", "step4"]
+    assert "best  step 4 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
+    best, last, wanted = (load_weights(one) for one in (run / "model_best", run / "model", at_4 / "model"))
+    assert oracle.relative_error(best, wanted) == 0
+    assert oracle.relative_error(last, wanted) > 0.001
+    (run / "model").rename(project.folder / "model")
+    shutil.rmtree(run / "checkpoints" / "step10")
     outcome = project.isopref("train", "my.yaml", *settings, "--resume")
     assert outcome.code == 0, outcome.err
     assert "resume after step 4\n" in outcome.out
-    assert checkpoints(project.folder / "run") == ["step10", "step4"]
+    assert checkpoints(run) == ["step10", "step4"]
+    assert oracle.relative_error(load_weights(run / "model_best"), wanted) == 0
+    assert oracle.relative_error(load_weights(run / "model"), last) == 0
 
 
 def test_auto_starts_goes_on_and_has_nothing_to_do(project: Project) -> None:

@@ -177,6 +177,7 @@ def _train(run: Run, resume: bool) -> bool:
         if held_out is not None:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
         if config.run.export:
+            result.export_best(run, trainer, model, tokenizer)
             result.export(run, model, tokenizer)
             result.say_answers(run, model, tokenizer, prompts, before)
     return True

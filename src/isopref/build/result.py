@@ -2,15 +2,19 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from olmo_core.train import Trainer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from isopref.build.model import load_exported
 from isopref.build.run import Run
+from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.restore import weights_of
 from isopref.models import conversion, hf
 from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
@@ -27,16 +31,41 @@ def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
 
     A native model is written as an OLMo-core checkpoint too.
     """
-    adapted = run.config.model.adapter is not None
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
-    state: dict[str, Any] = get_model_state_dict(model, options=whole)
+    state = _gathered(run, model)
     if (native := unwrap(model).native) is not None:
         env = run.env
         conversion.write_checkpoint(native, tokenizer, run.native_folder, is_first=env.is_first, barrier=env.barrier)
     if run.env.is_first:  # last: it is by this folder that a run is finished
-        with unwrap(model).saved_form(state) as (inner, weights):
-            hf.export(inner, weights, tokenizer, run.model_folder, base=run.config.model.path)
+        _write(run, model, state, tokenizer, run.model_folder)
     run.env.barrier()
+
+
+def _gathered(run: Run, model: nn.Module) -> dict[str, Any]:
+    """The trained weights, whole, on the first rank."""
+    adapted = run.config.model.adapter is not None
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
+    state: dict[str, Any] = get_model_state_dict(model, options=whole)
+    return state
+
+
+def _write(run: Run, model: nn.Module, state: dict[str, Any], tokenizer: Any, folder: Path) -> None:
+    with unwrap(model).saved_form(state) as (inner, weights):
+        hf.export(inner, weights, tokenizer, folder, base=run.config.model.path)
+
+
+def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) -> None:
+    """Write the model of the lowest eval/loss, where run.keep_best asks for it, from its checkpoint."""
+    checkpointer = trainer.callbacks["checkpointer"]
+    assert isinstance(checkpointer, KeepingCheckpointerCallback)
+    step, folder = checkpointer.evaluate and checkpointer.evaluate.best_step, run.best_folder
+    if step is None:
+        return
+    run.display.say(f"best  step {step} has the lowest eval/loss; its model is {folder}")
+    with weights_of(trainer.train_module, Path(trainer.save_folder) / f"step{step}"):
+        state = _gathered(run, model)
+        if run.env.is_first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here, and now goes on
+            _write(run, model, state, tokenizer, folder)
 
 
 def say_answers(

@@ -49,6 +49,10 @@ class Run:
         return self.folder / MODEL_FOLDER
 
     @property
+    def best_folder(self) -> Path:
+        return self.folder / "model_best"
+
+    @property
     def native_folder(self) -> Path:
         return self.folder / "olmo_core"
 
@@ -243,7 +247,7 @@ def claim_folder(run: Run, keys: Keys) -> None:
 def _refuse_folder(run: Run, resume: bool) -> None:
     """Raise RunError where the folder's content and `resume` do not go together."""
     has_run = (run.folder / CONFIG_FILE).exists()
-    places = (run.model_folder,) if has_run else (run.model_folder, run.native_folder)
+    places = (run.model_folder,) if has_run else (run.model_folder, run.native_folder, run.best_folder)
     taken = [folder.name for folder in places if folder.exists()]
     if run.config.run.export and taken:
         what = "a finished run" if has_run else f"a folder '{taken[0]}', where the tuned model is to go"

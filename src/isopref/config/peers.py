@@ -77,7 +77,7 @@ OTHERWISE: dict[str, str] = {
     "gamma_beta_ratio": "objective.gamma is that ratio times beta",
     "gradient_accumulation_steps": _BATCH,
     "gradient_checkpointing": "layout.checkpointing takes auto, none or full",
-    "load_best_model_at_end": "run.keep_best keeps that checkpoint besides the last ones",
+    "load_best_model_at_end": "run.keep_best writes that model too, as model_best beside the last one",
     "load_in_4bit": "Set model.adapter.quantize: nf4",
     "lora_dropout": "Nothing to set: there is no dropout, whose draw would depend on the layout",
     "lora_target": _TARGETS,

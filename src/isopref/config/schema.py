@@ -223,7 +223,8 @@ class RunConfig(Section):
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
     keep_best: bool = Field(
         default=False,
-        description="Besides those, keep the one of the lowest eval/loss, saved when it is found. Needs eval_every.",
+        description="Besides those, keep the one of the lowest eval/loss, saved when it is found; its model is "
+        "exported at the end too, as model_best. Needs eval_every.",
     )
     eval_every: Count | None = Field(
         default=None,

@@ -1,12 +1,16 @@
 """Reading a run's checkpoint back without running anything that is in it, as the engine's own way would."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from olmo_core.train import Trainer
+from olmo_core.train.train_module import TrainModule
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._pytree import tree_map_only
 
 from isopref.errors import RunError
 from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
@@ -29,18 +33,42 @@ def restore(trainer: Trainer, folder: Path) -> None:
     own = folder / "train" / f"rank{own_rank()}.pt"
     # On more ranks than before there is none for the last ones; the random state is then not restored anyway.
     path = own if own.exists() else folder / "train" / "rank0.pt"
-    reader = PlainReader(folder / "model_and_optim")
-    module = trainer.train_module
-    try:
+    with _refusing(folder):
         with torch.serialization.safe_globals(NUMPY_STATE):
             state: Any = torch.load(path, weights_only=True)
         trainer.data_loader.load_state_dict(state["data_loader"])  # first: it refuses other data
-        weights = module.state_dict_to_load(reader.read_metadata(), optim=True)
-        load(weights, storage_reader=reader, planner=PlainPlanner())
+        weights = _read(trainer.train_module, folder, optim=True)
+    trainer.train_module.load_state_dict(weights)
+    trainer.load_state_dict(state)
+
+
+@contextmanager
+def weights_of(module: TrainModule, folder: Path) -> Iterator[None]:
+    """The model with the weights of a checkpoint, as long as the context is open. All ranks call this together."""
+    own = tree_map_only(
+        torch.Tensor, torch.clone, module.state_dict(optim=False)
+    )  # on a CPU it is the weights themselves
+    with _refusing(folder):
+        module.load_state_dict(_read(module, folder, optim=False))
+    try:
+        yield
+    finally:
+        module.load_state_dict(own)
+
+
+def _read(module: TrainModule, folder: Path, *, optim: bool) -> dict[str, Any]:
+    reader = PlainReader(folder / "model_and_optim")
+    state = module.state_dict_to_load(reader.read_metadata(), optim=optim)
+    load(state, storage_reader=reader, planner=PlainPlanner())
+    return state
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except NotPlainError as error:
         raise RunError(
             f"{folder}: holds more than data ({' '.join(str(error).split())[:200]}), so it is not read. Is it a "
             "checkpoint of isopref? Remove it to go on from an earlier one."
         ) from error
-    module.load_state_dict(weights)
-    trainer.load_state_dict(state)
