@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -197,6 +198,19 @@ def test_a_base_in_four_bits(make_project: MakeProject, wide: Path, read_metrics
     assert metrics[0]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
     assert project.isopref("merge", "qlora", "merged").code == 0
+
+
+def test_how_much_of_a_base_is_in_four_bits_is_said(make_project: MakeProject, tmp_path: Path) -> None:
+    """Attention alone: 4 matrices of 64 x 64 in each of two layers. Experts are no linear layers."""
+    heads: dict[str, Any] = {"hidden_size": 64, "num_key_value_heads": 4, "head_dim": 16}
+    base = tiny_folder(tmp_path / "experts", "qwen3_moe", **heads)
+    project = make_project(model={"dtype": "float32"})
+    quick = (f"model.path={base}", "data.eval=null", "optim.max_steps=1", "run.export=false", "run.folder=run")
+    outcome = project.isopref("train", "my.yaml", "model.adapter={rank: 4, quantize: nf4}", *quick)
+    assert outcome.code == 0, outcome.err
+    assert re.search(
+        r"^nf4   32,768 of [0-9,]+ weights are in four bits \(2[0-9]\.[0-9]+%\)$", outcome.out, re.MULTILINE
+    )
 
 
 def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> None:

@@ -132,8 +132,14 @@ def add_adapter(run: Run, policy: Policy) -> None:
         dtype = getattr(torch, run.config.model.dtype)
         adapter.add_adapter(policy.model, new_adapter(asked), dtype=dtype, seed=run.config.optim.seed)
         place(run, policy)
-    trained, every = (sum(p.numel() for p in policy.parameters() if p.requires_grad or one) for one in (False, True))
+    weights = list(policy.parameters())
+    trained, packed, every = (
+        sum(weight.numel() for weight in some)
+        for some in ([w for w in weights if w.requires_grad], filter(adapter.is_quantised, weights), weights)
+    )
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
+    if asked.quantize is not None:  # not of experts, which are no linear layers
+        run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in four bits ({packed / every:.2%})")
 
 
 def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
