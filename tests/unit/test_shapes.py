@@ -80,7 +80,7 @@ def test_sharegpt_tool_roles_are_mapped() -> None:
     ]
 
 
-def test_keys_that_a_column_of_structs_fills_with_none_are_left_out() -> None:
+def test_keys_of_a_message_that_hold_none_are_left_out() -> None:
     turn = {"role": "user", "content": "why?", "tool_calls": None, "name": None}
     assert pair_of({"prompt": [turn], "chosen": [GOOD], "rejected": [BAD]}).prompt == [Q]
 

@@ -161,7 +161,7 @@ def _read_message(turn: dict[str, Any], name: str) -> Message:
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
     if turn["role"] not in ROLES:
         raise DefectError("role", f"{name} has the role {turn['role']!r}, which is none of {', '.join(ROLES)}")
-    # A column of structs gives every message every key: what is None was never there.
+    # A key with None says what its absence says: {"content": null, "tool_calls": [...]}.
     return {key: value for key, value in turn.items() if value is not None}
 
 
