@@ -194,20 +194,38 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
     if template == NO_TEMPLATE:
         return None
     if template is None:
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"data.template: the tokenizer '{tokenizer.name_or_path}' has no chat template. "
-                "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
-            )
-        text, used = str(tokenizer.chat_template), None
-    else:
-        try:
-            text = used = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"data.template: '{template}' cannot be read ({error}). "
-                "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
-            ) from error
+        _check_own(tokenizer)
+        return None
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.template: '{template}' cannot be read ({error}). "
+            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
+        ) from error
+    _check(text, tokenizer, f"'{template}'", "Mend the file.")
+    return text
+
+
+def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    name, own = f"the tokenizer '{tokenizer.name_or_path}'", tokenizer.chat_template
+    way_out = "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
+    if not own:
+        raise ConfigError(f"data.template: {name} has no chat template. {way_out}")
+    for text in own.values() if isinstance(own, dict) else [own]:
+        _check(text, tokenizer, f"the chat template of {name}", way_out)
+
+
+def _check(text: str, tokenizer: PreTrainedTokenizerBase, name: str, way_out: str) -> None:
+    """Compile a template. Raises ConfigError where that fails, so that no record is blamed for it."""
+    from jinja2 import TemplateSyntaxError
+
     if "strftime_now" in text:
         log.warning("The chat template writes today's date: tokens built on another day will differ.")
-    return used
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+    except TemplateSyntaxError as error:
+        reason = str(error.message).rstrip(".")
+        raise ConfigError(f"data.template: {name}, line {error.lineno}: {reason}. {way_out}") from error
+    except Exception:
+        pass  # it is whole, and does not take this conversation
