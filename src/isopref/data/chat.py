@@ -10,7 +10,8 @@ A template that writes the prompt's own turns differently once an answer follows
 
 How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML
 writes "<|im_end|>\\n") or the same token once more (the answer's own text ended with it): generation stops before
-them. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
+them. So is what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its end before
+that. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
 ends with the token that opens the next turn, if the model stops at that one (GLM's <|user|>, or <|observation|> after
 a tool call); else with EOS, if nothing stands after the answer. Counted as `added_ends`. Where the template ends
 answers in plain text, nothing is added; counted as `missing_eos`.
@@ -183,7 +184,7 @@ class PairEncoder:
         """The prompt's turns must read the same before an answer; only the generation prompt may differ."""
         if self.options.raw:
             return
-        turns = self._template.render(as_messages(pair.prompt, "user"), pair.tools).rstrip()
+        turns = self._template.turns(as_messages(pair.prompt, "user"), pair.tools).rstrip()
         if not all(side.startswith(turns) for side in written.sides):
             raise DefectError(
                 "boundary",

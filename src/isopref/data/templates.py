@@ -15,12 +15,14 @@ written. White space does not count (templates trim and set line feeds of their 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.messages import DefectError, Message, Turns, shown
+from isopref.data.surprises import special_token_pattern
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._text = _template_text(tokenizer, template)
+        self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
     def content(self) -> Any:
@@ -75,7 +78,10 @@ class ChatTemplate:
         return text
 
     def write(self, prompt: list[Message], chosen: Message, rejected: Message, tools: Tools) -> Written:
-        """The texts of a pair. Raises DefectError where the template refuses it or leaves a part of it out."""
+        """The texts of a pair, answers without the end of the conversation where their turn has an end of its own.
+
+        Raises DefectError where the template refuses the pair or leaves a part of it out.
+        """
         start = self.render(prompt, tools, add_generation_prompt=True)
         written = Written(start, *(self.render([*prompt, answer], tools) for answer in (chosen, rejected)))
         left_out = chain(
@@ -89,7 +95,11 @@ class ChatTemplate:
                 f"the chat template leaves out {first}, so training would go without it "
                 "(data.template: path.jinja can replace the template)",
             )
-        return written
+        return Written(start, *(self._unclosed(side) for side in written.sides))
+
+    def turns(self, messages: list[Message], tools: Tools) -> str:
+        """The text of turns alone: no generation prompt, no end of the conversation."""
+        return self.render(messages, tools).removesuffix(self._conversation_end)
 
     def after_last_turn(self, prompt: list[Message], tools: Tools, written: str) -> str:
         """What the template writes after the text of the prompt's last turn: its end, and the generation prompt.
@@ -120,6 +130,30 @@ class ChatTemplate:
         except DefectError:
             return ""
         return before.removeprefix(written) if mark and before.startswith(written) else ""
+
+    def _unclosed(self, side: str) -> str:
+        both = self._turn_end + self._conversation_end
+        return side.removesuffix(self._conversation_end) if self._turn_end and side.endswith(both) else side
+
+    def _find_ends(self) -> tuple[str, str]:
+        """What the template writes after any answer, if a special token ends it, and then after the last one alone.
+
+        Both are empty where it takes no second question, or does not write the first answer then.
+        """
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
+        try:
+            texts = [self.render(turns, None).partition(MARK) for turns in (said, [*said, said[0]])]
+        except DefectError:
+            return "", ""
+        (_, shows, last), (_, still_shows, followed) = texts
+        special = special_token_pattern(self._tokenizer)
+        if not (special and shows and still_shows) or followed.startswith(last.rstrip()):
+            return "", ""
+        pieces, others = (re.split(f"({special.pattern})", text) for text in (last, followed))
+        shared = _common(pieces, others)
+        turn_end, end_tokens = "".join(pieces[:shared]), pieces[1:shared:2]
+        is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
+        return turn_end if is_end else "", "".join(pieces[shared:])
 
     def _left_out_of_prompt(self, prompt: list[Message], tools: Tools, written: str) -> Iterator[str]:
         whole = rest = _squeeze(written)
@@ -171,7 +205,7 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def _common(first: str, second: str) -> int:
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the common prefix."""
     differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, min(len(first), len(second)))
