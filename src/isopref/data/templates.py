@@ -101,14 +101,15 @@ class ChatTemplate:
         """The text of turns alone: no generation prompt, no end of the conversation."""
         return self.render(messages, tools).removesuffix(self._conversation_end)
 
-    def after_last_turn(self, prompt: list[Message], tools: Tools, written: str) -> str:
-        """What the template writes after the text of the prompt's last turn: its end, and the generation prompt.
-
-        Empty where a mark behind that text does not show.
-        """
-        marked = self.render(_marked(prompt, len(prompt) - 1), tools, add_generation_prompt=True)
-        _, mark, closing = marked.rpartition(MARK)
-        return closing if mark and written.endswith(closing) else ""
+    def around(self, prompt: list[Message], index: int, tools: Tools, written: str) -> tuple[str, str] | None:
+        """What the template writes before and after the text of a turn; None where marks around that text do not show."""
+        try:
+            marked = self.render(_marked(prompt, index, before=MARK), tools, add_generation_prompt=True)
+        except DefectError:
+            return None
+        before, *rest = marked.split(MARK)
+        shows = len(rest) == 2 and written.startswith(before) and written.endswith(rest[-1])
+        return (before, rest[-1]) if shows else None
 
     def leaves_open(self, messages: list[Message], tools: Tools) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""
@@ -211,9 +212,9 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
     return next(differing, min(len(first), len(second)))
 
 
-def _marked(messages: list[Message], index: int) -> list[Message]:
-    """The messages, with a mark behind the text of one."""
-    marked = {**messages[index], "content": messages[index]["content"] + MARK}
+def _marked(messages: list[Message], index: int, before: str = "") -> list[Message]:
+    """The messages, with a mark behind the text of one, and perhaps one before it."""
+    marked = {**messages[index], "content": before + messages[index]["content"] + MARK}
     return [*messages[:index], marked, *messages[index + 1 :]]
 
 
