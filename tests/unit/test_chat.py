@@ -301,10 +301,12 @@ def test_truncation_keeps_what_is_documented(
     (dropped,) = PairEncoder(tokenizer, options(max_length=max_length)).encode([pair])
     assert (dropped is None) == (not fits)
     (cut,) = PairEncoder(tokenizer, options(max_length=max_length, truncation=truncation)).encode([pair])
-    # The oracle: answers whole, beside what closes the prompt and at least one token before it.
-    closing = len(tokenizer("<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
+    # The oracle: answers whole, beside what opens and closes the prompt and at least one token between.
+    opening, closing = (
+        len(tokenizer(text)["input_ids"]) for text in ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+    )
     kept = len(whole.tokens.prompt) if fits else max_length - longer
-    if kept <= closing:
+    if kept <= opening + closing:
         assert cut is None
         return
     assert not isinstance(cut, BadPairError)
@@ -312,7 +314,7 @@ def test_truncation_keeps_what_is_documented(
     assert ("truncated" in cut.notes) == (not fits)
     assert cut.question_id == whole.question_id
     prompt_ids = whole.tokens.prompt.tolist()
-    start = kept - closing if truncation == "keep_start" else 0
+    start = kept - closing if truncation == "keep_start" else opening
     assert cut.tokens.prompt.tolist() == prompt_ids[:start] + prompt_ids[len(prompt_ids) - (kept - start) :]
     for side, full in zip(cut.tokens[1:], whole.tokens[1:], strict=True):
         assert side.tolist() == full.tolist()

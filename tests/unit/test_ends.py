@@ -1,4 +1,4 @@
-"""How answers end under templates that write no end after the last turn: by what the model stops at, and only once."""
+"""How answers end under templates that write no end after the last turn, or one more: by what the model stops at, once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ GLM = (
     "{% else %}<|assistant|>\n<think></think>{% if m.content.strip() %}{{ '\n' + m.content.strip() }}{% endif %}"
     "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name + '</tool_call>' }}{% endfor %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As Phi-3 writes: a turn has an end, and a conversation that asks for no answer has one too.
+CLOSING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<|header|>{{ call.function.name }}<|/header|>{% endfor %}"
+    "{{ '' if m.tool_calls else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
 )
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
 
@@ -106,3 +113,29 @@ def test_a_table_is_another_one_only_if_its_answers_end_otherwise() -> None:
     assert encoder_of(GLM).key() != encoder_of(GLM, "<|user|>").key()
     assert encoder_of(GLM, "<|user|>", "</s>").key() == encoder_of(GLM, "<|user|>").key()
     assert encoder_of(TEMPLATES["chatml"], "<|user|>").key() == encoder_of(TEMPLATES["chatml"]).key()
+
+
+def test_the_end_of_a_conversation_is_no_part_of_its_answer() -> None:
+    assert answers(CLOSING) == (["yes<|im_end|>", "no<|im_end|>"], set())
+    assert answers(CLOSING, chosen="yes<|im_end|>") == (["yes<|im_end|>", "no<|im_end|>"], set())
+    plain = CLOSING.replace("{{ eos_token }}", "The end.")
+    assert answers(plain) == (["yes<|im_end|>", "no<|im_end|>"], set())
+
+
+def test_an_answer_that_only_the_end_of_the_conversation_ends_keeps_it() -> None:
+    assert answers(CLOSING.replace("<|im_end|>\n", "\n")) == (["yes\n</s>", "no\n</s>"], set())
+    assert answers(CLOSING, chosen=[CALL]) == (["<|header|>add<|/header|></s>", "no<|im_end|>"], set())
+    instead = CLOSING.replace("'<|im_end|>\n'", "'' if loop.last and not add_generation_prompt else '<|im_end|>\n'")
+    assert answers(instead) == (["yes</s>", "no</s>"], set())
+
+
+def test_ends_that_follow_every_answer_stay() -> None:
+    both = CLOSING.replace("<|im_end|>\n", "<|im_end|><|eot|>\n")
+    assert answers(both)[0] == ["yes<|im_end|><|eot|>", "no<|im_end|><|eot|>"]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>\n", ""])
+def test_the_end_of_a_conversation_is_not_taken_for_a_part_of_the_prompt(end: str) -> None:
+    spaced = CLOSING.replace("<|im_end|>\n", end).replace("}}\n{{", "}}: {{").replace("assistant\n", "assistant: ")
+    said = [f" {text}{end.strip() or '</s>'}" for text in ("yes", "no")]
+    assert answers(spaced) == (said, {"boundary_backoffs"})  # the space before an answer is one token with its word

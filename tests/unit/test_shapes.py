@@ -80,9 +80,31 @@ def test_sharegpt_tool_roles_are_mapped() -> None:
     ]
 
 
-def test_keys_that_a_column_of_structs_fills_with_none_are_left_out() -> None:
+def test_keys_of_a_message_that_hold_none_are_left_out() -> None:
     turn = {"role": "user", "content": "why?", "tool_calls": None, "name": None}
     assert pair_of({"prompt": [turn], "chosen": [GOOD], "rejected": [BAD]}).prompt == [Q]
+
+
+def test_text_in_parts_is_joined() -> None:
+    parts = [{"type": "text", "text": "wh"}, {"type": "text", "text": "y?"}]
+    pair = pair_of({"prompt": [{"role": "user", "content": parts}], "chosen": [GOOD], "rejected": [BAD]})
+    assert pair.prompt == [Q]
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x.png"}}, "has a part of type 'image_url'"),
+        ({"text": "why?"}, "has a part of type None"),
+        ({"type": "text", "text": 3}, "is not text but int 3"),
+        ("why?", "is not text but list"),
+    ],
+)
+def test_other_parts_are_refused_by_their_type(part: Any, what: str) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "see"}, part]}
+    with pytest.raises(BadPairError, match=rf"file:7: .?prompt\[0\].? {what}") as caught:
+        pair_of({"prompt": [turn], "chosen": [GOOD], "rejected": [BAD]})
+    assert caught.value.reason == "type"
 
 
 UNKNOWN: list[dict[str, Any]] = [

@@ -63,7 +63,7 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MESSAGES, {"prompt": [{"role": "robot", "content": "x"}]}, "role"),
     (MESSAGES, {"prompt": [{"role": ["user"], "content": "x"}]}, "role"),
     (MESSAGES, {"prompt": [{"role": "user", "content": None}]}, "type"),
-    (MESSAGES, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "type"),
+    (MESSAGES, {"prompt": [{"role": "user", "content": []}]}, "type"),
     (MESSAGES, {"prompt": [{"role": "user"}]}, "type"),
     (MESSAGES, {"prompt": [SYSTEM, Q], "system": "be long"}, "role"),
     (MESSAGES, {"chosen": [user("x")]}, "role"),

@@ -192,6 +192,47 @@ def test_the_digest_follows_the_bytes_and_not_the_name(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+# --- columns of structs: every record has every key ----------------------------------------------------
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    tool = {"name": name, "parameters": {"properties": {key: {"enum": ["a", None]} for key in arguments}}}
+    return {"chosen": [{"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool], "weight": None}
+
+
+CALLS = [called("weather", city="Paris"), called("search", query="x", limit=3), called("now")]
+
+
+CALL_FILES = {
+    "a.jsonl": jsonl(CALLS),
+    "a.parquet": parquet(CALLS),
+    "file.arrow": arrow(CALLS, pa.ipc.new_file),
+    "stream.arrow": arrow(CALLS, pa.ipc.new_stream),
+}
+
+
+@pytest.mark.parametrize("name", [*CALL_FILES, "saved"])
+def test_keys_of_other_records_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name in CALL_FILES:
+        path.write_bytes(CALL_FILES[name])
+    else:
+        datasets.Dataset.from_list(CALLS).save_to_disk(path)
+    assert [record.fields for record in read_source(str(path))] == CALLS
+
+
+def test_a_null_in_json_was_written_by_its_author(tmp_path: Path) -> None:
+    rows = [called("search", query="x", limit=None), called("search", query=None, limit=3)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    features = datasets.Features({"chosen": datasets.List(datasets.Json()), "tools": datasets.List(datasets.Json())})
+    kept = [{key: row[key] for key in features} for row in rows]
+    datasets.Dataset.from_list(kept, features=features).save_to_disk(tmp_path / "saved")
+    for name, expected in (("a.jsonl", rows), ("a.json", rows), ("saved", kept)):
+        assert [record.fields for record in read_source(str(tmp_path / name))] == expected
+
+
 # --- folders, the hub, packages -------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ ASK = [turn("user", "how much is 2 + 2?")]
 ASK_WITH_SYSTEM = [turn("system", "be brief"), *ASK]
 
 
-def encoder_of(template: str | None, choice: str | None = None) -> PairEncoder:
+def encoder_of(template: str | dict[str, str] | None, choice: str | None = None) -> PairEncoder:
     tokenizer = tiny_tokenizer(None)
     tokenizer.chat_template = template
     return PairEncoder(tokenizer, TokenizeOptions(template=choice, max_length=None, truncation="drop", on_bad="error"))
@@ -228,6 +228,26 @@ def test_a_template_file_is_used_and_a_missing_one_is_an_error(tmp_path: Path) -
     assert decoded(result) == ["<s>[INST] why? [/INST]", " yes</s>", " no</s>"]
     with pytest.raises(ConfigError, match=r"data\.template: '.*other\.jinja' cannot be read"):
         encoder_of(CHATML, str(tmp_path / "other.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "where"),
+    [
+        ("{{ bad", r"line 1: unexpected end of template"),
+        ("{% for m in messages %}\n{{ m.content }}\n", r"line 2: Unexpected end of template\."),
+        ("\n{{ messages | no_such_filter }}", r"line 2: No filter named 'no_such_filter'\."),
+    ],
+)
+def test_a_broken_template_is_an_error_of_the_config(tmp_path: Path, broken: str, where: str) -> None:
+    path = tmp_path / "bad.jinja"
+    path.write_text(broken)
+    with pytest.raises(ConfigError, match=rf"^data\.template: '{path}', {where}.* Mend the file\.$"):
+        encoder_of(CHATML, str(path))
+    own = r"^data\.template: the chat template of the tokenizer '.*', "
+    for template in (broken, {"default": CHATML, "tool_use": broken}):
+        with pytest.raises(ConfigError, match=rf"{own}{where}.* path of a \.jinja file\.$"):
+            encoder_of(template)
+    encoder_of(broken, "none")
 
 
 def test_messages_without_a_template_are_an_error_of_the_config() -> None:

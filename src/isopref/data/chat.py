@@ -10,7 +10,8 @@ A template that writes the prompt's own turns differently once an answer follows
 
 How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML
 writes "<|im_end|>\\n") or the same token once more (the answer's own text ended with it): generation stops before
-them. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
+them. So is what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its end before
+that. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
 ends with the token that opens the next turn, if the model stops at that one (GLM's <|user|>, or <|observation|> after
 a tool call); else with EOS, if nothing stands after the answer. Counted as `added_ends`. Where the template ends
 answers in plain text, nothing is added; counted as `missing_eos`.
@@ -35,6 +36,7 @@ from isopref.data.messages import DefectError, Turns
 from isopref.data.shapes import BadPairError, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
+from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray, PairTokens
 
@@ -51,9 +53,8 @@ class TokenizeOptions:
     template: None (the tokenizer's own), "none" (plain text) or the path of a .jinja file.
     max_length: most tokens of the prompt with its longer completion; None is no limit.
     truncation, for pairs over max_length: "drop" the pair; "keep_start" or "keep_end" of the prompt, cut so
-        that the longer completion fits. The prompt's closing is never cut: what the template writes after its last
-        turn's text (the end of the turn, the generation prompt), without which the answer would continue the user's
-        words. A pair whose completions leave no room for one more token is dropped.
+        that the longer completion fits. Turns' texts are cut, never what opens and closes the prompt (see truncation).
+        A pair whose completions leave no room for one token of text beside those is dropped.
     on_bad: "error" or "drop" (and count) records that give no pair.
     stops: tokens at which the model's generation stops, besides EOS.
     """
@@ -183,7 +184,7 @@ class PairEncoder:
         """The prompt's turns must read the same before an answer; only the generation prompt may differ."""
         if self.options.raw:
             return
-        turns = self._template.render(as_messages(pair.prompt, "user"), pair.tools).rstrip()
+        turns = self._template.turns(as_messages(pair.prompt, "user"), pair.tools).rstrip()
         if not all(side.startswith(turns) for side in written.sides):
             raise DefectError(
                 "boundary",
@@ -234,29 +235,25 @@ class PairEncoder:
         return last
 
     def _truncate(self, tokens: PairTokens, pair: PreferencePair, written: Written) -> PairTokens | None:
-        """`tokens` itself where it fits; None: dropped. Answers are never cut, nor what closes the prompt."""
-        longer, limit = max(len(tokens.chosen), len(tokens.rejected)), self.options.max_length
-        if limit is None or len(tokens.prompt) + longer <= limit:
+        """`tokens` itself where it fits; None: dropped. Answers are never cut."""
+        prompt, limit, truncation = tokens.prompt, self.options.max_length, self.options.truncation
+        longer = max(len(tokens.chosen), len(tokens.rejected))
+        if limit is None or len(prompt) + longer <= limit:
             return tokens
-        if self.options.truncation == "drop":
+        if truncation == "drop":
             return None
-        closing, keep = self._closing(tokens.prompt, pair, written), limit - longer
-        if keep <= closing:
-            return None
-        start = keep - closing if self.options.truncation == "keep_start" else 0
-        prompt = np.concatenate([tokens.prompt[:start], tokens.prompt[len(tokens.prompt) - keep + start :]])
-        return tokens._replace(prompt=prompt)
+        cut = stretch_to_cut(len(prompt), self._spans(prompt, pair, written), limit - longer, truncation=truncation)
+        return tokens._replace(prompt=np.delete(prompt, slice(*cut))) if cut else None
 
-    def _closing(self, prompt: IntArray, pair: PreferencePair, written: Written) -> int:
-        """How many tokens at the end of the prompt are what the template writes after its last turn's text.
-
-        A token that holds some of both counts as a whole.
-        """
-        if self.options.raw:
-            return 0
-        closing = self._template.after_last_turn(as_messages(pair.prompt, "user"), pair.tools, written.prompt)
-        (said,) = self._tokenize([written.prompt.removesuffix(closing)])
-        return len(prompt) - _common(prompt, said)
+    def _spans(self, prompt: IntArray, pair: PreferencePair, written: Written) -> list[Span]:
+        """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known, as in plain text."""
+        turns = [] if self.options.raw else as_messages(pair.prompt, "user")
+        around = (self._template.around(turns, index, pair.tools, written.prompt) for index in range(len(turns)))
+        found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]
+        texts = [text for _, before, after in found for text in (before, written.prompt.removesuffix(after))]
+        places = iter([_common(prompt, tokens) for tokens in self._tokenize(texts)])
+        spans = [Span(role, next(places), next(places)) for role, *_ in found]
+        return spans or [Span("", int(prompt[0] == self._bos), len(prompt))]
 
     def _whitespace(self, token: int) -> bool:
         if token not in self._is_space:

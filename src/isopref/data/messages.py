@@ -154,14 +154,26 @@ def _read_message(turn: dict[str, Any], name: str) -> Message:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise DefectError("tools", f"{name}: 'tool_calls' is not a list of calls but {shown(calls)}")
-    message["content"] = "" if calls and "content" not in message else read_text(message.get("content"), name)
+    message["content"] = "" if calls and "content" not in message else _read_content(message.get("content"), name)
     return message
+
+
+def _read_content(value: Any, name: str) -> str:
+    """The text of a message: as such, or in parts, as OpenAI's API takes it."""
+    if not (value and isinstance(value, list) and all(isinstance(part, dict) for part in value)):
+        return read_text(value, name)
+    for part in value:
+        if part.get("type") != "text":
+            raise DefectError(
+                "type", f"{name} has a part of type {part.get('type')!r}, and only text can be trained on"
+            )
+    return "".join(read_text(part.get("text"), name) for part in value)
 
 
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
     if turn["role"] not in ROLES:
         raise DefectError("role", f"{name} has the role {turn['role']!r}, which is none of {', '.join(ROLES)}")
-    # A column of structs gives every message every key: what is None was never there.
+    # A key with None says what its absence says: {"content": null, "tool_calls": [...]}.
     return {key: value for key, value in turn.items() if value is not None}
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 6  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 7  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.

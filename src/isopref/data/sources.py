@@ -256,12 +256,40 @@ def _rows(name: str, batches: Callable[[], Iterator[Any]]) -> Places:
     number = 0
     try:
         for batch in batches():
+            as_written = _without_filling(batch.schema)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for row in batch.slice(start, BATCH_ROWS).to_pylist():
-                    yield row, f":row {number}"
+                    yield as_written(row), f":row {number}"
                     number += 1
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: bytes that are not UTF-8
         raise DataError(f"{name}:row {number}: cannot be read ({error}). Is the file whole?") from error
+
+
+def _without_filling(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Takes from a row the nulls that nobody wrote: each struct of a column has all keys that any of its structs has.
+
+    A null in a list stays, as does one in a column of JSON: no other row put it there.
+    """
+    unfill = {field.name: found for field in schema if (found := _unfill(field.type))}
+    return lambda row: row | {name: unfill[name](row[name]) for name in unfill}
+
+
+def _unfill(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """The same for values of one type; None: they hold no struct. An object that a data set decoded is left alone."""
+    if pa.types.is_struct(kind):
+        inner = {field.name: found for field in kind if (found := _unfill(field.type))}
+
+        def of_struct(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            written = {key: held for key, held in value.items() if held is not None}
+            return written | {key: inner[key](written[key]) for key in inner if key in written}
+
+        return of_struct
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        of_item = _unfill(kind.value_type)
+        return of_item and (lambda value: [of_item(item) for item in value] if isinstance(value, list) else value)
+    return None
 
 
 READERS: dict[str, Callable[[str, Path, bool], Places]] = {
@@ -359,7 +387,8 @@ def _dataset_source(
     spec: str, dataset: Any, kind: str, digest: Callable[[], str], columns: Mapping[str, str]
 ) -> Source:
     def read() -> Places:
-        return ((row, f":row {number}") for number, row in enumerate(dataset))
+        as_written = _without_filling(dataset.features.arrow_schema)
+        return ((as_written(row), f":row {number}") for number, row in enumerate(dataset))
 
     return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
 

@@ -15,12 +15,14 @@ written. White space does not count (templates trim and set line feeds of their 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.messages import DefectError, Message, Turns, shown
+from isopref.data.surprises import special_token_pattern
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._text = _template_text(tokenizer, template)
+        self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
     def content(self) -> Any:
@@ -75,7 +78,10 @@ class ChatTemplate:
         return text
 
     def write(self, prompt: list[Message], chosen: Message, rejected: Message, tools: Tools) -> Written:
-        """The texts of a pair. Raises DefectError where the template refuses it or leaves a part of it out."""
+        """The texts of a pair, answers without the end of the conversation where their turn has an end of its own.
+
+        Raises DefectError where the template refuses the pair or leaves a part of it out.
+        """
         start = self.render(prompt, tools, add_generation_prompt=True)
         written = Written(start, *(self.render([*prompt, answer], tools) for answer in (chosen, rejected)))
         left_out = chain(
@@ -89,16 +95,21 @@ class ChatTemplate:
                 f"the chat template leaves out {first}, so training would go without it "
                 "(data.template: path.jinja can replace the template)",
             )
-        return written
+        return Written(start, *(self._unclosed(side) for side in written.sides))
 
-    def after_last_turn(self, prompt: list[Message], tools: Tools, written: str) -> str:
-        """What the template writes after the text of the prompt's last turn: its end, and the generation prompt.
+    def turns(self, messages: list[Message], tools: Tools) -> str:
+        """The text of turns alone: no generation prompt, no end of the conversation."""
+        return self.render(messages, tools).removesuffix(self._conversation_end)
 
-        Empty where a mark behind that text does not show.
-        """
-        marked = self.render(_marked(prompt, len(prompt) - 1), tools, add_generation_prompt=True)
-        _, mark, closing = marked.rpartition(MARK)
-        return closing if mark and written.endswith(closing) else ""
+    def around(self, prompt: list[Message], index: int, tools: Tools, written: str) -> tuple[str, str] | None:
+        """What the template writes before and after the text of a turn; None where marks around that text do not show."""
+        try:
+            marked = self.render(_marked(prompt, index, before=MARK), tools, add_generation_prompt=True)
+        except DefectError:
+            return None
+        before, *rest = marked.split(MARK)
+        shows = len(rest) == 2 and written.startswith(before) and written.endswith(rest[-1])
+        return (before, rest[-1]) if shows else None
 
     def leaves_open(self, messages: list[Message], tools: Tools) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""
@@ -120,6 +131,30 @@ class ChatTemplate:
         except DefectError:
             return ""
         return before.removeprefix(written) if mark and before.startswith(written) else ""
+
+    def _unclosed(self, side: str) -> str:
+        both = self._turn_end + self._conversation_end
+        return side.removesuffix(self._conversation_end) if self._turn_end and side.endswith(both) else side
+
+    def _find_ends(self) -> tuple[str, str]:
+        """What the template writes after any answer, if a special token ends it, and then after the last one alone.
+
+        Both are empty where it takes no second question, or does not write the first answer then.
+        """
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
+        try:
+            texts = [self.render(turns, None).partition(MARK) for turns in (said, [*said, said[0]])]
+        except DefectError:
+            return "", ""
+        (_, shows, last), (_, still_shows, followed) = texts
+        special = special_token_pattern(self._tokenizer)
+        if not (special and shows and still_shows) or followed.startswith(last.rstrip()):
+            return "", ""
+        pieces, others = (re.split(f"({special.pattern})", text) for text in (last, followed))
+        shared = _common(pieces, others)
+        turn_end, end_tokens = "".join(pieces[:shared]), pieces[1:shared:2]
+        is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
+        return turn_end if is_end else "", "".join(pieces[shared:])
 
     def _left_out_of_prompt(self, prompt: list[Message], tools: Tools, written: str) -> Iterator[str]:
         whole = rest = _squeeze(written)
@@ -171,15 +206,15 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def _common(first: str, second: str) -> int:
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the common prefix."""
     differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, min(len(first), len(second)))
 
 
-def _marked(messages: list[Message], index: int) -> list[Message]:
-    """The messages, with a mark behind the text of one."""
-    marked = {**messages[index], "content": messages[index]["content"] + MARK}
+def _marked(messages: list[Message], index: int, before: str = "") -> list[Message]:
+    """The messages, with a mark behind the text of one, and perhaps one before it."""
+    marked = {**messages[index], "content": before + messages[index]["content"] + MARK}
     return [*messages[:index], marked, *messages[index + 1 :]]
 
 
@@ -194,20 +229,38 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
     if template == NO_TEMPLATE:
         return None
     if template is None:
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"data.template: the tokenizer '{tokenizer.name_or_path}' has no chat template. "
-                "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
-            )
-        text, used = str(tokenizer.chat_template), None
-    else:
-        try:
-            text = used = Path(template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"data.template: '{template}' cannot be read ({error}). "
-                "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
-            ) from error
+        _check_own(tokenizer)
+        return None
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.template: '{template}' cannot be read ({error}). "
+            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
+        ) from error
+    _check(text, tokenizer, f"'{template}'", "Mend the file.")
+    return text
+
+
+def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    name, own = f"the tokenizer '{tokenizer.name_or_path}'", tokenizer.chat_template
+    way_out = "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
+    if not own:
+        raise ConfigError(f"data.template: {name} has no chat template. {way_out}")
+    for text in own.values() if isinstance(own, dict) else [own]:
+        _check(text, tokenizer, f"the chat template of {name}", way_out)
+
+
+def _check(text: str, tokenizer: PreTrainedTokenizerBase, name: str, way_out: str) -> None:
+    """Compile a template. Raises ConfigError where that fails, so that no record is blamed for it."""
+    from jinja2 import TemplateSyntaxError
+
     if "strftime_now" in text:
         log.warning("The chat template writes today's date: tokens built on another day will differ.")
-    return used
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+    except TemplateSyntaxError as error:
+        reason = str(error.message).rstrip(".")
+        raise ConfigError(f"data.template: {name}, line {error.lineno}: {reason}. {way_out}") from error
+    except Exception:
+        pass  # it is whole, and does not take this conversation
