@@ -1,4 +1,4 @@
-"""How answers end under templates that write no end after the last turn, or one more: by what the model stops at, once."""
+"""How answers end where a template writes no end after the last turn, or one more: by what the model stops at, once."""
 
 from __future__ import annotations
 

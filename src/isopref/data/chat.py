@@ -246,7 +246,7 @@ class PairEncoder:
         return tokens._replace(prompt=np.delete(prompt, slice(*cut))) if cut else None
 
     def _spans(self, prompt: IntArray, pair: PreferencePair, written: Written) -> list[Span]:
-        """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known, as in plain text."""
+        """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known: in plain text."""
         turns = [] if self.options.raw else as_messages(pair.prompt, "user")
         around = (self._template.around(turns, index, pair.tools, written.prompt) for index in range(len(turns)))
         found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]

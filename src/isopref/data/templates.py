@@ -102,7 +102,7 @@ class ChatTemplate:
         return self.render(messages, tools).removesuffix(self._conversation_end)
 
     def around(self, prompt: list[Message], index: int, tools: Tools, written: str) -> tuple[str, str] | None:
-        """What the template writes before and after the text of a turn; None where marks around that text do not show."""
+        """What the template writes before and after the text of a turn; None where marks around it do not show."""
         try:
             marked = self.render(_marked(prompt, index, before=MARK), tools, add_generation_prompt=True)
         except DefectError:

@@ -2,7 +2,7 @@
 
 One stretch goes. It lies between the text of one turn and the text of a turn of the same role, or within one text, and
 takes none of what the template writes before the first or after the last of them. So the prompt keeps its opening (BOS,
-tools, the first header) and its closing (the end of the turn, the generation prompt), and each piece of text keeps its role.
+tools, the first header) and its closing (the end of the turn, the generation prompt), and each piece of text its role.
 
 keep_end: the text after the stretch is the longest that fits, so the prompt is its system turn and then the last turns,
 the first of them perhaps without its start. keep_start is the mirror image. Where no cut from the first spoken turn on
