@@ -33,10 +33,10 @@ from isopref.build.model import new_adapter
 from isopref.cards import GIB, find_card
 from isopref.config.values import AdapterConfig
 from isopref.data.packing import Budget
-from isopref.models.adapter import add_adapter, quantize_nf4
+from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import shape_of
 from isopref.plan.layout import Layout, step_loads
-from isopref.plan.memory import NF4_BYTES, peak_memory
+from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory
 
 COMMON: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 4096, "head_dim": 128}
 WIDTHS: dict[str, dict[str, int]] = {  # hidden, MLP, heads, key heads, as in models of about 14B, 70B and 405B
@@ -81,7 +81,7 @@ DRIVER_GIB = 1.0  # about what a card's driver and libraries take of it
 
 
 def predicted_gib(kind: Kind, layers: int) -> float:
-    """What `isopref plan` expects of a step."""
+    """What `isopref plan` expects of a step, or of the probe before it, which unpacks uncompiled."""
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(kind.config(layers))
         if kind.adapter is not None:
@@ -105,7 +105,8 @@ def predicted_gib(kind: Kind, layers: int) -> float:
         offload=False,
     )
     load = step_loads(workload.lengths("even", PAIRS), Budget("shared", TOKENS), ranks=1, attention_share=0.0)
-    return peak_memory(shape, layout, load, pairs=2 * PAIRS).total / GIB
+    step = peak_memory(shape, layout, load, pairs=2 * PAIRS).total
+    return max(step, loading_memory(shape, layout)) / GIB
 
 
 def edge(kind: Kind, room_gib: float) -> int:
@@ -129,9 +130,14 @@ def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device
     if quantize:
         quantize_nf4(first, device)
     for layer in layers[1:]:
-        for module, source in zip(layer.modules(), first.modules(), strict=True):
-            for key, weight in source.named_parameters(recurse=False):
-                setattr(module, key, nn.Parameter(_copied(weight), requires_grad=weight.requires_grad))
+        for name, source in first.named_modules():
+            weights = source.named_parameters(recurse=False)
+            own = {key: nn.Parameter(_copied(weight), weight.requires_grad) for key, weight in weights}
+            if isinstance(source, FourBitLinear):
+                layer.set_submodule(name, FourBitLinear(own["weight"], own.get("bias")))
+                continue
+            for key, weight in own.items():
+                setattr(layer.get_submodule(name), key, weight)
     assert isinstance(model, PreTrainedModel)
     return model
 

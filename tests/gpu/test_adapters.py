@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from isopref.data.rows import build_microbatch
 from isopref.models.adapter import quantize_nf4
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
-from isopref.testing.models import tiny_model, with_adapter
+from isopref.testing.models import random_pairs, tiny_model, with_adapter
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command
@@ -31,6 +32,25 @@ def test_compiled_layers_with_an_adapter_score_as_the_model_does(quantize: bool)
     policy = Policy(with_adapter(model, "lora")).to(CUDA)
     compile_layers(policy)
     check_layout(policy, "shared")
+
+
+def test_a_step_of_compiled_layers_in_four_bits_holds_no_layer_unpacked() -> None:
+    """Of 67 million numbers a layer: kept from one pass to the other they would be 134 MB in each of four layers."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32}
+    model = tiny_model("llama", dtype=torch.bfloat16, **WIDE | shape, num_hidden_layers=4, initializer_range=0.02)
+    quantize_nf4(model, CUDA, head=model.get_output_embeddings())
+    policy = Policy(with_adapter(model, "lora")).to(CUDA).train()
+    compile_layers(policy)
+    for seed, pairs in enumerate((2, 3, 4, 5)):  # the last row compiles nothing, which would take memory too
+        policy.zero_grad()
+        row = build_microbatch(random_pairs(pairs, seed=seed), "shared").to(CUDA)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        policy(row).sum().backward()
+    most = torch.cuda.max_memory_allocated() - before
+    largest, layer = 2 * 2048 * 8192, 2 * (4 * 2048 * 2048 + 3 * 2048 * 8192)
+    assert largest < most < layer
 
 
 def test_four_bits_are_the_same_numbers_as_on_the_cpu() -> None:

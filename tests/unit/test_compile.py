@@ -18,12 +18,13 @@ from isopref.config.schema import Config
 from isopref.data.rows import build_microbatch
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
+from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
-from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.models import random_pairs, tiny_model, with_adapter
 from isopref.types import Segments
 
 
@@ -42,9 +43,11 @@ def world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("mode", ["single", "fsdp"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "quantised"), [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False)]
+)
 def test_after_the_probe_and_a_row_nothing_compiles(
-    architecture: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str, quantised: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -53,7 +56,11 @@ def test_after_the_probe_and_a_row_nothing_compiles(
         graphs.append(graph)
         return graph
 
-    policy = Policy(tiny_model(architecture))
+    made = tiny_model(architecture)
+    if quantised:
+        quantize_nf4(made, torch.device("cpu"), head=made.get_output_embeddings())
+        with_adapter(made, "lora")
+    policy = Policy(made)
     own = own_logps(policy)
     for layer in decoder_layers(policy):
         layer.compile(backend=backend, fullgraph=mode == "single")

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from isopref import optional
@@ -37,6 +38,25 @@ class NewAdapter:
     rank: int
     alpha: float
     targets: Sequence[str] | None = None
+
+
+class FourBitLinear(nn.Linear):
+    """A linear layer with frozen weights in four bits, unpacked for the forward and again for the backward pass.
+
+    torchao's product does that. But a compiler sees both passes, unpacks once, and keeps what it unpacked; unless that
+    is to be computed again, as what is under a checkpoint.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(hidden)
+        weight = checkpoint(Tensor.to, self.weight, hidden.dtype, use_reentrant=False)
+        return nn.functional.linear(hidden, weight, self.bias)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -142,7 +162,7 @@ def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | N
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
     nf4: Any = optional.require("torchao.quantization", extra="adapters", why="model.adapter.quantize is nf4").NF4Tensor
-    for name, layer in module.named_modules():
+    for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear) or layer is head:
             continue
         scales, rest = divmod(layer.weight.numel(), NF4_BLOCK)
@@ -153,6 +173,8 @@ def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | N
             )
         weight = nf4.from_tensor(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(scales, NF4_SCALES))
         layer.weight = nn.Parameter(weight, requires_grad=False)
+        if type(layer) is nn.Linear:  # a class of its own may compute something else
+            module.set_submodule(name, FourBitLinear(layer.weight, layer.bias))
 
 
 def _peft(why: str) -> Any:

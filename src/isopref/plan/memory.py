@@ -3,8 +3,8 @@
 What a layer keeps for its backward pass: the input and the output of every matrix product once. A matrix of D x F
 has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
 as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
-prompts that were copied for the second answer. Compiled layers keep just that, and of weights in four bits what they
-unpacked; uncompiled ones what their operations save on the way, too.
+prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
+save on the way, too.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Memory:
     gathered: float  # weights of other ranks, or in the compute dtype, that FSDP holds
     gradients: float
     optimizer: float
-    activations: float  # of one microbatch, and matrices that were unpacked for it
+    activations: float  # of one microbatch
     logits: float  # and what else the head holds; or what a layer's backward pass holds, if that is more
     cache: float  # the reference's log-probabilities
 
@@ -43,13 +43,12 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
-    unpacked, unpacking = unpacked_bytes(shape, layout)
-    kept = of_token * tokens + of_copy * (keys - tokens) + unpacked
+    kept = of_token * tokens + of_copy * (keys - tokens)
     plain = shape.layers - layout.recompute
     inputs = tokens * shape.width * layout.compute_bytes
     activations = plain * kept + layout.recompute * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacking
+    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacked_bytes(shape, layout)
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
         gathered=_gathered(shape, layout),
@@ -68,7 +67,7 @@ def loading_memory(shape: Shape, layout: Layout) -> float:
     """
     whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
     unit = max(shape.root_parameters, shape.layer_parameters) / shape.parameters * whole
-    _, unpacking = unpacked_bytes(shape, replace(layout, compiled=False))
+    unpacking = unpacked_bytes(shape, replace(layout, compiled=False))
     return (shards + unit if layout.from_host else whole) + layout.references * shards + unpacking
 
 
@@ -87,18 +86,16 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
     return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
 
 
-def unpacked_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """What a layer in four bits keeps for its backward pass, and what it holds at most while it unpacks a matrix.
+def unpacked_bytes(shape: Shape, layout: Layout) -> float:
+    """What a layer in four bits holds at most while it unpacks, which it does for each pass: one matrix after another.
 
-    Compiled layers keep the matrices that they unpacked. Uncompiled ones do not; but torchao then holds each number of
-    one as an int64 that is looked up, as what is found, as that scaled, and in the result, beside the blocks' scales.
+    Compiled, that is the largest one. Uncompiled, torchao holds each of its numbers as an int64 that is looked up, as
+    what is found, as that scaled, and in the result, beside the blocks' scales.
     """
     if not layout.quantised:
-        return 0.0, 0.0
+        return 0.0
     number = layout.compute_bytes
-    if layout.compiled:
-        return number * (shape.frozen_parameters - shape.root_parameters) / shape.layers, 0.0
-    return 0.0, shape.largest_matrix * (8 + 3 * number + number / NF4_BLOCK)
+    return shape.largest_matrix * (number if layout.compiled else 8 + 3 * number + number / NF4_BLOCK)
 
 
 def kept_predictions(shape: Shape) -> float:
