@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from isopref.config.values import AdapterConfig
 from isopref.data.packing import Budget
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import shape_of
-from isopref.plan.layout import Layout, step_loads
+from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory
 
 COMMON: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 4096, "head_dim": 128}
@@ -89,20 +89,12 @@ def predicted_gib(kind: Kind, layers: int) -> float:
             add_adapter(model, new, dtype=torch.bfloat16, seed=0)
     shape = shape_of(model)
     root = shape.root_parameters / shape.parameters
-    layout = Layout(
-        rows="shared",
-        parallel="single",
-        ranks=1,
-        shard=1,
-        grad_sync="last",
+    layout = replace(
+        ONE_GPU,
         compiled=kind.compile is not False,
         recompute=layers,
-        weight_bytes=2,
-        compute_bytes=2,
         frozen_bytes=NF4_BYTES + root * (2 - NF4_BYTES) if kind.quantised else 2,
         quantised=kind.quantised,
-        state_bytes=4,
-        offload=False,
     )
     load = step_loads(workload.lengths("even", PAIRS), Budget("shared", TOKENS), ranks=1, attention_share=0.0)
     step = peak_memory(shape, layout, load, pairs=2 * PAIRS).total

@@ -5,7 +5,7 @@ python benchmarks/plan_check.py [results.json]     # without a file: measured.js
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from isopref.data.packing import Budget
 from isopref.data.schedule import batch, epoch_order
 from isopref.models.adapter import add_adapter
 from isopref.models.shape import shape_of
-from isopref.plan.layout import Layout
+from isopref.plan.layout import ONE_GPU
 from isopref.plan.network import Network
 from isopref.plan.scale import forecast
 
@@ -58,21 +58,7 @@ def compare(result: dict[str, Any]) -> Comparison:
         if cell.adapter is not None:
             add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
         shape = shape_of(model)
-    layout = Layout(
-        rows="shared",
-        parallel="fsdp" if mixed else "single",
-        ranks=1,
-        shard=1,
-        grad_sync="last",
-        compiled=True,
-        recompute=0,
-        weight_bytes=4 if mixed else 2,
-        compute_bytes=2,
-        frozen_bytes=2,
-        quantised=False,
-        state_bytes=8 if mixed else 4,
-        offload=False,
-    )
+    layout = replace(ONE_GPU, parallel="fsdp", weight_bytes=4, state_bytes=8) if mixed else ONE_GPU
     lengths = workload.lengths(cell.data, (cell.warmup + cell.steps) * cell.batch_pairs)
     order = epoch_order(len(lengths), seed=0, epoch=1)
     batches = [lengths[batch(order, cell.batch_pairs, n)] for n in range(cell.warmup + cell.steps)]

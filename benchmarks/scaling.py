@@ -23,7 +23,7 @@ from isopref.build import auto
 from isopref.cards import CARDS, GIB
 from isopref.data.packing import Budget, plan_step
 from isopref.models.shape import Shape, shape_of
-from isopref.plan.layout import Layout, step_loads
+from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
 
@@ -34,21 +34,7 @@ RANKS = tuple(2**n for n in range(13))  # 1 to 4,096
 TOKENS = 8192
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
 CARD = CARDS["H100"]
-FSDP = Layout(
-    rows="shared",
-    parallel="fsdp",
-    ranks=8,
-    shard=8,
-    grad_sync="every",
-    compiled=True,
-    recompute=0,
-    weight_bytes=4,
-    compute_bytes=2,
-    frozen_bytes=2,
-    quantised=False,
-    state_bytes=8,
-    offload=False,
-)
+FSDP = replace(ONE_GPU, parallel="fsdp", ranks=8, shard=8, grad_sync="every", weight_bytes=4, state_bytes=8)
 
 Series = dict[str, list[tuple[float, float]]]
 

@@ -122,5 +122,7 @@ def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Policy, "to", full)
     message = project.refused("run")
-    assert message.startswith("CUDA out of memory. A microbatch would be cut smaller, but this is the model")
+    assert message.startswith(
+        "CUDA out of memory. Tried to allocate 1.62 GiB. A microbatch would be cut smaller, but this is the model"
+    )
     assert message.endswith("isopref plan says what fits.")

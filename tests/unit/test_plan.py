@@ -14,7 +14,7 @@ from isopref.data.packing import RowKind
 from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import Shape, shape_of
-from isopref.plan.layout import Layout, Loads, loads_of, tile_scores
+from isopref.plan.layout import ONE_GPU, Layout, Loads, loads_of, tile_scores
 from isopref.plan.memory import Memory, kept_bytes, loading_memory, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
@@ -22,21 +22,6 @@ from isopref.testing.models import VOCABULARY, tiny_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, keys, MLP, heads
-SINGLE = Layout(
-    rows="shared",
-    parallel="single",
-    ranks=1,
-    shard=1,
-    grad_sync="last",
-    compiled=True,
-    recompute=0,
-    weight_bytes=2,
-    compute_bytes=2,
-    frozen_bytes=2,
-    quantised=False,
-    state_bytes=4,
-    offload=False,
-)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +34,7 @@ def load(tokens: float, keys: float, predicted: float, scores: float = 0.0) -> L
 
 
 def layout(**changes: Any) -> Layout:
-    return Layout(**{**vars(SINGLE), **changes})
+    return replace(ONE_GPU, **changes)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -113,7 +98,7 @@ def test_loads_by_hand(kind: RowKind, tokens: int, keys: int, tiles: int) -> Non
 def test_what_a_layer_keeps_by_hand(llama: Shape) -> None:
     """Two sums and their norms; queries, keys, values and attention's output; gate, up and their product."""
     numbers = 4 * D + (Q + 2 * KV + Q) + 3 * F
-    assert kept_bytes(llama, SINGLE) == (2 * numbers + 4 * HEADS, 2 * 2 * KV)
+    assert kept_bytes(llama, ONE_GPU) == (2 * numbers + 4 * HEADS, 2 * 2 * KV)
 
 
 HEAD = (
@@ -135,7 +120,7 @@ def test_peak_by_hand(llama: Shape, predicted: float, on_top: float) -> None:
         logits=on_top,
         cache=8.0 * 50,
     )
-    found = peak_memory(llama, SINGLE, load(1000.0, 1300.0, predicted), pairs=50)
+    found = peak_memory(llama, ONE_GPU, load(1000.0, 1300.0, predicted), pairs=50)
     assert vars(found) == pytest.approx(vars(expected))
     assert found.total == pytest.approx(sum(vars(expected).values()))
 
@@ -145,7 +130,7 @@ def test_recomputing_layers_keep_their_inputs(llama: Shape) -> None:
     plain, one, all_of_them = (
         peak_memory(llama, layout(recompute=count), row, pairs=0).activations for count in (0, 1, 2)
     )
-    kept = 1000 * kept_bytes(llama, SINGLE)[0]
+    kept = 1000 * kept_bytes(llama, ONE_GPU)[0]
     assert plain - one == one - all_of_them == kept - 1000 * D * 2
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from isopref.models.adapter import NewAdapter, add_adapter, quantize_nf4
 from isopref.models.shape import Shape, shape_of
-from isopref.plan.layout import Layout, Loads
+from isopref.plan.layout import ONE_GPU, Layout, Loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory, unpacked_bytes
 from isopref.testing.models import tiny_model
 
@@ -27,12 +27,8 @@ D, Q, KV, F = 32, 32, 16, 48  # of the tiny Llama: width, queries, keys, MLP
 
 
 def in_four_bits(*, compiled: bool, recompute: int = 0, compute_bytes: int = 2) -> Layout:
-    return Layout(
-        rows="shared",
-        parallel="single",
-        ranks=1,
-        shard=1,
-        grad_sync="last",
+    return replace(
+        ONE_GPU,
         compiled=compiled,
         recompute=recompute,
         weight_bytes=4,
@@ -40,7 +36,6 @@ def in_four_bits(*, compiled: bool, recompute: int = 0, compute_bytes: int = 2) 
         frozen_bytes=NF4_BYTES,
         quantised=True,
         state_bytes=8,
-        offload=False,
     )
 
 

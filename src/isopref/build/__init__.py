@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from isopref.build import evaluation, reference, result
-from isopref.build.data import Tables, held_out_table, pair_tables, sample_prompts, say_tables
+from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
-from isopref.build.model import add_adapter, check_parallel, from_host, load_policy, score_all, spread
+from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import (
@@ -146,12 +146,7 @@ def _train(run: Run, resume: bool) -> bool:
     keys = Keys(ref.key, reference.frozen_key(run, policy)) if store is None else Keys(store.key)
     check_same_models(run, keys, resume)
     add_adapter(run, policy)  # after the store: its key is that of the model without
-    prompts = sample_prompts(run, eval_table)
-    if prompts and from_host(run, policy):
-        run.display.say("note: no sample answers, as the model as a whole does not fit on one device")
-        prompts = []
-    with policy.plain() as plain:
-        before = result.sample(run, plain, tokenizer, prompts)
+    prompts, before = result.first_answers(run, policy, tokenizer, eval_table)
     model = spread(run, policy)
     moving = None if config.objective.reference_moves is None else reference.moving(run)
     run = fit_layout(run, model, table)
@@ -193,10 +188,11 @@ def _run(config: Config, name: str) -> Iterator[Run]:
         try:
             yield Run(config, folder, env, display)
         except torch.OutOfMemoryError as error:
+            what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
             raise RunError(
-                f"{str(error).split('. ')[0]}. A microbatch would be cut smaller, but this is the model, the optimizer "
-                "or scoring. Ways out: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits "
-                "(model.adapter.quantize: nf4), a smaller layout.score_tokens. isopref plan says what fits."
+                f"{what}. A microbatch would be cut smaller, but this is the model, the optimizer or scoring. Ways "
+                "out: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits (model.adapter.quantize: "
+                "nf4), a smaller layout.score_tokens. isopref plan says what fits."
             ) from error
 
 

@@ -11,13 +11,16 @@ from olmo_core.train import Trainer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from isopref.build.model import load_exported
+from isopref.build.data import sample_prompts
+from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
+from isopref.data.table import PairTable
 from isopref.engine.checkpoints import KeepingCheckpointerCallback
 from isopref.engine.restore import weights_of
 from isopref.models import conversion, hf
 from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
+from isopref.models.policy import Policy
 from isopref.places import write_whole
 from isopref.report.html import page
 from isopref.report.read import METRICS_FILE, REPORT_FILE, SAMPLES_FILE, read_run
@@ -66,6 +69,18 @@ def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) ->
         if run.env.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here, and now goes on
             _write(run, model, state, tokenizer, folder)
+
+
+def first_answers(
+    run: Run, policy: Policy, tokenizer: Any, held_out: PairTable | None
+) -> tuple[list[IntArray], list[Answer]]:
+    """Some held-out prompts and the model's answers before it is trained; none of a model that is never whole."""
+    prompts = sample_prompts(run, held_out)
+    if prompts and from_host(run, policy):
+        run.display.say("note: no sample answers, as the model as a whole does not fit on one device")
+        prompts = []
+    with policy.plain() as model:
+        return prompts, sample(run, model, tokenizer, prompts)
 
 
 def say_answers(

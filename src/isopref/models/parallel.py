@@ -76,6 +76,19 @@ def parallelize(
         policy.native.transformer.apply_tp(mesh["tensor"])
         policy.tensor_mesh = mesh["tensor"]
         mesh = mesh[tuple(name for name, _ in data)]
+    _shard(policy, mesh, device, world_size, compute_dtype, offload)
+    return policy
+
+
+def _shard(
+    policy: Policy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    world_size: int,
+    compute_dtype: torch.dtype | None,
+    offload: bool,
+) -> None:
+    """Shard each decoder layer, then what is around them. FSDP moves them to the device, not what it leaves whole."""
     trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
     whole = {p for p in policy.parameters() if _stays_whole(p, world_size, offload)}
     for parameter in whole:
@@ -88,11 +101,9 @@ def parallelize(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for layer in decoder_layers(policy):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+    for module in (*decoder_layers(policy), policy):
+        fully_shard(module, **options)
     register_fsdp_forward_method(policy, "own_logits")
-    return policy
 
 
 def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:

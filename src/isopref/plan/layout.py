@@ -44,6 +44,23 @@ class Layout:
         return shape.parameters if frozen else shape.trained_parameters
 
 
+ONE_GPU = Layout(
+    rows="shared",
+    parallel="single",
+    ranks=1,
+    shard=1,
+    grad_sync="last",
+    compiled=True,
+    recompute=0,
+    weight_bytes=2,
+    compute_bytes=2,
+    frozen_bytes=2,
+    quantised=False,
+    state_bytes=4,
+    offload=False,
+)  # all in bfloat16, with AdamW
+
+
 @dataclass(frozen=True)
 class Loads:
     """Sizes of the microbatches of one step, each R ranks by M microbatches."""
