@@ -6,10 +6,11 @@ from isopref.testing.counting import mixed_accumulation_error, own_answers_moved
 from isopref.testing.ranks import Ranks
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("grad_sync", ["last", "every"])
-def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str) -> None:
+def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str, narrow: bool) -> None:
     """Sixty-four bfloat16 gradients of the same pair; in bfloat16 their sum would be off by percents."""
-    for error in two_ranks(mixed_accumulation_error, 64, grad_sync):
+    for error in two_ranks(mixed_accumulation_error, 64, grad_sync, narrow):
         assert error <= 1e-5
 
 

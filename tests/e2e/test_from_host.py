@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from isopref.build import auto
+from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.testing import oracle
+from isopref.testing.models import tiny_folder
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights
@@ -44,6 +47,34 @@ def test_same_weights(project: Project, usual: Path, load_weights: Callable[[Pat
     assert not (project.folder / "run" / "samples.jsonl").exists()
     found, expected = (load_weights(folder / "model") for folder in (project.folder / "run", usual))
     assert oracle.relative_error(found, expected) == 0
+
+
+def test_weights_of_16_bits_are_widened_on_the_way(
+    tmp_path: Path,
+    make_project: MakeProject,
+    load_weights: Callable[[Path], Weights],
+    read_metrics: Callable[[Path], list[dict[str, float]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loaded as float32, widened where they are placed, widened once they are sharded: one result, one reference."""
+    half = tiny_folder(tmp_path / "half", dtype=torch.bfloat16)
+    project = make_project("llama", model={"dtype": "float32", "compute_dtype": "bfloat16"})
+    changes = (f"model.path={half}", "layout.parallel=fsdp", "optim.max_steps=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "load_narrow", lambda *_args, **_options: None)
+        project.train("loaded", *changes)
+    project.train("placed", *changes)
+    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    done = project.isopref("train", "my.yaml", *changes, "run.folder=sharded")
+    assert done.code == 0, done.err
+    assert "cache 23 of 23 training pairs have their reference" in done.out  # under the same key
+    runs = [project.folder / name for name in ("loaded", "placed", "sharded")]
+    expected, *found = (load_weights(run / "model") for run in runs)
+    assert {tensor.dtype for tensor in expected.values()} == {torch.float32}
+    assert [oracle.relative_error(one, expected) for one in found] == [0, 0]
+    assert len({(run / "model" / "config.json").read_text() for run in runs}) == 1
+    losses = [[line["train/loss"] for line in read_metrics(run)] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.usefixtures("too_large")

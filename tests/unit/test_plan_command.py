@@ -125,7 +125,7 @@ def test_a_model_larger_than_a_card_comes_from_the_host(project: Path, layout: t
     found = plan(project, *on_a_24gb_card)
     assert found["run"]["fits"]
     assert found["run"]["loading"] == pytest.approx(4 * (share * found["parameters"] + ROOT))
-    assert "while loading, the host holds the model: 8 ranks on a machine, up to 239 GiB" in found["notes"]
+    assert "while loading, 8 ranks of a machine share files of 16 bits; others take up to 239 GiB" in found["notes"]
     whole = plan(project, *on_a_24gb_card, "--memory", "41GB")
     assert whole["run"]["loading"] == 4 * found["parameters"] < 0.8 * 41e9
     assert not any("host's memory" in note for note in whole["notes"])

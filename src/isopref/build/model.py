@@ -54,25 +54,43 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     elif asked is not None and asked.quantize is not None and path == model.path:  # what the reference is
         policy = Policy(_load_adapted(run, model.path, None, setting))
     else:
-        loaded = _load(run, path or model.path, getattr(torch, model.dtype), setting)
-        policy = Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
+        policy = _load_whole(run, path or model.path, setting)
     place(run, policy)
     return policy
+
+
+def _load_whole(run: Run, path: str, setting: str) -> Policy:
+    """A model with all its weights in model.dtype, or on their way there: a file of 16 bits is widened in `place`.
+
+    Until then all ranks of a machine share it, and a cast of the whole would have filled its memory once for each.
+    """
+    model = run.config.model
+    if model.dtype == "float32" and not model.native and not hf.is_olmo_core(path):
+        narrow = hf.load_narrow(path, trust_remote_code=model.trust_remote_code, setting=setting)
+        if narrow is not None:
+            return Policy(narrow, narrow=True)
+    loaded = _load(run, path, getattr(torch, model.dtype), setting)
+    return Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
 
 
 def place(run: Run, policy: Policy) -> None:
     """Put the policy on this rank's device, unless that must never hold all of it."""
     if not from_host(run, policy):
-        policy.to(run.env.device)
+        policy.move_to(run.env.device)
 
 
 def from_host(run: Run, policy: Policy) -> bool:
     """Whether the policy stays in the host's memory until `spread` shards it."""
     layout = run.config.layout
     sharded = layout.offload or (run.env.world_size > 1 and layout.parallel in ("auto", "fsdp", "hsdp"))
-    weights = sum(map(adapter.stored_bytes, policy.parameters()))
+    weights = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
     room = device_memory(run.env.device)
     return auto.from_host(weights, room, sharded=sharded and layout.tensor_parallel == 1)
+
+
+def weight_bytes(policy: Policy, parameter: nn.Parameter) -> int:
+    """Memory of a parameter where it is trained."""
+    return parameter.numel() * torch.float32.itemsize if policy.narrow else adapter.stored_bytes(parameter)
 
 
 def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedModel:
@@ -265,7 +283,7 @@ def _parallel(run: Run, policy: Policy) -> Parallel:
     why, ranks = run.config.only_fsdp_for, run.env.world_size
     # Weights, also those of a reference that moves; of what is trained the gradient and two moments.
     weights = 1 if run.config.objective.reference_moves is None else 2
-    state = sum((weights + 3 * p.requires_grad) * adapter.stored_bytes(p) for p in policy.parameters())
+    state = sum((weights + 3 * p.requires_grad) * weight_bytes(policy, p) for p in policy.parameters())
     room = device_memory(run.env.device)
     chosen = auto.parallel(state, room, only_fsdp=why is not None, ranks=ranks)
     if why is not None:

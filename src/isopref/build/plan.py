@@ -310,7 +310,7 @@ class Planner:
         if layout.from_host:
             ranks = min(layout.ranks, self.hardware.network.ranks_per_node)
             size = ranks * whole_bytes(self.shape, layout) / GIB
-            yield f"while loading, the host holds the model: {ranks} ranks on a machine, up to {size:,.0f} GiB"
+            yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
         if layout.compute_bytes > 2:
             yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
         elif not layout.compiled:

@@ -58,7 +58,7 @@ def frozen_key(run: Run, policy: Policy) -> str | None:
 
 def _content(run: Run, policy: Policy) -> dict[str, Any]:
     with policy.plain() as model:  # its config must not name our attention
-        return identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha)
+        return identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha, narrow=policy.narrow)
 
 
 def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module]) -> TableLogps:

@@ -7,6 +7,7 @@ nothing left of a quantised file. It knows nothing of layouts.
 """
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,6 +25,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from isopref import optional
 from isopref.errors import ModelError, shorter_pairs
@@ -104,6 +107,37 @@ def stop_tokens(path: str) -> tuple[int, ...]:
     except OSError:  # there is none
         found = None
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+
+def load_narrow(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel | None:
+    """The model as its files have it, mapped into memory that all processes share, if float32 loses nothing of it.
+
+    `model.float()` is then what `load_model` gives in float32. None where it would not be. Raises ModelError.
+    """
+    dtype = _half_type(path, setting)
+    if dtype is None:
+        return None
+    model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting)
+    # One with fewer bits was computed with them, such as the factor of Gemma's embedding.
+    exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
+    return model if exact else None
+
+
+def _half_type(path: str, setting: str) -> torch.dtype | None:
+    """The number type of all weights in a model's safetensors files, where that is one of 16 bits."""
+    origin = locate(path, setting=setting)
+    if origin.gguf_file is not None or is_adapter(Path(path)):
+        return None
+    types: set[str] = set()
+    try:
+        index = cached_file(origin.name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        listed = json.loads(Path(index).read_bytes())["weight_map"].values() if index else [SAFE_WEIGHTS_NAME]
+        for name in set(listed):
+            with safe_open(cached_file(origin.name, name), "pt") as tensors:
+                types.update(tensors.get_slice(key).get_dtype() for key in tensors.keys())  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError):  # `load_model` says what is wrong
+        return None
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(types.pop()) if len(types) == 1 else None
 
 
 def load_model(

@@ -46,12 +46,13 @@ def parallelize(
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
     FSDP takes the weights from where they are, layer by layer: from the host's memory, a model never is whole on a GPU.
+    Narrow ones are made float32 when they are where they belong.
     `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
     `offload` keeps the shards and their gradients in the host's memory, and so the optimizer's state.
     `tensor_parallel` ranks, next to each other, compute every layer together: OLMo-core's models, under FSDP or HSDP.
     """
     if mode in ("single", "ddp") or tensor_parallel > 1:
-        policy.to(device)
+        policy.move_to(device)
     if tensor_parallel > 1:
         check_tensor(policy, mode, tensor_parallel, world_size)
     if mode == "single":
@@ -96,13 +97,16 @@ def _shard(
             parameter.data = parameter.data.to(device)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=trained.dtype),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32 if policy.narrow else trained.dtype
+        ),
         "ignored_params": whole,
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for module in (*decoder_layers(policy), policy):
         fully_shard(module, **options)
+    policy.widen()
     register_fsdp_forward_method(policy, "own_logits")
 
 

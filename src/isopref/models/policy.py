@@ -33,10 +33,12 @@ class Policy(nn.Module):
     """A causal LM that scores microbatches, packed or padded. All its dropout is switched off.
 
     The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
+    With `narrow`, its weights have 16 bits until `widen` makes them float32.
     """
 
-    def __init__(self, model: PreTrainedModel | NativeModel):
+    def __init__(self, model: PreTrainedModel | NativeModel, *, narrow: bool = False):
         super().__init__()
+        self.narrow = narrow
         register()
         disable_dropout(model)
         # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
@@ -53,6 +55,17 @@ class Policy(nn.Module):
         self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
+
+    def move_to(self, device: torch.device) -> None:
+        """Put the whole policy on a device, weights that are still narrow as float32."""
+        self.to(device=device, dtype=torch.float32 if self.narrow else None)
+        self.narrow = False
+
+    def widen(self) -> None:
+        """Make weights that are still narrow float32, or what of them is on this rank."""
+        if self.narrow:
+            self.float()
+            self.narrow = False
 
     @property
     def name(self) -> str:

@@ -35,23 +35,32 @@ NOT_NUMBERS = frozenset(
 )  # fmt: skip
 
 
-def identity(model: PreTrainedModel, *, compute_dtype: str, ld_alpha: float = 1.0) -> dict[str, Any]:
-    """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work."""
+def identity(
+    model: PreTrainedModel, *, compute_dtype: str, ld_alpha: float = 1.0, narrow: bool = False
+) -> dict[str, Any]:
+    """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work.
+
+    A `narrow` one stands for itself in float32.
+    """
     return {
         **({"ld_alpha": ld_alpha} if ld_alpha != 1 else {}),
         "score_version": SCORE_VERSION,
         "transformers": transformers.__version__,  # its model code may change, and with it the numbers
         "architecture": type(model).__name__,
         "code": _own_code(model),
-        "weights": weights_digest(model),
+        "weights": weights_digest(model, narrow=narrow),
         "compute_dtype": compute_dtype,
         "config": _numbers(model.config.to_dict()),
         "adapters": {name: _numbers(one.to_dict()) for name, one in getattr(model, "peft_config", {}).items()},
     }
 
 
-def weights_digest(model: PreTrainedModel) -> str:
+def weights_digest(model: PreTrainedModel, *, narrow: bool = False) -> str:
     """Digest of all tensors: names, number types, shapes and bytes, those of adapters included."""
+
+    def dtype(tensor: Tensor) -> torch.dtype:
+        return torch.float32 if narrow and tensor.is_floating_point() else tensor.dtype
+
     state = dict(_plain_tensors(sorted(model.state_dict().items())))
     # Tied tensors are one and the same memory, and are read once.
     distinct = {_place(tensor): tensor for tensor in state.values()}
@@ -60,7 +69,7 @@ def weights_digest(model: PreTrainedModel) -> str:
     order = {place: number for number, place in enumerate(largest_first)}
     mine = [distinct[place] for place in largest_first[ranks.index(own_rank()) :: len(ranks)]]
     with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing frees the interpreter lock
-        digests = list(pool.map(_content, mine))
+        digests = list(pool.map(lambda tensor: _content(tensor.to(dtype(tensor))), mine))
     shares: list[list[bytes]] = [digests]
     if dist.is_initialized():
         shares = [[] for _ in range(dist.get_world_size())]
@@ -70,7 +79,7 @@ def weights_digest(model: PreTrainedModel) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name, tensor in state.items():
         number = order[_place(tensor)]
-        about = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode()
+        about = f"{name}\0{dtype(tensor)}\0{tuple(tensor.shape)}\0".encode()
         total.update(about + shares[number % len(ranks)][number // len(ranks)])
     return total.hexdigest()
 

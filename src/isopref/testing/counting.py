@@ -183,15 +183,16 @@ def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]
     return run
 
 
-def mixed_accumulation_error(copies: int, grad_sync: GradSync) -> float:
+def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool) -> float:
     """Float32 master weights, bfloat16 compute: `copies` of one pair, one a microbatch, against one on each rank.
 
-    The gradients of the copies are the same bfloat16 numbers, so their mean is exact if they add up in float32.
+    The gradients of the copies are the same bfloat16 numbers, so their mean is exact if they add up in float32. With
+    `narrow`, the weights are made float32 after they are sharded.
     """
     pair = batch(8)[0][0]
     gradients = []
     for count in (copies, dist.get_world_size()):
-        policy = Policy(tiny_model("llama"))
+        policy = Policy(tiny_model("llama", dtype=torch.bfloat16 if narrow else torch.float32), narrow=narrow)
         world = dist.get_world_size()
         model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=world, compute_dtype=torch.bfloat16)
         module = DPOTrainModule(
