@@ -47,8 +47,11 @@ def test_a_real_lack_of_memory_changes_no_weight(isopref_train: Command, capsys:
     assert oracle.relative_error(found, expected) < 1e-4
 
 
-def test_an_offloaded_model_is_never_whole_on_the_device() -> None:
-    policy = Policy(tiny_model("llama", num_hidden_layers=12, hidden_size=512, intermediate_size=2048))
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+def test_an_offloaded_model_is_never_whole_on_the_device(narrow: bool) -> None:
+    dtype = torch.bfloat16 if narrow else torch.float32
+    shape = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
+    policy = Policy(tiny_model("llama", dtype=dtype, **shape), narrow=narrow)
     whole = sum(parameter.nbytes for parameter in policy.parameters())
     with environment(device="cuda", seed=0, process_group=True) as env:
         torch.cuda.reset_peak_memory_stats()
@@ -56,4 +59,5 @@ def test_an_offloaded_model_is_never_whole_on_the_device() -> None:
         model = parallelize(policy, "fsdp", device=env.device, world_size=1, offload=True)
         check_layout(model, "shared")
         most = torch.cuda.max_memory_allocated() - before
+    assert {(weight.dtype, weight.device.type) for weight in policy.parameters()} == {(torch.float32, "cpu")}
     assert most < 0.5 * whole
