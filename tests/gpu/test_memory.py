@@ -52,7 +52,7 @@ def test_an_offloaded_model_is_never_whole_on_the_device(narrow: bool) -> None:
     dtype = torch.bfloat16 if narrow else torch.float32
     shape = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
     policy = Policy(tiny_model("llama", dtype=dtype, **shape), narrow=narrow)
-    whole = sum(parameter.nbytes for parameter in policy.parameters())
+    whole = 4 * sum(parameter.numel() for parameter in policy.parameters())
     with environment(device="cuda", seed=0, process_group=True) as env:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
