@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isopref.models.adapter import NewAdapter, add_adapter, quantize_nf4
+from isopref.models.adapter import NewAdapter, add_adapter, is_quantised, quantize_nf4
 from isopref.models.shape import Shape, shape_of
 from isopref.plan.layout import ONE_GPU, Layout, Loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory, unpacked_bytes
@@ -42,6 +42,16 @@ def in_four_bits(*, compiled: bool, recompute: int = 0, compute_bytes: int = 2) 
 @pytest.fixture
 def frozen() -> Shape:
     return shape_of(tiny_model("llama").requires_grad_(False))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "qwen3_moe"])  # the last one's experts are fused
+def test_what_is_in_four_bits(architecture: str) -> None:
+    model = tiny_model(architecture, intermediate_size=64)
+    add_adapter(model, NewAdapter("lora", rank=2, alpha=4.0), dtype=torch.float32, seed=0)
+    expected = shape_of(model).frozen_in_maps
+    model = tiny_model(architecture, intermediate_size=64)
+    quantize_nf4(model, torch.device("cpu"), head=model.get_output_embeddings())
+    assert expected == sum(weight.numel() for weight in model.parameters() if is_quantised(weight)) > 0
 
 
 class LiveBytes(TorchDispatchMode):

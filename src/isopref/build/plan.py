@@ -200,8 +200,8 @@ class Planner:
         model, asked = self.config.model, self.config.layout
         weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
         quantised = model.adapter is not None and model.adapter.quantize is not None
-        in_layers = 1 - self.shape.root_parameters / self.shape.parameters
-        frozen = in_layers * NF4_BYTES + (1 - in_layers) * compute if quantised else compute
+        in_four_bits = self.shape.frozen_in_maps / max(1, self.shape.frozen_parameters) if quantised else 0.0
+        frozen = in_four_bits * NF4_BYTES + (1 - in_four_bits) * compute
         trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
         whole, room = trained + rest, self.hardware.card.memory
         chosen = parallel or asked.parallel
@@ -234,7 +234,7 @@ class Planner:
             compute_bytes=compute,
             frozen_bytes=frozen,
             quantised=quantised,
-            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_layers=in_layers),
+            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_layers=self.shape.share_in_layers),
             offload=asked.offload,
             from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,

@@ -17,6 +17,7 @@ class Shape:
     trained_parameters: int
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
+    frozen_in_maps: int  # numbers of all those that are not trained; what experts are fused into is no linear map
     layers: int
     width: int
     heads: int
@@ -27,6 +28,10 @@ class Shape:
     @property
     def frozen_parameters(self) -> int:
         return self.parameters - self.trained_parameters
+
+    @property
+    def share_in_layers(self) -> float:
+        return 1 - self.root_parameters / self.parameters
 
     @property
     def layer_parameters(self) -> float:
@@ -46,13 +51,14 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     in_layers = {id(p) for name, p in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     counts = [(p.numel(), id(p) in in_layers) for p in model.parameters()]
-    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in in_layers]
     head = model.get_output_embeddings()
     return Shape(
         parameters=sum(count for count, _ in counts),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         root_parameters=sum(count for count, inner in counts if not inner),
-        largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
+        largest_matrix=max((p.numel() for p in linear), default=0),
+        frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,
