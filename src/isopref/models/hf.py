@@ -130,14 +130,21 @@ def _half_type(path: str, setting: str) -> torch.dtype | None:
         return None
     types: set[str] = set()
     try:
-        index = cached_file(origin.name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        listed = json.loads(Path(index).read_bytes())["weight_map"].values() if index else [SAFE_WEIGHTS_NAME]
-        for name in set(listed):
-            with safe_open(cached_file(origin.name, name), "pt") as tensors:
+        for file in _weight_files(origin.name):
+            with safe_open(file, "pt") as tensors:
                 types.update(tensors.get_slice(key).get_dtype() for key in tensors.keys())  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError):  # `load_model` says what is wrong
         return None
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(types.pop()) if len(types) == 1 else None
+
+
+def _weight_files(name: str) -> list[str | None]:
+    try:
+        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME)
+    except OSError:  # all weights are in one file
+        return [cached_file(name, SAFE_WEIGHTS_NAME)]
+    listed = json.loads(Path(str(index)).read_bytes())["weight_map"]
+    return [cached_file(name, file) for file in sorted(set(listed.values()))]
 
 
 def load_model(
