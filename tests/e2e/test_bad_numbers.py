@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from isopref.engine import train_module
 from isopref.engine.display import Display
+from isopref.engine.optim import Kind
+from isopref.engine.train_module import DPOTrainModule
 from isopref.engine.watch import FEW, WINDOW, WatchCallback
 from isopref.score import score as ours
+from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer, tiny_folder
 
 if TYPE_CHECKING:
@@ -81,6 +85,34 @@ def test_a_pair_with_a_bad_gradient_is_named(project: Project, monkeypatch: pyte
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("warning: step ") == 1
     assert " was skipped: the gradient of train.jsonl:7 is not finite. The weights are as before.\n" in outcome.out
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_checkpoint_before_the_first_update_changes_nothing(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, load_weights: LoadWeights, kind: str
+) -> None:
+    """The first step is skipped. A checkpoint there, or a new start from it, is no step of the optimizer."""
+    project = make_project("llama_wide", model={"dtype": "bfloat16" if kind.endswith("_sr") else "float32"})
+    settings = (*SETTINGS, f"optim.kind={kind}", "optim.lr=1e-2", "run.keep=9")
+    broken = [True]
+    break_gradient(monkeypatch, lambda _: broken[0])
+    step = DPOTrainModule.optim_step
+
+    def mend(self: Any) -> None:
+        step(self)
+        broken[0] = False
+
+    monkeypatch.setattr(DPOTrainModule, "optim_step", mend)
+    expected = load_weights(project.train("never", *settings) / "model")
+    broken[0] = True
+    run = project.train("often", *settings, "run.save_every=1")
+    assert oracle.relative_error(load_weights(run / "model"), expected) == 0
+    (run / "model").rename(project.folder / "before")
+    for path in (run / "checkpoints").glob("step[2-9]"):
+        shutil.rmtree(path)
+    outcome = project.isopref("train", "my.yaml", *settings, "run.folder=often", "--resume")
+    assert "resume after step 1\n" in outcome.out
+    assert oracle.relative_error(load_weights(run / "model"), expected) == 0
 
 
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

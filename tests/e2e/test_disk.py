@@ -225,26 +225,33 @@ def test_saves_by_minutes_follow_no_clock_that_jumps(project: Project, monkeypat
     assert saved == [3, 6, 9, 10]
 
 
+LOSSES = {2: 0.6, 4: 0.5, 6: 0.7, 8: 0.8, 10: 0.9}
+OFTEN = ("run.eval_every=2", "run.keep=1", "run.save_every=5", "run.folder=run")
+
+
+def found_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """Evaluations find these held-out losses, by step."""
+    ours = EvaluateCallback
+    monkeypatch.setattr(
+        build_trainer,
+        "EvaluateCallback",
+        lambda **given: ours(**{**given, "evaluate": lambda step: {"eval/loss": losses[step]}}),
+    )
+
+
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_the_best_model_is_kept_besides_the_last(
     project: Project, monkeypatch: pytest.MonkeyPatch, load_weights: LoadWeights, layout: str
 ) -> None:
     """Held-out loss falls up to step 4 and rises from there; the run stops in between and goes on."""
     at_4 = project.train("short", "optim.max_steps=4", "optim.schedule=constant", f"layout.parallel={layout}")
-    losses = {2: 0.6, 4: 0.5, 6: 0.7, 8: 0.8, 10: 0.9}
-    ours = EvaluateCallback
-    monkeypatch.setattr(
-        build_trainer,
-        "EvaluateCallback",
-        lambda **given: ours(**{**given, "evaluate": lambda s: {"eval/loss": losses[s]}}),
-    )
-    often = ("run.eval_every=2", "run.keep_best=true", "run.keep=1", "run.save_every=5", "run.folder=run")
-    settings = (*often, "optim.schedule=constant", f"layout.parallel={layout}")
+    found_losses(monkeypatch, LOSSES)
+    settings = (*OFTEN, "run.keep_best=true", "optim.schedule=constant", f"layout.parallel={layout}")
     run = project.folder / "run"
     outcome = project.isopref("train", "my.yaml", *settings)
     assert outcome.code == 0, outcome.err
     assert checkpoints(run) == ["step10", "step4"]
-    assert "best  step 4 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
+    assert "best  step4 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
     best, last, wanted = (load_weights(one) for one in (run / "model_best", run / "model", at_4 / "model"))
     assert oracle.relative_error(best, wanted) == 0
     assert oracle.relative_error(last, wanted) > 0.001
@@ -256,6 +263,39 @@ def test_the_best_model_is_kept_besides_the_last(
     assert checkpoints(run) == ["step10", "step4"]
     assert oracle.relative_error(load_weights(run / "model_best"), wanted) == 0
     assert oracle.relative_error(load_weights(run / "model"), last) == 0
+
+
+def test_a_best_step_that_was_not_kept_is_forgotten(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is asked to keep the best only when it goes on after step 5. Step 4 is gone by then; after it, 8 is."""
+    found_losses(monkeypatch, {**LOSSES, 8: 0.55})
+    run = project.train("run", *OFTEN, "run.keep=2")
+    (run / "model").rename(project.folder / "model")
+    shutil.rmtree(run / "checkpoints" / "step10")
+    outcome = project.isopref("train", "my.yaml", *OFTEN, "run.keep_best=true", "--resume")
+    assert outcome.code == 0, outcome.err
+    place = Path("run/checkpoints")
+    expected = f"warning: run.keep_best: the lowest eval/loss so far is that of {place / 'step4'}, but it is not there."
+    assert f"{expected} The best from here on is kept.\n" in outcome.out
+    assert "best  step8 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
+    assert checkpoints(run) == ["step10", "step8"]
+
+
+def test_a_damaged_best_model_is_not_exported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_losses(monkeypatch, LOSSES)
+    ours = KeepingCheckpointerCallback._save
+
+    def save_and_damage(self: Any) -> None:
+        ours(self)
+        if self.step == 10:
+            file = next((project.folder / "run/checkpoints/step4/model_and_optim").glob("*.distcp"))
+            file.write_bytes(bytes(file.stat().st_size))
+
+    monkeypatch.setattr(KeepingCheckpointerCallback, "_save", save_and_damage)
+    outcome = project.isopref("train", "my.yaml", *OFTEN, "run.keep_best=true")
+    assert outcome.code == 0, outcome.err
+    assert "warning: run.keep_best: run/checkpoints/step4 has the lowest eval/loss, but model_and_optim/" in outcome.out
+    assert " is damaged: no run/model_best\n" in outcome.out
+    assert sorted(path.name for path in (project.folder / "run").glob("model*")) == ["model"]
 
 
 def test_auto_starts_goes_on_and_has_nothing_to_do(project: Project) -> None:

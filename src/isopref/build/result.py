@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from isopref.build.data import sample_prompts
 from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
+from isopref.build.trainer import checkpointer
 from isopref.data.table import PairTable
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
 from isopref.engine.restore import weights_of
 from isopref.models import conversion, hf
 from isopref.models.generate import Answer, answers
@@ -58,13 +58,15 @@ def _write(run: Run, model: nn.Module, state: dict[str, Any], tokenizer: Any, fo
 
 def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) -> None:
     """Write the model of the lowest eval/loss, where run.keep_best asks for it, from its checkpoint."""
-    checkpointer = trainer.callbacks["checkpointer"]
-    assert isinstance(checkpointer, KeepingCheckpointerCallback)
-    step, folder = checkpointer.evaluate and checkpointer.evaluate.best_step, run.best_folder
-    if step is None:
+    best, folder = checkpointer(trainer).best(), run.best_folder
+    if best is None:
         return
-    run.display.say(f"best  step {step} has the lowest eval/loss; its model is {folder}")
-    with weights_of(trainer.train_module, Path(trainer.save_folder) / f"step{step}"):
+    checkpoint, problem = best
+    if problem is not None:
+        run.display.say(f"warning: run.keep_best: {checkpoint} has the lowest eval/loss, but {problem}: no {folder}")
+        return
+    run.display.say(f"best  {checkpoint.name} has the lowest eval/loss; its model is {folder}")
+    with weights_of(trainer.train_module, checkpoint):
         state = _gathered(run, model)
         if run.env.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here, and now goes on

@@ -84,6 +84,7 @@ def _resume(run: Run, trainer: Trainer) -> None:
         run.display.say(f"resume skips {path}: {problem}")
     if checkpoint is not None:
         restore(trainer, checkpoint)
+        _check_best(run, trainer)
     elif list(damaged.values()) not in ([], [UNFINISHED]):  # one that was not finished: the first, cut short
         raise RunError(
             f"--resume: no checkpoint in {trainer.save_folder} is whole. To start from the first step, remove that "
@@ -94,6 +95,25 @@ def _resume(run: Run, trainer: Trainer) -> None:
         sweep(Path(trainer.save_folder))
     none_yet = "from the first step: there is no checkpoint yet"
     run.display.say(f"resume {none_yet if checkpoint is None else f'after step {trainer.global_step}'}")
+
+
+def _check_best(run: Run, trainer: Trainer) -> None:
+    """A best step without a whole checkpoint, as where run.keep_best was not set before, cannot be exported."""
+    keeping = checkpointer(trainer)
+    found = keeping.best()
+    if found is not None and found[1] is not None:
+        run.display.say(
+            f"warning: run.keep_best: the lowest eval/loss so far is that of {found[0]}, but {found[1]}. The best from "
+            "here on is kept."
+        )
+        assert keeping.evaluate is not None
+        keeping.evaluate.forget_best()
+
+
+def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
+    found = trainer.callbacks["checkpointer"]
+    assert isinstance(found, KeepingCheckpointerCallback)
+    return found
 
 
 def fit(run: Run, trainer: Trainer) -> bool:
@@ -112,20 +132,18 @@ def fit(run: Run, trainer: Trainer) -> bool:
             "on with the same command and --resume: checkpoints are as they were."
         ) from error
     done = f"step {trainer.global_step} of {trainer.max_steps}"
-    guard, checkpointer = trainer.callbacks["guard"], trainer.callbacks["checkpointer"]
+    guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).signal_name
     assert isinstance(guard, GuardCallback)
-    assert isinstance(checkpointer, KeepingCheckpointerCallback)
     if guard.gave_up:
         raise RunError(
             f"stopped after {done}: the gradients of {MOST_IN_A_ROW} steps in a row were not finite. The weights of "
             "the checkpoint there are as before them. Look at the pairs named above, lower optim.lr, or use a wider "
             "model.dtype."
         )
-    if checkpointer.signal_name is None or trainer.global_step == trainer.max_steps:
+    if stopped_by is None or trainer.global_step == trainer.max_steps:
         return True
     run.display.say(
-        f"\nStopped by {checkpointer.signal_name} after {done}, with a checkpoint. Go on with the same command and "
-        "--resume."
+        f"\nStopped by {stopped_by} after {done}, with a checkpoint. Go on with the same command and --resume."
     )
     return False
 

@@ -182,6 +182,10 @@ class EvaluateCallback(Callback):
             if found["eval/loss"] < self._best:
                 self._best, self.best_step = found["eval/loss"], self.step
 
+    def forget_best(self) -> None:
+        """Let the next evaluation be the best so far."""
+        self._best, self.best_step = math.inf, None
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_step": self.best_step}
 

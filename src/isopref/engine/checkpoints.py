@@ -101,6 +101,13 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
             if self._asked == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    def best(self) -> tuple[Path, str | None] | None:
+        """The checkpoint of the best step, and what is wrong with it, if anything. All ranks call this together."""
+        if self.evaluate is None or self.evaluate.best_step is None:
+            return None
+        path = Path(self.save_folder) / f"step{self.evaluate.best_step}"
+        return path, damage(path)
+
     def _save(self) -> None:
         with _refusing(self.save_folder, self.step):
             path = Path(self._save_checkpoint(save_async=False))
@@ -170,7 +177,7 @@ def _sealed(folder: Path) -> dict[str, str] | str:
     try:
         expected: dict[str, str] = dict(json.loads((folder / SEAL).read_bytes()))
     except FileNotFoundError:
-        return UNFINISHED
+        return UNFINISHED if folder.exists() else "it is not there"
     except (OSError, ValueError, TypeError) as error:
         return f"{SEAL} cannot be read ({error})"
     missing = sorted(set(expected) - set(_files(folder)))

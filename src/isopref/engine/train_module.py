@@ -322,10 +322,18 @@ class DPOTrainModule(TrainModule):
         if self.moving is not None:
             state["reference"] = self.moving.state_dict()
         if optim is not False:
-            state["optim"] = checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
+            state["optim"] = self._optim_state(options)
             if isinstance(self.optim, SkippingAdamW):
                 state["skip_history"] = self.optim.history()
         return state
+
+    def _optim_state(self, options: checkpoint_state.StateDictOptions) -> dict[str, Any]:
+        """The optimizer's state. Before its first step torch makes one, by a step of zeros, which must not count."""
+        if not self.optim.state:
+            checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
+            for one in self.optim.state.values():
+                one["step"].zero_()
+        return checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if missing := self._names(trained=True) - state_dict["model"].keys():
