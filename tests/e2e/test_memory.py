@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 SETTINGS = ("run.folder=run", "data.eval=null", "run.save_every=3")
 
-# A rank 1 with room for so many tokens, and then the command.
+# A last rank that from some microbatch on has room for so many tokens, and then the command.
 FAULTY = """
-import os, sys, torch
+import itertools, os, sys, torch
 from isopref.engine import train_module
 from isopref.score import score
 
+count = itertools.count()
+
 def limited(model, microbatch, **options):
-    if os.environ["RANK"] == "1" and model.training and microbatch.passes[0].input_ids.numel() > 150:
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    if last and model.training and next(count) >= FIRST and microbatch.passes[0].input_ids.numel() > 150:
         raise torch.OutOfMemoryError("planted")
     return score(model, microbatch, **options)
 
@@ -102,18 +105,38 @@ def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: 
 
 def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Callable[..., Command]) -> None:
     """Rank 1 has less room than rank 0, which waits for it inside the model."""
-    (project.folder / "faulty.py").write_text(FAULTY)
+    (project.folder / "faulty.py").write_text(FAULTY.replace("FIRST", "0"))
     launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "2"]
     settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300", "optim.batch_pairs=12")
     command = start(project, *settings, launcher=[*launcher, "faulty.py"])
     code, out, err = command.end()
     assert code == 0, err
-    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point where ranks wait") == 1
-    assert "The next start takes microbatches of 150 tokens: use the same command with --resume" in err
+    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point from which") == 1
+    assert "The next start takes microbatches of 150 tokens and goes on from the last checkpoint." in err
     assert "planted" not in err
     assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
     assert command.family() == {}
     assert os.path.isdir(project.folder / "run" / "model")
+
+
+def test_one_process_that_is_sharded_starts_again_by_itself(
+    project: Project,
+    make_project: MakeProject,
+    start: Callable[..., Command],
+    load_weights: Callable[[Path], Weights],
+) -> None:
+    """In the fifth step. To whoever started it, it stays the same process."""
+    settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300")
+    whole = make_project().train("run", *settings)
+    (project.folder / "faulty.py").write_text(FAULTY.replace("FIRST", "6"))
+    command = start(project, *settings, launcher=[sys.executable, "faulty.py"])
+    code, out, err = command.end()
+    assert code == 0, err
+    assert err.count("error: out of memory with microbatches of 300 tokens, at a point from which a step cannot") == 1
+    assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
+    assert out.count("resume after step 3\n") == 1
+    assert command.family() == {}
+    assert oracle.relative_error(load_weights(project.folder / "run/model"), load_weights(whole / "model")) <= 1e-8
 
 
 def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

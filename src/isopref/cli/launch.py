@@ -1,12 +1,13 @@
-"""Several training processes on this machine, started by torchrun. Knows nothing of what they run."""
+"""Processes on this machine: several, started by torchrun, or one, started again. Knows nothing of what they run."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import NoReturn
 
 PARENT = "ISOPREF_PARENT"  # names, to a process that is started, the one it must not outlive
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -42,6 +43,13 @@ def launch(command: Sequence[str]) -> int:
     if code and passed_on:
         return 128 + passed_on[0]
     return code if code >= 0 else 128 - code
+
+
+def start_again(environment: Mapping[str, str]) -> NoReturn:
+    """Put a new process with the same command in the place of this one, of which nothing is left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def stop_signals() -> list[signal.Signals]:

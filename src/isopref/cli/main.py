@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from isopref import __version__
 from isopref.cli import cache, report
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
-from isopref.cli.launch import end_with_parent
+from isopref.cli.launch import end_with_parent, start_again
 from isopref.config.load import dump_config, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
@@ -70,6 +70,7 @@ app.command("compare")(report.compare)
 
 def main() -> None:
     """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
+    environment = dict(os.environ)
     end_with_parent()
     try:
         app(_spelled_out(sys.argv[1:]), prog_name="isopref")
@@ -79,7 +80,11 @@ def main() -> None:
             # Ranks meet most errors alike. The first one speaks, and its end ends the others before they do.
             time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, StartAgainError) else 1)
+        if not isinstance(error, StartAgainError):
+            sys.exit(1)
+        if "RANK" not in environment:  # else the launcher does it
+            start_again({**environment, StartAgainError.variable: "1"})
+        sys.exit(error.exit_code)
     except Exception as error:
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why

@@ -3,7 +3,7 @@
 What can be done depends on where ranks meet. Alone, a process may try again at any time. Under DDP ranks meet in the
 backward pass of a step's last microbatch, the smallest; before it they ask one another whether all came that far. FSDP
 has them meet in every layer, and under DDP a coupled loss after its first pass, so the others are stuck when one fails
-there: the run stops, and what may fit is kept for its next start.
+there; also on one rank FSDP stays amid a pass that failed. The run is then started again, with what may fit.
 """
 
 import gc
@@ -135,9 +135,9 @@ class Memory:
         self.loader.budget = self._smaller()
         self._keep(always=True)
         raise StartAgainError(
-            f"out of memory with {_words(before)}, at a point where ranks wait for each other, so the step cannot be "
-            f"done again. The next start takes {_words(self.loader.budget)}: use the same command with --resume "
-            "(--nproc, and torchrun --max-restarts, do it by themselves)."
+            f"out of memory with {_words(before)}, at a point from which a step cannot be done again. The next start "
+            f"takes {_words(self.loader.budget)} and goes on from the last checkpoint. isopref train and torchrun "
+            "--max-restarts start by themselves; else use the same command with --resume."
         ) from error
 
     def _smaller(self) -> Budget:
