@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,6 +47,24 @@ def test_a_real_lack_of_memory_changes_no_weight(isopref_train: Command, capsys:
     assert json.loads((short.folder / "microbatch.json").read_text())["fits"]["tokens"] < 20000
     expected, found = (load_file(one.folder / "model" / "model.safetensors") for one in (whole, short))
     assert oracle.relative_error(found, expected) < 1e-4
+
+
+START_AGAIN = """
+import os, torch
+from isopref.cli.launch import start_again
+
+free, _ = torch.cuda.mem_get_info()
+if "FREE" not in os.environ:
+    held = torch.empty(16 << 30, dtype=torch.uint8, device="cuda")
+    start_again({**os.environ, "FREE": str(free)})
+print("lost", int(os.environ["FREE"]) - free)
+"""
+
+
+def test_a_process_that_starts_again_holds_nothing_of_before() -> None:
+    done = subprocess.run([sys.executable, "-c", START_AGAIN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 4 << 30  # other tests may hold some
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
