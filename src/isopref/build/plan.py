@@ -306,7 +306,7 @@ class Planner:
             elif not layout.offload:
                 yield "slower, with less memory on the GPU: layout.offload=true"
             if self.config.model.adapter is None:
-                yield "other math, with much less memory: an adapter, as in model.adapter={rank: 16}"
+                yield "other math, with much less memory: an adapter, as in model.adapter.rank=16"
         if layout.from_host:
             ranks = min(layout.ranks, self.hardware.network.ranks_per_node)
             size = ranks * whole_bytes(self.shape, layout) / GIB
