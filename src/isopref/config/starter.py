@@ -102,8 +102,8 @@ PAGE = """\
 # Config reference
 
 Every field of a config file. `make docs` writes this page from the schema; do not edit it. `isopref init` writes the
-same, but for what an adapter or a source holds, as a commented file. Only `layout` and `run` leave the math as it is; the
-run id is a hash of the other sections.
+same, but for what an adapter or a source holds, as a commented file. Only `layout` and `run` leave the math as it is;
+the run id is a hash of the other sections.
 
 """
 
