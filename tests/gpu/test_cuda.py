@@ -127,9 +127,10 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("saved_in", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compute_dtype", ["null", "bfloat16"])
-def test_train(isopref_train: Command, compute_dtype: str) -> None:
+def test_train(isopref_train: Command, compute_dtype: str, saved_in: torch.dtype) -> None:
     """The whole command, in pure float32 and with float32 master weights and bfloat16 compute."""
-    done = isopref_train(f"model.compute_dtype={compute_dtype}", "optim.lr=1e-3", "run.samples=2")
+    done = isopref_train(f"model.compute_dtype={compute_dtype}", "optim.lr=1e-3", "run.samples=2", dtype=saved_in)
     assert done.before == 0.5
     assert done.after > 0.9
