@@ -1,18 +1,20 @@
 """Useful operations, counted by hand for a tiny Llama."""
 
 import numpy as np
+import pytest
 import torch
 
 from isopref.cards import CARDS
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.policy import Policy
-from isopref.testing.models import VOCABULARY, tiny_model, with_adapter
+from isopref.testing.models import ARCHITECTURES, VOCABULARY, tiny_model, with_adapter
+
+ATTENTION = 32 * 32 + 2 * 32 * 16 + 32 * 32  # of one layer: queries, keys and values, output
 
 
 def test_one_pair_by_hand() -> None:
     """Two layers, 32 wide, 48 in the MLP, 4 heads and 2 key heads of 8; prompt 3, chosen 2, rejected 4."""
-    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
-    weights = 2 * (attention + 3 * 32 * 48)
+    weights = 2 * (ATTENTION + 3 * 32 * 48)
     # prompt and chosen: 1 + 2 + 3 + 4 + 5 keys; rejected: the prompt's 3 each, and 1 + 2 + 3 + 4.
     keys = 15 + 4 * 3 + 10
     forward = 2 * weights * (3 + 2 + 4) + 2 * 32 * VOCABULARY * (2 + 4) + 2 * 4 * (4 * 8) * keys
@@ -43,8 +45,34 @@ def test_embeddings_do_no_work_and_experts_only_when_used() -> None:
         flops = UsefulFlops(Policy(tiny_model(name)))
         if of_token is not None:
             assert flops.per_token == 2 * of_token
-    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
-    assert flops.per_token == 2 * 2 * (attention + 32 * 4 + 2 * 3 * 32 * 24)  # with the router, 32 x 4
+    assert flops.per_token == 2 * 2 * (ATTENTION + 32 * 4 + 2 * 3 * 32 * 24)  # with the router, 32 x 4
+
+
+def test_an_expert_that_every_token_meets_counts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight experts of width 24, and two shared ones, which are one MLP of width 48."""
+    settings = {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    }  # fmt: skip
+    monkeypatch.setitem(ARCHITECTURES, "glm4_moe", ("glm4_moe", {**ARCHITECTURES["llama"][1], **settings}))
+    routed, shared = 2 * 3 * 32 * 24, 3 * 32 * 48
+    assert UsefulFlops(Policy(tiny_model("glm4_moe"))).per_token == 2 * 2 * (ATTENTION + 32 * 8 + routed + shared)
+
+
+def test_biases_of_experts_are_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four experts of width 48, whose biases are one tensor of two dimensions."""
+    settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ("gpt_oss", settings))
+    model = tiny_model("gpt_oss")
+    assert any(name.endswith("_bias") and p.shape == (4, 2 * 48) for name, p in model.named_parameters())
+    assert UsefulFlops(Policy(model)).per_token == 2 * 2 * (ATTENTION + 32 * 4 + 2 * 3 * 32 * 48)
+
+
+def test_a_vision_tower_does_no_work() -> None:
+    flops = UsefulFlops(Policy(tiny_model("gemma3_vision")))
+    assert (flops.per_token, flops.frozen_per_token) == (2 * 2 * (ATTENTION + 3 * 32 * 48), 0)
+    lengths = np.array([[3, 2, 4]])
+    assert flops(lengths) == UsefulFlops(Policy(tiny_model("gemma3")))(lengths)
 
 
 def test_the_cpu_is_measured() -> None:

@@ -246,7 +246,7 @@ def with_dropout(architecture: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "architecture",
     [
-        *sorted(set(ARCHITECTURES) - {"falcon", "mamba"}),
+        *sorted(set(ARCHITECTURES) - {"falcon", "mamba", "gemma3_vision"}),  # the last one's text is gemma3
         "falcon",
         "opt",
     ],

@@ -15,7 +15,7 @@ from isopref.models.policy import Policy
 from isopref.reference.key import identity, weights_digest
 from isopref.testing.models import ARCHITECTURES, tiny_folder, tiny_model
 
-COMPUTED_IN_THE_FILES_TYPE = {"gemma2", "gemma3"}  # the factor of their embedding
+COMPUTED_IN_THE_FILES_TYPE = {"gemma2", "gemma3", "gemma3_vision"}  # the factor of their embedding
 IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
 
 

@@ -56,6 +56,22 @@ def test_tied_weights_count_once_and_a_token_meets_some_experts(llama: Shape) ->
     assert experts.layer_parameters - experts.active_parameters > 2 * 3 * D * 24  # two of four rest
 
 
+def test_a_vision_tower_is_held_and_no_more() -> None:
+    """Not trained, not gathered, not read: all but memory for its weights is what it is without."""
+    text, both = (shape_of(tiny_model(name)) for name in ("gemma3", "gemma3_vision"))
+    seen = sum(p.numel() for name, p in tiny_model("gemma3_vision").named_parameters() if "language_model" not in name)
+    assert (both.parameters, both.unused_parameters) == (text.parameters + seen, seen)
+    assert (both.trained_parameters, both.frozen_parameters) == (text.parameters, seen)
+    for name in ("root_parameters", "layer_parameters", "share_in_layers", "largest_matrix", "active_parameters"):
+        assert getattr(both, name) == getattr(text, name), name
+    for parallel in ({}, FSDP, {**FSDP, "grad_sync": "every"}):
+        there = layout(**{**parallel, "frozen_bytes": 4})
+        with_it, without = (peak_memory(shape, there, load(10.0, 10.0, 5.0), pairs=0) for shape in (both, text))
+        assert with_it == replace(without, weights=without.weights + 4 * seen / there.shard)
+        network = Network(inside=100e9, between=10e9)
+        assert Traffic.of(both, there, network) == Traffic.of(text, there, network)
+
+
 def test_a_shape_needs_no_weights(tmp_path: Path, llama: Shape) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

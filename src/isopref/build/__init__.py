@@ -16,7 +16,7 @@ from isopref.build import evaluation, reference, result
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
-from isopref.build.model import add_adapter, check_parallel, load_policy, score_all, spread
+from isopref.build.model import add_adapter, check_parallel, load_policy, say_unused, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import NamedTable
 from isopref.build.run import (
@@ -137,6 +137,7 @@ def _train(run: Run, resume: bool) -> bool:
     elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
         ref = reference.of_other_model(run, tokenizer, scored, config.model.reference, setting="model.reference")
     policy = load_policy(run)
+    say_unused(run, policy)
     if run.loss.balance_weight:
         check_routers(policy.model)
     for one in tables.all:

@@ -19,6 +19,7 @@ from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
+from isopref.models.unused import is_inside
 from isopref.ops import flash
 from isopref.score import TableLogps, score_table
 
@@ -139,6 +140,13 @@ def check_base(path: str) -> None:
             f"others. To train it further, set model.adapter: {{path: {path}}}, and model.path to its base model. For "
             f"a new one, make one model of the two first: isopref merge {path} FOLDER."
         )
+
+
+def say_unused(run: Run, policy: Policy) -> None:
+    """What of a multi-modal model is not trained, if there is any."""
+    if policy.unused:
+        weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, policy.unused))
+        run.display.say(f"not trained, as text does not use it: {', '.join(policy.unused)} ({sum(weights):,} weights)")
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

@@ -201,7 +201,7 @@ class Planner:
         weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
         quantised = model.adapter is not None and model.adapter.quantize is not None
         in_four_bits = self.shape.frozen_in_maps / max(1, self.shape.frozen_parameters) if quantised else 0.0
-        frozen = in_four_bits * NF4_BYTES + (1 - in_four_bits) * compute
+        frozen = in_four_bits * NF4_BYTES + (1 - in_four_bits) * (weight if model.adapter is None else compute)
         trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
         whole, room = trained + rest, self.hardware.card.memory
         chosen = parallel or asked.parallel

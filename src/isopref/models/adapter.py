@@ -7,6 +7,7 @@ what the wrappers add is trained. The output head is never a target, because the
 import copy
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
+from isopref.models.unused import is_inside, unused_parts
 
 Kind = Literal["lora", "dora", "rslora"]
 
@@ -32,7 +34,10 @@ NF4_BLOCK, NF4_SCALES = 64, 256  # weights that share a scale, and scales that s
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """An adapter that changes nothing yet. `targets`: ends of layers' names; None: every linear layer but the head."""
+    """An adapter that changes nothing yet. `targets`: ends of layers' names; None: every linear layer but the head.
+
+    What text does not use of a multi-modal model is never a target.
+    """
 
     kind: Kind
     rank: int
@@ -75,6 +80,7 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
         r=new.rank,
         lora_alpha=new.alpha,
         target_modules="all-linear" if new.targets is None else list(new.targets),
+        exclude_modules="|".join(rf"{re.escape(part)}(\..*)?" for part in unused_parts(model)) or None,
         use_dora=new.kind == "dora",
         use_rslora=new.kind == "rslora",
         task_type="CAUSAL_LM",
@@ -111,6 +117,13 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
     except Exception as error:
         raise ModelError(f"{setting}: cannot read {Path(path) / WEIGHTS_FILE} ({error}). Check the folder.") from error
     names = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    unused = unused_parts(model)
+    if idle := sorted(name for name in names if is_inside(name, unused)):
+        raise ModelError(
+            f"{setting}: the adapter {path} has {len(idle)} tensors in parts of the model that text does not use, such "
+            f"as {idle[0]}: they could not be trained. Make one model of it and its base first: isopref merge {path} "
+            "FOLDER."
+        )
     expected = peft.get_peft_model_state_dict(model).keys()
     if names.keys() != expected:
         some = ", ".join(sorted(names.keys() ^ expected)[:3])

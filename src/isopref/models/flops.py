@@ -13,6 +13,7 @@ from torch import nn
 from isopref.cards import CARDS
 from isopref.errors import ModelError
 from isopref.models.policy import Policy
+from isopref.models.unused import is_inside
 from isopref.types import CHOSEN, PROMPT, REJECTED, IntArray
 
 
@@ -29,9 +30,10 @@ class UsefulFlops:
         share = used / experts if experts and used else 1.0
         tables = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
         work = [
-            (2 * p.numel() * (share if "experts" in name else 1.0), p.requires_grad)
-            for name, p in policy.model.base_model.named_parameters()
+            (2 * p.numel() * (share if "experts" in name.split(".") else 1.0), p.requires_grad)
+            for name, p in policy.model.named_parameters()
             if p.ndim >= 2 and id(p) not in tables and p is not head.weight
+            if not name.endswith("bias") and not is_inside(name, policy.unused)  # experts' biases are one matrix
         ]
         self.per_token = sum(flops for flops, _ in work)
         self.frozen_per_token = sum(flops for flops, trained in work if not trained)

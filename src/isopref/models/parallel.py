@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -104,10 +105,18 @@ def _shard(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # No forward pass gathers these. With a dtype to reduce in, FSDP would look for gradients of what was gathered.
+    for part in _unused_modules(policy):
+        fully_shard(part, **{**options, "mp_policy": MixedPrecisionPolicy()})
     for module in (*decoder_layers(policy), policy):
         fully_shard(module, **options)
     policy.widen()
     register_fsdp_forward_method(policy, "own_logits")
+
+
+def _unused_modules(policy: Policy) -> list[nn.Module]:
+    parts = [attrgetter(name)(policy.model) for name in policy.unused]
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:
@@ -176,11 +185,15 @@ def has_layers(policy: Policy) -> bool:
 
 
 def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -> list[nn.Module]:
-    """The blocks that transformers says must stay whole, without parts of others: units of sharding and compilation."""
+    """The blocks that transformers says must stay whole, without parts of others: units of sharding and compilation.
+
+    Those that text does not use are none of them.
+    """
     names = set(policy.model._no_split_modules or ())
     # FSDP gives a sharded block a class of its own, derived from the block's.
     whole = [module for module in policy.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     inner = {id(part) for module in whole for part in module.modules() if part is not module}
+    inner |= {id(part) for module in _unused_modules(policy) for part in module.modules()}
     layers = [module for module in whole if id(module) not in inner]
     if not layers:
         raise ConfigError(

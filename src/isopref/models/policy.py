@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from isopref.models.attention import NAME, register
 from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout
+from isopref.models.unused import unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 class Policy(nn.Module):
     """A causal LM that scores microbatches, packed or padded. All its dropout is switched off.
 
+    What text does not use of a multi-modal model (`unused`: names in `model`) is frozen.
     The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
     With `narrow`, its weights have 16 bits until `widen` makes them float32.
     """
@@ -44,6 +47,9 @@ class Policy(nn.Module):
         # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
         embedding: Any = model.get_input_embeddings()
         embedding.padding_idx = None
+        self.unused = unused_parts(model)
+        for name in self.unused:
+            attrgetter(name)(model).requires_grad_(False)
         self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation

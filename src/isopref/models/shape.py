@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.flops import UsefulFlops
 from isopref.models.policy import Policy
+from isopref.models.unused import is_inside
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Shape:
     """Parameters and widths of a causal language model. Tied weights count once."""
 
     parameters: int
+    unused_parameters: int  # of the parts that text does not use: held, but never gathered nor trained
     trained_parameters: int
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
@@ -30,13 +32,17 @@ class Shape:
         return self.parameters - self.trained_parameters
 
     @property
+    def text_parameters(self) -> int:
+        return self.parameters - self.unused_parameters
+
+    @property
     def share_in_layers(self) -> float:
-        return 1 - self.root_parameters / self.parameters
+        return 1 - self.root_parameters / self.text_parameters
 
     @property
     def layer_parameters(self) -> float:
         """Of one decoder layer, all its experts included."""
-        return (self.parameters - self.root_parameters) / self.layers
+        return (self.text_parameters - self.root_parameters) / self.layers
 
     @property
     def active_parameters(self) -> float:
@@ -49,20 +55,23 @@ def shape_of(model: PreTrainedModel) -> Shape:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    in_layers = {id(p) for name, p in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
-    counts = [(p.numel(), id(p) in in_layers) for p in model.parameters()]
-    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in in_layers]
+    policy = Policy(model)
+    text = [(name, p) for name, p in model.named_parameters() if not is_inside(name, policy.unused)]
+    in_layers = {id(p) for name, p in text if any(part.isdigit() for part in name.split("."))}
+    parameters, in_text = (sum(p.numel() for p in some) for some in (model.parameters(), (p for _, p in text)))
     head = model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     return Shape(
-        parameters=sum(count for count, _ in counts),
+        parameters=parameters,
+        unused_parameters=parameters - in_text,
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        root_parameters=sum(count for count, inner in counts if not inner),
-        largest_matrix=max((p.numel() for p in linear), default=0),
+        root_parameters=sum(p.numel() for _, p in text if id(p) not in in_layers),
+        largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
         vocabulary=0 if head is None else head.weight.shape[0],
-        flops=UsefulFlops(Policy(model)),
+        flops=UsefulFlops(policy),
     )

@@ -66,7 +66,7 @@ def loading_memory(shape: Shape, layout: Layout) -> float:
     A reference that moves is loaded beside the policy, which is sharded by then. The probe is not compiled.
     """
     whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
-    unit = max(shape.root_parameters, shape.layer_parameters) / shape.parameters * whole
+    unit = max(shape.root_parameters, shape.layer_parameters, shape.unused_parameters) / shape.parameters * whole
     unpacking = unpacked_bytes(shape, replace(layout, compiled=False))
     return (shards + unit if layout.from_host else whole) + layout.references * shards + unpacking
 
@@ -126,7 +126,8 @@ def _gathered(shape: Shape, layout: Layout) -> float:
     if not layout.sharded or (alone and layout.weight_bytes == layout.compute_bytes):
         return 0.0
     spread = layout.spread(shape)
-    at_once = shape.root_parameters + 2 * shape.layer_parameters if layout.grad_sync == "every" else shape.parameters
+    every = layout.grad_sync == "every"
+    at_once = shape.root_parameters + 2 * shape.layer_parameters if every else shape.text_parameters
     return min(at_once, spread) * layout.compute_bytes
 
 

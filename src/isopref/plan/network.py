@@ -68,7 +68,7 @@ class Traffic:
             moved = 2 * whole * (ranks - 1) / ranks
             return cls(0.0, moved, 0.0, 0.0, 2 * network.ring_s(whole, ranks, calls), 0.0, every=False)
         shard, copies = layout.shard, ranks // layout.shard
-        gathered = layout.spread(shape) * layout.compute_bytes
+        gathered = min(layout.spread(shape), shape.text_parameters) * layout.compute_bytes
         return cls(
             gather_bytes=gathered * (shard - 1) / shard,
             reduce_bytes=whole * (shard - 1) / shard,

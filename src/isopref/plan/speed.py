@@ -86,7 +86,8 @@ def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) ->
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
     logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
     read = READ_PASSES * (
-        shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
+        shape.trained_parameters * layout.weight_bytes
+        + (shape.text_parameters - shape.trained_parameters) * layout.frozen_bytes
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
     moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights

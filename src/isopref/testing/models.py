@@ -49,6 +49,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": 12}),
     "gemma2": ("gemma2", {**_LLAMA_LIKE, "sliding_window": 12, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "sliding_window": 12, "query_pre_attn_scalar": 8}),
+    "gemma3_vision": (
+        "gemma3",
+        {"text_config": {**_LLAMA_LIKE, "sliding_window": 12, "query_pre_attn_scalar": 8},
+         "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                           "image_size": 28, "patch_size": 14},
+         "mm_tokens_per_image": 4, "image_token_index": 2**20, "boi_token_index": 2**20, "eoi_token_index": 2**20},
+    ),
     "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0}),
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}),
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
@@ -75,7 +82,10 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A model with random weights that fits into a test, without dropout. The same seed gives the same weights."""
     kind, settings = ARCHITECTURES[architecture]
-    settings = {**settings, **changes}
+    if "text_config" in settings:
+        settings = {**settings, "text_config": {**settings["text_config"], **changes}}
+    else:
+        settings = {**settings, **changes}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))

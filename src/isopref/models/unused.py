@@ -1,0 +1,45 @@
+"""The parts of a multi-modal model that text does not use: a vision tower, an audio encoder, their projectors.
+
+They have no gradient, so they are not trained, and an adapter leaves them alone. They are found by structure: a trial
+pass would not meet every expert, and a large model is never whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
+
+
+def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
+    """Names of the outermost modules and parameters outside the text decoder, its embedding and the head.
+
+    None in a model whose config has no part for text: it is all text.
+    """
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+        return ()
+    text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    used = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
+    return tuple(_outermost(model, used, ""))
+
+
+def is_inside(name: str, parts: Collection[str]) -> bool:
+    """Whether a module or parameter is one of the parts, or in one."""
+    return f"{name}.".startswith(tuple(f"{part}." for part in parts))
+
+
+def _outermost(module: nn.Module, used: set[int], prefix: str) -> Iterator[str]:
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) not in used:
+            yield prefix + name
+    for name, child in module.named_children():
+        weights = [id(parameter) for parameter in child.parameters()]
+        if weights and used.isdisjoint(weights):
+            yield prefix + name
+        else:
+            yield from _outermost(child, used, f"{prefix}{name}.")

@@ -1,0 +1,36 @@
+"""Two ranks and a vision tower that takes no part: its weights are held, and nothing waits for their gradients."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from isopref.testing import matrix
+from isopref.testing.exactness import Cell, build_module, expected, measure
+from isopref.testing.ranks import Ranks
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize(("parallel", "grad_sync"), [("ddp", "last"), ("fsdp", "last"), ("fsdp", "every")])
+def test_the_gradient_is_the_oracles(two_ranks: Ranks, parallel: Any, grad_sync: Any, adapter: Any) -> None:
+    cell = Cell("gemma3_vision", ranks=2, parallel=parallel, grad_sync=grad_sync, adapter=adapter, cut="pair")
+    for found in two_ranks(measure, cell):
+        assert max(found.gradient_error, found.loss_error, found.metric_error) <= matrix.bound(cell)
+
+
+def shards_and_wholes(cell: Cell) -> tuple[set[str], set[str]]:
+    """The parts of the model that are sharded, and those that are not."""
+    module, _ = build_module(cell, expected(cell)[3])
+    sharded: set[str] = set()
+    whole: set[str] = set()
+    for name, parameter in module.model.named_parameters():
+        (sharded if isinstance(parameter, DTensor) else whole).add(name.split(".")[2])
+    dist.barrier()
+    return sharded, whole
+
+
+def test_fsdp_shards_it_too(two_ranks: Ranks) -> None:
+    parts = {"vision_tower", "multi_modal_projector", "language_model"}
+    for sharded, whole in two_ranks(shards_and_wholes, Cell("gemma3_vision", ranks=2, parallel="fsdp")):
+        assert (sharded, whole) == (parts, set())
