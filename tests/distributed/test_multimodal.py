@@ -19,6 +19,12 @@ def test_the_gradient_is_the_oracles(two_ranks: Ranks, parallel: Any, grad_sync:
         assert max(found.gradient_error, found.loss_error, found.metric_error) <= matrix.bound(cell)
 
 
+def test_offloaded_and_recomputed_it_still_is(two_ranks: Ranks) -> None:
+    cell = Cell("gemma3_vision", ranks=2, parallel="fsdp", offload=True, checkpointing=True, cut="pair")
+    for found in two_ranks(measure, cell):
+        assert found.gradient_error <= matrix.bound(cell)
+
+
 def shards_and_wholes(cell: Cell) -> tuple[set[str], set[str]]:
     """The parts of the model that are sharded, and those that are not."""
     module, _ = build_module(cell, expected(cell)[3])

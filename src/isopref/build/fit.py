@@ -70,8 +70,8 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
     asked = run.config.layout.grad_sync
     if asked != "auto":
         return asked
-    # Where weights are frozen it is they that `last` keeps whole.
-    what = "gradient" if all(p.requires_grad for p in model.parameters()) else "model"
+    # Under an adapter it is the frozen weights that `last` keeps whole.
+    what = "gradient" if run.config.model.adapter is None else "model"
     kept = sum(map(stored_bytes, model.parameters())) / run.config.layout.tensor_parallel
     room = device_memory(run.env.device)
     sharded = isinstance(model, FSDPModule)

@@ -208,7 +208,7 @@ class Planner:
         loss = loss_of(self.config)
         references = int(self.config.objective.reference_moves is not None)
         if chosen == "auto":
-            state = (4 + references) * trained + rest
+            state = 3 * trained + (1 + references) * whole
             chosen = auto.parallel(state, room, only_fsdp=self.config.only_fsdp_for is not None, ranks=ranks)
         if chosen == "single" and ranks > 1:
             raise ConfigError(f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set it to auto.")

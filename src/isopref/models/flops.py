@@ -33,7 +33,8 @@ class UsefulFlops:
             (2 * p.numel() * (share if "experts" in name.split(".") else 1.0), p.requires_grad)
             for name, p in policy.model.named_parameters()
             if p.ndim >= 2 and id(p) not in tables and p is not head.weight
-            if not name.endswith("bias") and not is_inside(name, policy.unused)  # experts' biases are one matrix
+            if not name.endswith("bias")  # of all experts in one tensor
+            if not is_inside(name, policy.unused)
         ]
         self.per_token = sum(flops for flops, _ in work)
         self.frozen_per_token = sum(flops for flops, trained in work if not trained)

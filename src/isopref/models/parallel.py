@@ -105,7 +105,7 @@ def _shard(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # No forward pass gathers these. With a dtype to reduce in, FSDP would look for gradients of what was gathered.
+    # No forward pass gathers these; with a dtype to reduce in, FSDP would look for a gradient of what was gathered.
     for part in _unused_modules(policy):
         fully_shard(part, **{**options, "mp_policy": MixedPrecisionPolicy()})
     for module in (*decoder_layers(policy), policy):
