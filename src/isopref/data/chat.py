@@ -27,6 +27,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -109,6 +110,7 @@ class PairEncoder:
         options = self.options
         parts = {
             "tokenizer": _tokenizer_content(self._tokenizer),
+            "split_special_tokens": self._tokenizer.split_special_tokens,  # no tokenizer.json has it
             "special": [self._bos, self._eos, sorted(self._ends), str(self._tokenizer.special_tokens_map)],
             "starts_with_bos": self._starts_with_bos,
             "stop_before": self._stop_before,
@@ -295,8 +297,15 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    content = json.loads(backend.to_str())
-    # State of the last call, not of the tokenizer.
-    return {key: value for key, value in content.items() if key not in ("truncation", "padding")}
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        # State of the last call, not of the tokenizer.
+        return {key: value for key, value in content.items() if key not in ("truncation", "padding")}
+    files = (getattr(tokenizer, name, None) for name in tokenizer.vocab_files_names)
+    return [
+        type(tokenizer).__name__,
+        sorted(tokenizer.get_vocab().items()),
+        [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files if file and Path(file).is_file()],
+        sorted((index, repr(token)) for index, token in tokenizer.added_tokens_decoder.items()),
+        {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int | float)},
+    ]
