@@ -20,7 +20,7 @@ from isopref.models.policy import Policy
 from isopref.normalize import balance_coefficients
 from isopref.testing import matrix
 from isopref.testing.exactness import KINDS, Cell, StubTrainer, batch, measure
-from isopref.testing.models import tiny_model
+from isopref.testing.models import ARCHITECTURES, tiny_model
 from isopref.types import PairTokens
 
 
@@ -100,6 +100,31 @@ def test_the_balance_of_each_microbatch_would_show() -> None:
     assert measure(cell).gradient_error <= matrix.bound(cell)
     with patch.object(Coupling, "linear", local):
         assert measure(cell).gradient_error > 1e-2
+
+
+BIASED = {
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("architecture", BIASED)
+def test_a_router_that_does_not_follow_its_logits_is_refused(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**ARCHITECTURES["llama"][1], **BIASED[architecture]}
+    monkeypatch.setitem(ARCHITECTURES, architecture, (architecture, settings))
+    model = tiny_model(architecture)
+    generator = torch.Generator().manual_seed(0)
+    biases = [tensor for name, tensor in model.state_dict().items() if name.endswith("correction_bias")]
+    for name, tensor in model.state_dict().items():
+        if name.endswith("gate.weight"):  # Ernie's start at zero
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    check_routers(model)
+    for bias in biases:
+        bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
+    with pytest.raises(ModelError, match=r"objective\.balance_weight: .*the 2 experts with the highest router logits"):
+        check_routers(model)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma3"])

@@ -87,8 +87,8 @@ number of experts. The tokens are those of both sequences of every pair, prompts
 shared them, and never padding. Every token counts the same, whatever its pair's weight. With k experts for a token and
 all of them busy alike it is k. No gradient goes through f, so f comes from a first pass, as above, and P from the
 second: exact under every layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss does not.
-Models that do not show their routers' decisions (`router_logits` of transformers) are refused, and layers are not
-compiled with it.
+Models that do not show their routers' decisions (`router_logits` of transformers) are refused, and so are those that
+choose experts by more than these, such as a correction bias. Layers are not compiled with it.
 
 ## Length
 

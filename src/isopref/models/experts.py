@@ -3,29 +3,66 @@
 Dimensions: L layers with experts, E experts, T tokens of a pass (B*T of a padded one).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.errors import ModelError
 
+PROBE_TOKENS = 64  # enough for a bias that matters to change a choice
+
 
 @torch.no_grad()
 def check_routers(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model whose experts cannot be balanced: it must show what its routers decide."""
+    """Raise ModelError for a model whose experts cannot be balanced: `routing` must say what its routers decide."""
     config = model.config.get_text_config()
     shown: Sequence[Tensor] = ()
+    sent: list[Tensor] = []
     if hasattr(config, "router_aux_loss_coef") and hasattr(config, "num_experts_per_tok"):
-        ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
-        output = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(int(config.vocab_size), (1, PROBE_TOKENS), generator=generator).to(model.device)
+        with _sent_to_experts(model, config.num_experts_per_tok) as sent:
+            output = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
         shown = getattr(output, "router_logits", None) or ()
-    if not shown or any(logits.ndim != 2 or len(logits) != 3 for logits in shown):
+    if not shown or any(logits.ndim != 2 or len(logits) != PROBE_TOKENS for logits in shown):
         raise ModelError(
             f"objective.balance_weight: {type(model).__name__} shows no router logits, so there are no experts to "
             "balance. Remove balance_weight, or use a mixture of experts such as qwen3_moe, olmoe or mixtral."
         )
+    if len(sent) != len(shown) or not all(map(_are_highest, sent, shown)):
+        raise ModelError(
+            f"objective.balance_weight: {type(model).__name__} is not seen to send each token to the "
+            f"{config.num_experts_per_tok} experts with the highest router logits (a correction bias may choose "
+            "others), so other experts would be counted than those that work. Remove balance_weight."
+        )
+
+
+@contextmanager
+def _sent_to_experts(model: PreTrainedModel, experts_per_token: int) -> Iterator[list[Tensor]]:
+    """What layers hand to their experts while the context is open: for each token the indices of its experts."""
+    sent: list[Tensor] = []
+
+    def look(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
+        shape = (PROBE_TOKENS, experts_per_token)
+        sent.extend(value for value in tensors if value.shape == shape and not value.is_floating_point())
+
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in model.modules()]
+    try:
+        yield sent
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _are_highest(experts_TK: Tensor, logits_TE: Tensor) -> bool:
+    """Whether no expert that a token was not sent to has a higher logit than one that it was sent to."""
+    sent = logits_TE.gather(1, experts_TK).sort(dim=1, descending=True).values
+    return torch.equal(sent, logits_TE.topk(experts_TK.shape[1], dim=1).values)
 
 
 def routing(router_logits: Sequence[Tensor], experts_per_token: int, times_T: Tensor) -> Tensor:
