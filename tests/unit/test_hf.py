@@ -360,6 +360,12 @@ def test_pairs_that_the_model_cannot_take_are_named(
 
 def test_a_generation_config_stays_what_it_is(tmp_path: Path) -> None:
     """Sampling flags without sampling load with a warning, and transformers refuses to save them."""
+        (  # each pair has a sequence on either side of the border
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
+                                 "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
+            [(50, 30, 8), (55, 5, 40)],
+            r"rope \(longrope\).*as pair 1 is \(95\)",
+        ),
     tiny_folder(tmp_path / "in")
     flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(flags))

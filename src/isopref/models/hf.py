@@ -236,8 +236,8 @@ def check_fits(
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: they do not fit."
         )
-    longest = lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1)
-    most, pair = int(longest.max()), int(longest.argmax())
+    sequences_N2 = lengths_N3[:, [PROMPT]] + lengths_N3[:, CHOSEN:]
+    most, pair = int(sequences_N2.max()), int(sequences_N2.max(axis=1).argmax())
     limit = context_length(config) or most
     if most > limit:
         raise ModelError(
@@ -247,7 +247,7 @@ def check_fits(
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
         border = part.get("original_max_position_embeddings") or limit
-        mixes = {"dynamic": most > border, "longrope": longest.min() <= border < most}
+        mixes = {"dynamic": most > border, "longrope": sequences_N2.min() <= border < most}
         if mixes.get(part.get("rope_type", "")):
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "
