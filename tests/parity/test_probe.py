@@ -167,3 +167,11 @@ def test_router_jitter_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 4, "router_jitter_noise": 0.3}
     monkeypatch.setitem(ARCHITECTURES, "mixtral", ("mixtral", settings))
     check_layout(Policy(tiny_model("mixtral")), "shared")
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_model_may_take_views_of_what_attention_returns(kind: RowKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
+    settings |= {"global_attn_every_n_layers": 2, "sliding_window": 12}
+    monkeypatch.setitem(ARCHITECTURES, "afmoe", ("afmoe", {**ARCHITECTURES["llama"][1], **settings}))
+    check_layout(Policy(tiny_model("afmoe")), kind)

@@ -79,8 +79,9 @@ def _portable(
     for s in range(len(segments.query_bounds) - 1):
         queries = slice(segments.query_bounds[s], segments.query_bounds[s + 1])
         keys = slice(segments.key_bounds[s], segments.key_bounds[s + 1])
-        parts.append(_one_segment(q[:, queries], k[:, keys], v[:, keys], scale, window, softcap))
-    return torch.cat(parts, dim=1).transpose(0, 1)
+        part_HQE = _one_segment(q[:, queries], k[:, keys], v[:, keys], scale, window, softcap)
+        parts.append(part_HQE.transpose(0, 1))
+    return torch.cat(parts)  # contiguous: some models take a view of it
 
 
 def _one_segment(
