@@ -150,23 +150,36 @@ def test_attention_sinks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
         check_layout(policy, "shared")
 
 
-def test_a_random_forward_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that no config names: whoever shares a row would share it."""
+def test_a_random_forward_pass_is_refused() -> None:
+    """Noise that no config names: whoever shares a row would share it. A layer is in training mode, to recompute."""
     policy = Policy(tiny_model("llama"))
-    norm = policy.model.model.norm
-
-    def noisy(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return output + 0.1 * torch.randn_like(output) if module.training else output
-
-    norm.register_forward_hook(noisy)
+    check_layout(policy, "shared")
+    policy.model.model.layers[0].register_forward_hook(noisy)
     with pytest.raises(ModelError, match="the same row scored twice differs"):
         check_layout(policy, "shared")
 
 
-def test_router_jitter_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 4, "router_jitter_noise": 0.3}
-    monkeypatch.setitem(ARCHITECTURES, "mixtral", ("mixtral", settings))
-    check_layout(Policy(tiny_model("mixtral")), "shared")
+def test_noise_inside_a_layer_is_switched_off() -> None:
+    policy = Policy(tiny_model("llama"))
+    policy.model.model.layers[0].mlp.register_forward_hook(noisy)
+    check_layout(policy, "shared")
+
+
+def noisy(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output + 0.1 * torch.randn_like(output) if module.training else output
+
+
+def test_a_rate_that_is_no_dropout_is_noticed() -> None:
+    """What switching it off did to the model is seen, because the model is asked with it."""
+    model = tiny_model("llama")
+    norm = model.model.norm
+    norm.register_forward_hook(lambda module, _, output: output * (1 + module.drop_scale))
+    norm.drop_scale = 0.1
+    policy = Policy(model)
+    assert norm.drop_scale == 0.0
+    with pytest.raises(ModelError, match="off by"):
+        check_layout(policy, "padded")
+    assert norm.drop_scale == 0.0  # the model is left as it was
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref.data.packing import Budget, RowKind, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.engine.step import build_step
 from isopref.errors import ModelError
+from isopref.models.parallel import checkpoint_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
@@ -155,6 +158,30 @@ def test_layouts_may_take_turns_and_leave_the_model_as_it_was() -> None:
         assert model.config._attn_implementation == own
         torch.testing.assert_close(oracle_logps(model, PAIRS), logps, rtol=1e-6, atol=0)
     assert policy.model.config._attn_implementation == "isopref_segments"
+
+
+EXPERTS = {**ARCHITECTURES["llama"][1], "num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}
+
+
+@pytest.mark.parametrize("recomputed_layers", [0, 2])
+@pytest.mark.parametrize("architecture", ["mixtral", "phimoe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_routers_choose_in_training_as_they_do_in_eval_mode(
+    kind: RowKind, architecture: str, recomputed_layers: int
+) -> None:
+    """Mixtral's jitter is noise; Phi-MoE's is a threshold as well, and its routers draw from what is above it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**EXPERTS)).eval()
+    logps = oracle_logps(model, PAIRS)
+    gradient = oracle.gradient(model, (logps.double() * MIX).sum())
+    policy = Policy(model)
+    checkpoint_layers(policy, recomputed_layers)
+    check_layout(policy, kind)
+    policy.train()
+    found = policy(build_microbatch(PAIRS, kind))
+    torch.testing.assert_close(found, logps, rtol=1e-5, atol=0)
+    assert oracle.relative_error(mixed_gradient(policy, found), gradient) <= 1e-5
 
 
 MASKED_WINDOW = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -202,6 +202,20 @@ def test_an_export_keeps_the_config_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+def test_an_export_answers_as_the_policy_did(tmp_path: Path) -> None:
+    """Also where the config has a "jitter" that is no noise: a threshold of Phi-MoE's routers."""
+    settings = {**ARCHITECTURES["llama"][1], "vocab_size": len(byte_tokenizer())}
+    settings |= {"num_local_experts": 4, "router_jitter_noise": 0.3}
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING["phimoe"](**settings)).eval()
+    before = logits(model)
+    policy = Policy(model)
+    export(model, model.state_dict(), byte_tokenizer(), tmp_path / "out")
+    again = load_model(str(tmp_path / "out"), dtype=torch.float32)
+    assert torch.equal(logits(policy.train().model), before)
+    assert torch.equal(logits(again), before)
+
+
 def test_the_tokenizer_is_exported_with_its_chat_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_folder(tmp_path / "in")))
     model = tiny_model("llama", vocab_size=len(tokenizer))
@@ -346,6 +360,12 @@ def lengths(*rows: tuple[int, int, int]) -> Any:
             [(10, 5, 3), (90, 5, 3)],
             r"rope \(longrope\).*as pair 1 is",
         ),
+        (  # each pair has a sequence on either side of the border
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
+                                 "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
+            [(50, 30, 8), (55, 5, 40)],
+            r"rope \(longrope\).*as pair 1 is \(95\)",
+        ),
     ],
 )  # fmt: skip
 def test_pairs_that_the_model_cannot_take_are_named(
@@ -360,12 +380,6 @@ def test_pairs_that_the_model_cannot_take_are_named(
 
 def test_a_generation_config_stays_what_it_is(tmp_path: Path) -> None:
     """Sampling flags without sampling load with a warning, and transformers refuses to save them."""
-        (  # each pair has a sequence on either side of the border
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
-                                 "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
-            [(50, 30, 8), (55, 5, 40)],
-            r"rope \(longrope\).*as pair 1 is \(95\)",
-        ),
     tiny_folder(tmp_path / "in")
     flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(flags))

@@ -22,7 +22,7 @@ from isopref.models import conversion
 from isopref.models.conversion import HF_CONFIG, empty_checkpoint, from_hf, read_checkpoint, write_checkpoint
 from isopref.models.hf import is_olmo_core
 from isopref.models.native import NativeModel
-from isopref.models.parallel import check_tensor
+from isopref.models.parallel import check_tensor, checkpoint_layers, decoder_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.models.shape import shape_of
@@ -63,6 +63,20 @@ def test_the_same_scores_as_the_hugging_face_model(architecture: str, kind: RowK
         expected = Policy(shaken(architecture))(microbatch)
         torch.testing.assert_close(policy(microbatch), expected, rtol=1e-6, atol=1e-5)
     check_layout(policy, kind)
+
+
+def test_a_layer_is_recomputed_where_there_is_a_backward_pass() -> None:
+    policy = Policy(from_hf(tiny_model("llama"))).train()
+    checkpoint_layers(policy, 1)
+    calls: list[int] = []
+    for number, layer in enumerate(decoder_layers(policy)):
+        layer.get_submodule("attention").register_forward_hook(lambda *_, number=number: calls.append(number))
+    microbatch = build_microbatch(random_pairs(3), "shared")
+    with torch.no_grad():
+        policy(microbatch)
+    assert calls == [0, 1]
+    policy(microbatch).sum().backward()
+    assert calls == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,10 +6,10 @@ Owns what must hold for every model that is trained: all weights present, no dro
 nothing left of a quantised file. It knows nothing of layouts.
 """
 
-import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -197,25 +197,40 @@ def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "mo
 
 
 def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
-    """Switch off every dropout and jitter: layers, rates that modules keep as numbers, those they read from the config.
+    """Switch off every dropout: layers, rates that modules keep as numbers, those they read from the config.
 
-    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. The config's own
-    rates are kept aside for `export`.
+    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. `own_rates`
+    gives the rates back.
     """
-    config = model.config.get_text_config()
-    rates = {name: rate for name, rate in vars(config).items() if _is_noise(name) and isinstance(rate, float)}
-    for holder, names in ((config, list(rates)), *((module, list(vars(module))) for module in model.modules())):
-        for name in names:
-            if _is_noise(name) and isinstance(getattr(holder, name), float):
+    rates: list[tuple[object, str, float]] = vars(model).setdefault("dropout_rates", [])
+    for holder in (model.config.get_text_config(), *model.modules()):
+        for name, rate in list(vars(holder).items()):
+            is_rate = "drop" in name or (name == "p" and isinstance(holder, nn.Dropout))
+            if is_rate and isinstance(rate, float) and rate:
+                rates.append((holder, name, rate))
                 setattr(holder, name, 0.0)
+
+
+@contextmanager
+def own_rates(model: PreTrainedModel) -> Iterator[None]:
+    """The model with the dropout that it came with, as long as the context is open."""
+    rates: list[tuple[object, str, float]] = vars(model).get("dropout_rates", [])
+    for holder, name, rate in rates:
+        setattr(holder, name, rate)
+    try:
+        yield
+    finally:
+        for holder, name, _ in rates:
+            setattr(holder, name, 0.0)
+
+
+def set_training(model: "PreTrainedModel | NativeModel", mode: bool) -> None:
+    """Put a model in training mode where that recomputes activations, in eval mode elsewhere.
+
+    Elsewhere it adds noise: the routers of Mixtral and Phi-MoE draw. What is trained must be what is evaluated.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    vars(model)["dropout_before"] = {**rates, **vars(model).get("dropout_before", {})}
-
-
-def _is_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
+        module.training = mode and hasattr(module, "gradient_checkpointing")
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
@@ -283,7 +298,8 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
         local = Path(base).expanduser()
         save_adapter(model, state, str(local.absolute()) if local.exists() else base, partial)
     else:
-        _save_whole(model, state, partial)
+        with own_rates(model):
+            _save_whole(model, state, partial)
     tokenizer.save_pretrained(partial)
     partial.rename(folder)
 
@@ -294,10 +310,6 @@ def _save_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) 
     model.save_pretrained(folder, state_dict=state)
     model.generation_config = generation
     generation.to_json_file(folder / "generation_config.json")
-    config = copy.deepcopy(model.config)
-    for name, rate in vars(model).get("dropout_before", {}).items():
-        setattr(config.get_text_config(), name, rate)
-    config.save_pretrained(folder)
 
 
 def _dequantised(model: PreTrainedModel) -> PreTrainedModel:

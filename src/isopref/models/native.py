@@ -131,7 +131,7 @@ class NativeModel(nn.Module):
             if segments is not None and position_ids is not None:
                 # Attention hands local_k_slice to its backend untouched, and the backend is ours.
                 where = {"local_k_slice": segments, **_angles(attention, position_ids[0], segments, angles)}
-            recompute = self.training and getattr(block, "gradient_checkpointing", False)
+            recompute = torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False)
             hidden = (partial(checkpoint, block, use_reentrant=False) if recompute else block)(hidden, **where)
         norm = transformer.lm_head.norm
         return Hidden(hidden if norm is None else norm(hidden))

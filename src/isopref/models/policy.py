@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
 from isopref.models.experts import routing
-from isopref.models.hf import disable_dropout
+from isopref.models.hf import disable_dropout, own_rates, set_training
 from isopref.models.unused import unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -83,6 +83,12 @@ class Policy(nn.Module):
         """The model, where it is one of OLMo-core's."""
         model: Any = self.model
         return None if isinstance(model, PreTrainedModel) else model
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, in which a model computes what it does in eval mode."""
+        super().train(mode)
+        set_training(self.model, mode)
+        return self
 
     def forward(
         self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
@@ -146,7 +152,7 @@ class Policy(nn.Module):
 
     def own_logits(self, input_ids_BT: Tensor) -> Tensor:
         """What the model itself says, with its own attention and head: B, T, V."""
-        with self.plain() as model:
+        with self.plain() as model, own_rates(model):
             logits: Tensor = model(input_ids=input_ids_BT).logits
         return logits
 

@@ -26,10 +26,13 @@ LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than th
 
 @torch.no_grad()
 def own_logps(policy: Policy) -> Tensor:
-    """What the model itself gives the probe's pairs, one sequence at a time: 2, P. Raises ModelError."""
+    """What the model itself gives the probe's pairs in eval mode, one sequence at a time: 2, P. Raises ModelError."""
     pairs = _pairs(policy, seed=1)
+    was_training = policy.training
+    policy.eval()
     with torch.compiler.set_stance("force_eager"):
         found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+    policy.train(was_training)
     if not found.isfinite().all():
         raise ModelError(
             f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
