@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isopref.data.packing import Budget, plan_step
+from isopref.data.packing import Budget, check_budget, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.models.parallel import data_group, reshard, speaks
@@ -58,8 +58,9 @@ def score_table(
 
     `progress` is called with the number of pairs done since the last call, taking the other ranks to be as fast.
     `scored` is called with what this rank has just scored: P pairs of the table, and their log-probabilities (2, P;
-    float64, on the device).
+    float64, on the device). Raises ConfigError where a pair is longer than the budget.
     """
+    check_budget(table.lengths, budget, setting="layout.score_tokens", name=table.origin)
     group = data_group(policy)
     ranks = num_ranks(group)
     # With an ld_alpha, what chosen is without it comes third (see Policy.forward).

@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from isopref.data.packing import RowKind
 from isopref.evaluate import Evaluation
+from isopref.reference.store import records
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.filling import (
@@ -17,6 +18,7 @@ from isopref.testing.filling import (
     evaluate_on_ranks,
     fill_on_ranks,
     fill_pair_by_pair,
+    find_kept_on_ranks,
     key_with_other_weights,
     model_key,
     open_store,
@@ -25,6 +27,7 @@ from isopref.testing.filling import (
 )
 from isopref.testing.models import tiny_model
 from isopref.testing.ranks import Ranks
+from isopref.types import CHOSEN
 
 
 def all_alike(found: list[tuple[TableLogps, int, list[str]]]) -> tuple[TableLogps, int, list[str]]:
@@ -83,6 +86,17 @@ def test_damage_is_told_by_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     assert 0 < count < NUM_PAIRS
     assert [text.split(": ")[0] for text in damage] == [str(shard)]
     assert after.chosen == pytest.approx(before.chosen, rel=1e-10)
+
+
+def test_what_one_rank_keeps_all_keep(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Also where the folder does not show it to another rank yet."""
+    kept, unseen, root = (tmp_path / name for name in ("kept", "unseen", "root"))
+    tokens = table().lengths[:, CHOSEN:]
+    open_store(kept).write(records(table().ids, np.full((NUM_PAIRS, 2), -5.0), tokens)[:40])
+    open_store(root).write(records(table().ids, np.full((NUM_PAIRS, 2), -4.0), tokens))
+    for logps in two_ranks(find_kept_on_ranks, [unseen, kept], root):
+        assert logps[:40].tolist() == [[-5.0, -5.0]] * 40
+        assert logps[40:].tolist() == [[-4.0, -4.0]] * 20
 
 
 # --- evaluation ------------------------------------------------------------------------------------

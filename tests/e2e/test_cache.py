@@ -167,7 +167,7 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     before = scored.num_pairs
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *NO_EVAL)
     assert outcome.code == 0, outcome.err
-    assert f"warning: {shard}: damaged: its content is not what its name says. Its pairs are scored" in outcome.out
+    assert f"warning: {shard}: damaged: its content is not what its name says. Its pairs are looked up" in outcome.out
     assert scored.num_pairs - before == NUM_TRAIN
     assert project.isopref("cache", "verify").code == 0
     assert shard.read_bytes() == content

@@ -30,8 +30,8 @@ def test_default_folder_has_the_run_id(project: Project) -> None:
 def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
     run = project.train("run", "data.eval=null", "run.export=false", "optim.max_steps=1")
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "reference.json", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl", "report.html",
-        "checkpoints",
+        "config.yaml", "reference.json", "reference", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl",
+        "report.html", "checkpoints",
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 from isopref.data.packing import Budget
 from isopref.data.table import PairTable
-from isopref.errors import CacheError
+from isopref.errors import CacheError, ConfigError
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
 from isopref.score import TableLogps
@@ -113,6 +113,30 @@ def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) 
     assert filled(open_store(tmp_path), PairTable.from_tokens([shorter]))[1] == 1
 
 
+def test_what_is_kept_stays(tmp_path: Path) -> None:
+    """The rest comes from the store, and what neither has is missing."""
+    kept = Known(np.full((NUM_PAIRS, 2), np.nan), np.arange(NUM_PAIRS), ())
+    kept.logps[:20] = -5.0
+    store = open_store(tmp_path)
+    store.write(records(table().ids[10:40], np.full((30, 2), -4.0), table().lengths[10:40, CHOSEN:]))
+    known = find(store, table(), device=CPU, kept=kept)
+    assert known.logps[:20].tolist() == [[-5.0, -5.0]] * 20
+    assert known.logps[20:40].tolist() == [[-4.0, -4.0]] * 20
+    assert known.missing.tolist() == list(range(40, NUM_PAIRS))
+
+
+def test_a_pair_that_is_too_long_is_named(tmp_path: Path) -> None:
+    """Before anything is scored."""
+    model, store = Counted(), open_store(tmp_path)
+    totals = table().lengths.sum(axis=1)
+    longest = int(totals.argmax())
+    missing = find(store, table(), device=CPU)
+    budget = Budget("shared", int(totals.max()) - 1)
+    with pytest.raises(ConfigError, match=rf"layout\.score_tokens is {budget.tokens}, but pair {longest} takes "):
+        fill(store, table(), missing, model, budget, device=CPU)
+    assert model.num_pairs == 0
+
+
 # --- what may not be used --------------------------------------------------------------------------
 
 
@@ -135,7 +159,7 @@ def test_a_record_with_other_token_counts_is_refused(tmp_path: Path) -> None:
     counts = table().lengths[:, CHOSEN:].copy()
     counts[7, 1] += 1
     store.write(records(table().ids, np.zeros((NUM_PAIRS, 2)), counts))
-    with pytest.raises(CacheError, match=r"1 of 60 pairs have other token counts .* pair 7: .*isopref cache rm "):
+    with pytest.raises(CacheError, match=r"1 of 60 pairs have other token counts .* pair 7: .*Remove that folder\."):
         find(store, table(), device=CPU)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.build.run import Keys, _read_keys
+from isopref.build.beginning import read_models
 from isopref.config.schema import Config
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError
@@ -32,14 +32,14 @@ def test_samples_that_nobody_could_draw(data: dict[str, Any], run: dict[str, Any
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "d", **data}, "run": {"samples": harmless}})
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"key": "abc", "made_of": 3}'])
 def test_a_damaged_key_of_the_reference(tmp_path: Path, content: str) -> None:
     path = tmp_path / "reference.json"
     path.write_text(content)
     with pytest.raises(RunError, match=r"reference\.json: damaged .* Remove it"):
-        _read_keys(path)
+        read_models(path)
     path.write_text(json.dumps({"key": "abc"}))
-    assert _read_keys(path) == Keys("abc", None)
+    assert read_models(path) == {"reference": ("abc", {}), "frozen": (None, {})}
 
 
 def test_a_step_without_gradients_is_not_taken() -> None:

@@ -11,19 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from olmo_core.train import Trainer
 
 from isopref.build import evaluation, reference, result
+from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
 from isopref.build.model import add_adapter, check_parallel, load_policy, say_unused, score_all, spread
 from isopref.build.record import recorded
-from isopref.build.reference import NamedTable
 from isopref.build.run import (
-    Keys,
     Resume,
     Run,
-    check_same_models,
     claim_folder,
     goes_on,
     is_finished,
@@ -43,6 +42,7 @@ from isopref.engine.environment import environment
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models import hf
 from isopref.models.experts import check_routers
+from isopref.reference.store import Store
 
 
 def train(config: Config, *, name: str, resume: Resume = "no") -> None:
@@ -132,10 +132,13 @@ def _train(run: Run, resume: bool) -> bool:
     check_train_budget(run, table)
     run = _with_longest(run, tables.all)
     scored = _scored(run, tables)
+    beginning = Beginning(run, resume)
     if not run.loss.needs_reference:
         ref = reference.none_needed(scored)
     elif config.model.reference is not None:  # loaded, scored and gone before there is a policy
-        ref = reference.of_other_model(run, tokenizer, scored, config.model.reference, setting="model.reference")
+        ref = reference.of_other_model(
+            run, tokenizer, scored, config.model.reference, setting="model.reference", beginning=beginning
+        )
     policy = load_policy(run)
     say_unused(run, policy)
     if run.loss.balance_weight:
@@ -144,8 +147,8 @@ def _train(run: Run, resume: bool) -> bool:
         hf.check_fits(policy.model, tokenizer, one.lengths, one.origin)
     store = reference.open_store(run, policy, config.model.path) if run.starts_at_reference else None
     # Without a store nothing else knows the model under an adapter.
-    keys = Keys(ref.key, reference.frozen_key(run, policy)) if store is None else Keys(store.key)
-    check_same_models(run, keys, resume)
+    models = Models(ref.identity, reference.frozen_identity(run, policy)) if store is None else Models(store.identity)
+    beginning.check(models)
     add_adapter(run, policy)  # after the store: its key is that of the model without
     prompts, before = result.first_answers(run, policy, tokenizer, eval_table)
     model = spread(run, policy)
@@ -154,21 +157,17 @@ def _train(run: Run, resume: bool) -> bool:
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     if store is not None:
-        ref = reference.in_store(run, store, scored, lambda: model)
+        ref = reference.in_store(run, store, scored, lambda: model, beginning)
     held_out = None
     if eval_table is not None:
         held_out = evaluation.HeldOut(run, eval_table, ref.logps[-1])
         known = store is not None and run.loss.ld_alpha == 1  # else the store lacks what the likelihood needs
         start = ref.logps[-1] if known else score_all(run, model, eval_table, "held-out")
     trainer = build_trainer(run, model, table, moving or ref.logps[0], held_out, resume)
-    claim_folder(run, keys)
+    beginning.write(models, scored, ref.logps)
+    claim_folder(run)
     with recorded(run, trainer, table, ref.key):
-        try:
-            finished = fit(run, trainer)
-        except FirstStepError as error:
-            again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
-            raise FirstStepError(f"{error}{again}") from error
-        if not finished:
+        if not _fit(run, trainer, store, beginning):
             return False
         if held_out is not None:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
@@ -177,6 +176,16 @@ def _train(run: Run, resume: bool) -> bool:
             result.export(run, model, tokenizer)
             result.say_answers(run, model, tokenizer, prompts, before)
     return True
+
+
+def _fit(run: Run, trainer: Trainer, store: Store | None, beginning: Beginning) -> bool:
+    """Returns whether training came to its end."""
+    try:
+        return fit(run, trainer)
+    except FirstStepError as error:
+        beginning.forget_values()
+        again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
+        raise FirstStepError(f"{error}{again}") from error
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 import isopref
+from isopref.build.beginning import Beginning, NamedTable
 from isopref.build.model import load_policy, pair_progress, spread
 from isopref.build.run import Run
-from isopref.data.table import PairTable
 from isopref.engine.moving import MovingReference
 from isopref.errors import CacheError
 from isopref.models import hf
@@ -22,22 +22,20 @@ from isopref.models.policy import Policy
 from isopref.places import reference_folder
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.key import identity
-from isopref.reference.store import Store, key_of
+from isopref.reference.store import Identity, Store, key_of
 from isopref.score import TableLogps
 
 
 class Reference(NamedTuple):
-    """The reference's log-probabilities of some tables, and the key of the store they are in (None: in none)."""
+    """The reference's log-probabilities of some tables, and what it is, by content (None: there is none)."""
 
-    key: str | None
+    identity: Identity | None
     logps: list[TableLogps]
 
-
-class NamedTable(NamedTuple):
-    """Pairs, and what they are called: "training" or "held-out"."""
-
-    name: str
-    pairs: PairTable
+    @property
+    def key(self) -> str | None:
+        """Of the store they are in."""
+        return None if self.identity is None else key_of(self.identity)
 
 
 def open_store(run: Run, policy: Policy, path: str) -> Store:
@@ -48,25 +46,33 @@ def open_store(run: Run, policy: Policy, path: str) -> Store:
         "written_by": f"isopref {isopref.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, on {platform.node()}",
     }
-    return Store.open(reference_folder(), _content(run, policy), hints)
+    return Store.open(reference_folder(), _identity(run, policy), hints)
 
 
-def frozen_key(run: Run, policy: Policy) -> str | None:
-    """The key of a model that an adapter is to be trained on, which no checkpoint will hold."""
-    return None if run.config.model.adapter is None else key_of(_content(run, policy))
+def frozen_identity(run: Run, policy: Policy) -> Identity | None:
+    """What makes the model that an adapter is to be trained on, which no checkpoint will hold."""
+    return None if run.config.model.adapter is None else _identity(run, policy)
 
 
-def _content(run: Run, policy: Policy) -> dict[str, Any]:
+def _identity(run: Run, policy: Policy) -> dict[str, Any]:
     with policy.plain() as model:  # its config must not name our attention
         return identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha, narrow=policy.narrow)
 
 
-def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module]) -> TableLogps:
+def look_up_or_score(
+    run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module], beginning: Beginning | None
+) -> TableLogps:
     """The reference's log-probabilities of a table, proven complete. `model` is only called where some are missing."""
-    known = find(store, table.pairs, device=run.env.device)
+    kept = None
+    if beginning is not None:
+        kept = beginning.known(table, store.key)
+        if not len(kept.missing):
+            _say_known(run, table, kept, str(beginning.folder))
+            return proven(kept, table.pairs)
+    known = find(store, table.pairs, device=run.env.device, kept=kept)
     for text in known.damage:
         run.display.say(f"warning: {text}.")
-    _say_known(run, store, table, known)
+    _say_known(run, table, known, f"store {store.key[:12]}")
     if not len(known.missing):
         return proven(known, table.pairs)
     spread_model = model().eval()
@@ -82,7 +88,7 @@ def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[
             progress=progress,
         )
     logps = proven(filled, table.pairs)
-    left = find(store, table.pairs, device=run.env.device).missing  # from the disk, once more
+    left = find(store, table.pairs, device=run.env.device, kept=kept).missing  # from the disk, once more
     if len(left):
         raise CacheError(
             f"{store.folder}: {len(left)} of {len(table.pairs)} pairs were written and cannot be read. Check the disk, "
@@ -92,13 +98,19 @@ def look_up_or_score(run: Run, store: Store, table: NamedTable, model: Callable[
 
 
 def of_other_model(
-    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str | None, *, setting: str
+    run: Run,
+    tokenizer: Any,
+    tables: Sequence[NamedTable],
+    path: str | None,
+    *,
+    setting: str,
+    beginning: Beginning | None = None,
 ) -> Reference:
     """The log-probabilities of a model that is loaded for nothing else, and gone when this returns.
 
-    `path` None: of the model that the run starts from.
+    `path` None: of the model that the run starts from. `beginning`: what is there of the run that they are for.
     """
-    found = _load_and_look_up(run, tokenizer, tables, path, setting)
+    found = _load_and_look_up(run, tokenizer, tables, path, setting, beginning)
     gc.collect()
     if run.env.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -106,7 +118,12 @@ def of_other_model(
 
 
 def _load_and_look_up(
-    run: Run, tokenizer: Any, tables: Sequence[NamedTable], path: str | None, setting: str
+    run: Run,
+    tokenizer: Any,
+    tables: Sequence[NamedTable],
+    path: str | None,
+    setting: str,
+    beginning: Beginning | None,
 ) -> Reference:
     name, trust = path or run.config.model.path, run.config.model.trust_remote_code
     hf.check_same_vocabulary(
@@ -116,13 +133,22 @@ def _load_and_look_up(
     for table in tables:
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
     store = open_store(run, policy, name)
+    if beginning is not None:
+        beginning.check_reference(store.identity)  # before an hour is spent on the wrong one
     model = cache(lambda: spread(run, policy))
-    return in_store(run, store, tables, model)
+    return in_store(run, store, tables, model, beginning)
 
 
-def in_store(run: Run, store: Store, tables: Sequence[NamedTable], model: Callable[[], nn.Module]) -> Reference:
+def in_store(
+    run: Run,
+    store: Store,
+    tables: Sequence[NamedTable],
+    model: Callable[[], nn.Module],
+    beginning: Beginning | None,
+) -> Reference:
     """The reference of some tables, in the store of the model that `model` makes ready to score."""
-    return Reference(store.key, [look_up_or_score(run, store, table, model) for table in tables])
+    logps = [look_up_or_score(run, store, table, model, beginning) for table in tables]
+    return Reference(store.identity, logps)
 
 
 def moving(run: Run) -> MovingReference:
@@ -141,7 +167,9 @@ def none_needed(tables: Sequence[NamedTable]) -> Reference:
     return Reference(None, [TableLogps(np.zeros(size), np.zeros(size)) for size in sizes])
 
 
-def _say_known(run: Run, store: Store, table: NamedTable, known: Known) -> None:
+def _say_known(run: Run, table: NamedTable, known: Known, where: str) -> None:
     num_known = int(np.isfinite(known.logps).all(axis=1).sum())
-    where = f"(store {store.key[:12]})" + (f"; scoring {len(known.missing)}" if len(known.missing) else "")
-    run.display.say(f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference {where}")
+    scoring = f"; scoring {len(known.missing)}" if len(known.missing) else ""
+    run.display.say(
+        f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference ({where}){scoring}"
+    )

@@ -1,6 +1,5 @@
 """What all parts of a run share, and the folder it lives in."""
 
-import json
 import logging
 import os
 import shutil
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
@@ -25,8 +24,6 @@ from isopref.places import write_whole
 from isopref.report.read import CONFIG_FILE, MODEL_FOLDER
 
 SCORE_TOKENS = 16384
-
-REFERENCE_FILE = "reference.json"
 
 Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 
@@ -71,8 +68,11 @@ class Run:
     def score_budget(self) -> Budget:
         """Scoring keeps no activations, so its rows may be larger."""
         layout = self.config.layout
-        asked = self.microbatch_tokens if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
-        default = max(SCORE_TOKENS, self.longest) if asked is None else 2 * asked
+        if layout.microbatch_tokens != "auto":
+            default = 2 * layout.microbatch_tokens
+        else:  # what was fitted knows the training pairs alone
+            fitted = SCORE_TOKENS if self.microbatch_tokens is None else 2 * self.microbatch_tokens
+            default = max(fitted, self.longest)
         return Budget(layout.rows, layout.score_tokens or default)
 
     @property
@@ -200,47 +200,13 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 
 
-class Keys(NamedTuple):
-    """What a run may not change unnoticed, by content: its reference, and the model under an adapter (None: none)."""
-
-    reference: str | None
-    frozen: str | None = None
-
-
-def check_same_models(run: Run, keys: Keys, resume: bool) -> None:
-    """Raise RunError where a run is to go on with other models than it began with: their keys say so."""
-    path = run.folder / REFERENCE_FILE
-    if not (resume and path.exists()):
-        return
-    before, model = _read_keys(path), run.config.model
-    what = {
-        f"the reference {model.reference or model.path}": before.reference != keys.reference,
-        f"the model under the adapter, {model.path},": before.frozen != keys.frozen,
-    }
-    for name in (name for name, differs in what.items() if differs):
-        raise RunError(
-            f"--resume: {name} is another model now than when the run in {run.folder} began. Put the first one back, "
-            "or start anew in another run.folder."
-        )
-
-
-def _read_keys(path: Path) -> Keys:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Keys(found["key"], found.get("frozen"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the models the config names.") from error
-
-
-def claim_folder(run: Run, keys: Keys) -> None:
-    """Write the resolved config and the models' keys: the folder holds this run from here on.
+def claim_folder(run: Run) -> None:
+    """Write the resolved config: the folder holds this run from here on.
 
     Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
-        frozen = {} if keys.frozen is None else {"frozen": keys.frozen}
-        write_whole(run.folder / REFERENCE_FILE, (json.dumps({"key": keys.reference, **frozen}) + "\n").encode())
         write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
 
 

@@ -37,10 +37,13 @@ class Known:
     damage: tuple[str, ...]  # what was found damaged, in words
 
 
-def find(store: Store, table: PairTable, *, device: torch.device) -> Known:
-    """Look a table up. All ranks call this together. Raises CacheError where what is stored cannot be right."""
+def find(store: Store, table: PairTable, *, device: torch.device, kept: Known | None = None) -> Known:
+    """Look a table up; what is `kept` stays. All ranks call this together.
+
+    Raises CacheError where what is stored cannot be right.
+    """
     known_N, found, damage = store.look_up(table.ids)
-    damage = [f"{text}. Its pairs are scored again" for text in damage]
+    damage = [f"{text}. Its pairs are looked up elsewhere, or scored again" for text in damage]
     damage = [*(f"{text}. Written anew" for text in store.repaired), *damage]
     wrong = known_N & (found["num_tokens"] != table.lengths[:, CHOSEN:]).any(axis=1)
     if wrong.any():
@@ -48,10 +51,12 @@ def find(store: Store, table: PairTable, *, device: torch.device) -> Known:
         raise CacheError(
             f"{store.folder}: {int(wrong.sum())} of {len(table)} pairs have other token counts than in the table, the "
             f"first one {table.origin(first)}: {found['num_tokens'][first].tolist()}, not "
-            f"{table.lengths[first, CHOSEN:].tolist()}. Remove the store: isopref cache rm {store.key}"
+            f"{table.lengths[first, CHOSEN:].tolist()}. Remove that folder."
         )
     logp_N2 = _known_anywhere(np.where(known_N[:, None], found["logp"], -np.inf), device)
     logp_N2[~np.isfinite(logp_N2)] = np.nan
+    if kept is not None:  # only now: a rank that does not see what another one keeps may not bring the store's
+        logp_N2 = np.where(np.isnan(kept.logps), logp_N2, kept.logps)
     unknown = np.flatnonzero(np.isnan(logp_N2).any(axis=1))
     return Known(logp_N2, _one_of_each(table, unknown), tuple(sorted(set(_of_all_ranks(damage)))))
 
@@ -128,13 +133,18 @@ def _write(store: Store, table: PairTable, index: IntArray, logp_P2: FloatArray)
     store.write(records(table.ids[index], logp_P2[finite], table.lengths[index, CHOSEN:]))
 
 
+def complete(store: Store, table: PairTable, logp_N2: FloatArray) -> None:
+    """Add the pairs of a table that a store does not have."""
+    rows = _one_of_each(table, np.flatnonzero(~store.look_up(table.ids)[0]))
+    _write(store, table, rows, logp_N2[rows])
+
+
 def _complete_this_machine(store: Store, table: PairTable, logp_N2: FloatArray) -> None:
     """One rank of each machine stores what is known or was scored elsewhere, where its folder does not show that."""
     if num_ranks() > 1:
         dist.barrier()  # until everyone has written its share
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            rows = _one_of_each(table, np.flatnonzero(~store.look_up(table.ids)[0]))
-            _write(store, table, rows, logp_N2[rows])
+            complete(store, table, logp_N2)
 
 
 def _one_of_each(table: PairTable, rows: IntArray) -> IntArray:

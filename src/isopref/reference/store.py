@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Store:
 
     folder: Path
     repaired: tuple[str, ...] = ()  # what was damaged when it was opened
+    identity: Identity = field(default_factory=dict)  # that it was opened by
+    setting: str = "ISOPREF_CACHE"  # what puts it elsewhere
 
     @property
     def key(self) -> str:
@@ -83,7 +85,7 @@ class Store:
 
         Raises CacheError where it has to be written and cannot be.
         """
-        store = cls(root / key_of(identity))
+        store = cls(root / key_of(identity), identity=identity)
         problem = store.manifest_problem()
         if problem is None:
             with suppress(OSError):  # someone else's, to read only; then its last use is not known
@@ -91,10 +93,10 @@ class Store:
             return store
         damaged = (problem,) if store.manifest_file.exists() else ()
         manifest = {"format": FORMAT, **hints, "identity": identity}
-        with _refusing(store.folder):
+        with store._refusing():
             store.folder.mkdir(parents=True, exist_ok=True)
             write_whole(store.manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
-        return cls(store.folder, damaged)
+        return replace(store, repaired=damaged)
 
     def manifest(self) -> dict[str, Any]:
         """What the manifest says; nothing where it cannot be read."""
@@ -119,7 +121,7 @@ class Store:
         if not len(some):
             return
         content = HEADER.pack(MAGIC, bytes.fromhex(self.key), len(some)) + some.tobytes()
-        with _refusing(self.folder):
+        with self._refusing():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / f"{_digest(content)}.shard", content)
 
@@ -195,9 +197,19 @@ class Store:
     def remove(self) -> None:
         """Remove the store, in one moment for everyone who looks. Raises CacheError."""
         hidden = self.folder.with_name(f".{self.key}-{uuid.uuid4().hex}")
-        with _refusing(self.folder):
+        with self._refusing():
             self.folder.rename(hidden)
             shutil.rmtree(hidden)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CacheError(
+                f"{self.folder}: cannot be written ({error.strerror or error}). Set {self.setting} to a folder of "
+                "yours with room in it."
+            ) from error
 
 
 def stores(root: Path) -> list[Store]:
@@ -218,14 +230,3 @@ def find_store(root: Path, key: str) -> Store:
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
-
-
-@contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CacheError(
-            f"{folder}: cannot be written ({error.strerror or error}). Set ISOPREF_CACHE to a folder of yours with "
-            "room in it."
-        ) from error

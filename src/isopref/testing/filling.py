@@ -26,6 +26,7 @@ from isopref.reference.key import identity, weights_digest
 from isopref.reference.store import Store, key_of, records
 from isopref.score import TableLogps, score_table
 from isopref.testing.models import random_pairs, tiny_model
+from isopref.types import FloatArray
 
 CPU = torch.device("cpu")
 NUM_PAIRS = 60
@@ -109,6 +110,12 @@ def fill_on_ranks(roots: Sequence[Path], num_pairs: int, rows: RowKind = "shared
         if len(known.missing):
             filled = fill(store, table(num_pairs), known, policy(), Budget(rows, 300), device=CPU)
     return proven(filled, table(num_pairs)), len(known.missing), list(known.damage)
+
+
+def find_kept_on_ranks(kept: Sequence[Path], root: Path) -> FloatArray:
+    """Look up in `root` beside what is kept, which rank r sees in kept[r]."""
+    found = find(open_store(kept[dist.get_rank()]), table(), device=CPU)
+    return find(open_store(root), table(), device=CPU, kept=found).logps
 
 
 def evaluate_on_ranks(rows: RowKind) -> Evaluation:

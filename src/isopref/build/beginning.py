@@ -1,0 +1,150 @@
+"""What a run began with, kept in its folder, so that one that goes on has the same: models, and what they said.
+
+`reference.json` names the models by content. `reference/` holds the reference's log-probabilities: for the same pairs
+the cache may have others by then, off by rounding, which a run in another layout scored at the same time; or none.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from isopref.build.run import Run
+from isopref.data.table import PairTable
+from isopref.errors import RunError
+from isopref.places import write_whole
+from isopref.reference.fill import Known, complete, find
+from isopref.reference.store import Identity, Store, key_of
+from isopref.report.read import STARTS_FILE
+from isopref.score import TableLogps
+
+MODELS_FILE = "reference.json"
+VALUES_FOLDER = "reference"
+
+
+class Models(NamedTuple):
+    """What a run may not change unnoticed, by content: its reference, and the model under an adapter (None: none)."""
+
+    reference: Identity | None
+    frozen: Identity | None = None
+
+
+class NamedTable(NamedTuple):
+    """Pairs, and what they are called: "training" or "held-out"."""
+
+    name: str
+    pairs: PairTable
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Of one run. `resumed`: it lies in the folder already, else it is still to be written."""
+
+    run: Run
+    resumed: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where the values are."""
+        return self.run.folder / VALUES_FOLDER
+
+    def check(self, models: Models) -> None:
+        """Raise RunError where a run is to go on with other models than it began with."""
+        self.check_reference(models.reference)
+        self._check("frozen", f"the model under the adapter, {self.run.config.model.path},", models.frozen)
+
+    def check_reference(self, identity: Identity | None) -> None:
+        """The same for the reference alone, which may be known first."""
+        model = self.run.config.model
+        self._check("reference", f"the reference {model.reference or model.path}", identity)
+
+    def _check(self, name: str, what: str, identity: Identity | None) -> None:
+        path = self.run.folder / MODELS_FILE
+        if not (self.resumed and path.exists()):
+            return
+        key, made_of = read_models(path)[name]
+        if key != _key(identity):
+            difference = _difference(made_of, identity or {}, self.run.folder)
+            raise RunError(f"--resume: {what} {difference}, or start anew in another run.folder.")
+
+    def known(self, table: NamedTable, key: str) -> Known:
+        """What the run began with of a table; says what a run that goes on should have and has not.
+
+        All ranks call this together.
+        """
+        found = find(self._store(table, key), table.pairs, device=self.run.env.device)
+        for text in found.damage:
+            self.run.display.say(f"warning: {text}.")
+        if self.resumed and len(found.missing):
+            self.run.display.say(
+                f"warning: {self.folder} lacks the reference of {len(found.missing)} {table.name} pairs. From the "
+                "cache, or scored again, it may be off by rounding from what the run began with."
+            )
+        return found
+
+    def write(self, models: Models, tables: Sequence[NamedTable], logps: Sequence[TableLogps]) -> None:
+        """Keep models and values, but for what is kept already."""
+        if not self.run.env.is_first:
+            return
+        if (key := _key(models.reference)) is not None:
+            for table, of_table in zip(tables, logps, strict=True):
+                logp_N2 = np.stack([of_table.chosen, of_table.rejected], axis=1)
+                complete(self._store(table, key), table.pairs, logp_N2)
+        content: dict[str, Any] = {"key": key}
+        if models.reference is not None:
+            content |= {"made_of": models.reference}
+        if models.frozen is not None:
+            content |= {"frozen": _key(models.frozen), "frozen_made_of": models.frozen}
+        write_whole(self.run.folder / MODELS_FILE, (json.dumps(content, indent=2) + "\n").encode())
+
+    def forget_values(self) -> None:
+        """For values that turned out to be wrong."""
+        if self.run.env.is_first:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _store(self, table: NamedTable, key: str) -> Store:
+        return Store(self.folder / table.name / key, setting="run.folder")
+
+
+def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:
+    """The keys of a run's models, and what they were made of: nothing, where an earlier version wrote the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "reference": (found["key"], dict(found.get("made_of", {}))),
+            "frozen": (found.get("frozen"), dict(found.get("frozen_made_of", {}))),
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the models the config names.") from error
+
+
+def _key(identity: Identity | None) -> str | None:
+    return None if identity is None else key_of(identity)
+
+
+def _difference(before: Identity, now: Identity, folder: Path) -> str:
+    """How a model's content differs, and what to do. Code comes first: other code may read the same files otherwise."""
+    then = f"when the run in {folder} began"
+    now = json.loads(json.dumps(now))  # as it is read back
+    other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if not before:
+        return (
+            f"is another model now than {then}, or transformers is another version ({folder / STARTS_FILE} has the "
+            "first). Put the first one back"
+        )
+    if "transformers" in other:
+        first = before.get("transformers")
+        return (
+            f"was computed by transformers {first} {then}; here is {now.get('transformers')}, whose numbers may be "
+            f"others. Install the first: pip install transformers=={first}"
+        )
+    if "score_version" in other:
+        return (
+            f"was scored by another version of isopref {then}, with other numbers. Install the first, which "
+            f"{folder / STARTS_FILE} has"
+        )
+    return f"is another model now than {then}: its {' and '.join(other)} differ. Put the first one back"
