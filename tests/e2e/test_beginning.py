@@ -99,8 +99,8 @@ def test_without_them_the_cache_has_to_do_and_that_is_said(
         content = shards["training"].read_bytes()
         shards["training"].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     out = went_on(project)
-    assert LACKS.format("23 training") in out
-    assert (LACKS.format("8 held-out") in out) == (how == "gone")
+    assert LACKS.format("23 of 23 training") in out
+    assert (LACKS.format("8 of 8 held-out") in out) == (how == "gone")
     named = f"warning: {shards['training'].relative_to(project.folder)}: damaged: its content is not what its name says"
     assert (named in out) == (how == "damaged")
     assert result(run, load_weights) == before  # nobody else wrote to the cache
@@ -116,7 +116,7 @@ def test_other_held_out_pairs(project: Project) -> None:
     more = (project.folder / "eval.jsonl").read_text() + '{"prompt": "a?", "chosen": "yes b", "rejected": "no"}\n'
     (project.folder / "more.jsonl").write_text(more)
     out = went_on(project, "data.eval=more.jsonl")
-    assert LACKS.format("1 held-out") in out
+    assert LACKS.format("1 of 9 held-out") in out
     assert "cache 8 of 9 held-out pairs have their reference (store " in out
     cut(project.folder / "run")
     out = went_on(project, "data.eval=more.jsonl")
@@ -138,7 +138,7 @@ def test_another_version_of_transformers(project: Project, monkeypatch: pytest.M
         patch.setattr(transformers, "__version__", "99.1")
         message = project.refused("run", *told, "--resume")
     assert message == (
-        f"--resume: the reference {project.model} was computed by transformers {first} when the run in run began; here "
+        f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; here "
         f"is 99.1, whose numbers may be others. Install the first: pip install transformers=={first}, or start anew in "
         "another run.folder."
     )

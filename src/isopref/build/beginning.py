@@ -79,10 +79,11 @@ class Beginning:
         found = find(self._store(table, key), table.pairs, device=self.run.env.device)
         for text in found.damage:
             self.run.display.say(f"warning: {text}.")
-        if self.resumed and len(found.missing):
+        lacks = int(np.isnan(found.logps).any(axis=1).sum())
+        if self.resumed and lacks:
             self.run.display.say(
-                f"warning: {self.folder} lacks the reference of {len(found.missing)} {table.name} pairs. From the "
-                "cache, or scored again, it may be off by rounding from what the run began with."
+                f"warning: {self.folder} lacks the reference of {lacks} of {len(table.pairs)} {table.name} pairs. From "
+                "the cache, or scored again, it may be off by rounding from what the run began with."
             )
         return found
 
@@ -139,7 +140,7 @@ def _difference(before: Identity, now: Identity, folder: Path) -> str:
     if "transformers" in other:
         first = before.get("transformers")
         return (
-            f"was computed by transformers {first} {then}; here is {now.get('transformers')}, whose numbers may be "
+            f"was computed with transformers {first} {then}; here is {now.get('transformers')}, whose numbers may be "
             f"others. Install the first: pip install transformers=={first}"
         )
     if "score_version" in other:
