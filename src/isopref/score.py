@@ -60,7 +60,8 @@ def score_table(
     `scored` is called with what this rank has just scored: P pairs of the table, and their log-probabilities (2, P;
     float64, on the device). Raises ConfigError where a pair is longer than the budget.
     """
-    check_budget(table.lengths, budget, setting="layout.score_tokens", name=table.origin)
+    if len(table):
+        check_budget(table.lengths, budget, setting="layout.score_tokens", name=table.origin)
     group = data_group(policy)
     ranks = num_ranks(group)
     # With an ld_alpha, what chosen is without it comes third (see Policy.forward).

@@ -138,9 +138,9 @@ def test_another_version_of_transformers(project: Project, monkeypatch: pytest.M
         patch.setattr(transformers, "__version__", "99.1")
         message = project.refused("run", *told, "--resume")
     assert message == (
-        f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; here "
-        f"is 99.1, whose numbers may be others. Install the first: pip install transformers=={first}, or start anew in "
-        "another run.folder."
+        f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; "
+        f"here is 99.1, whose numbers may be others. Install the first: pip install transformers=={first}, or start "
+        "anew in another run.folder."
     )
     assert sorted((project.folder / "cache").rglob("*.shard")) == shards
     project.train("run", *told, "--resume")
