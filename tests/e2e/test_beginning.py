@@ -135,7 +135,7 @@ def test_another_version_of_transformers(project: Project, monkeypatch: pytest.M
     shards = sorted((project.folder / "cache").rglob("*.shard"))
     first = transformers.__version__
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "__version__", "99.1")
+        patch.setattr("isopref.reference.key.transformers.__version__", "99.1")
         message = project.refused("run", *told, "--resume")
     assert message == (
         f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; "
@@ -163,7 +163,7 @@ def test_a_run_of_an_earlier_version(project: Project, monkeypatch: pytest.Monke
     path = run / "reference.json"
     path.write_text(json.dumps({"key": json.loads(path.read_text())["key"]}) + "\n")
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "__version__", "99.1")
+        patch.setattr("isopref.reference.key.transformers.__version__", "99.1")
         message = project.refused("run", *told, "--resume")
     assert "is another model now than when the run in run began, or transformers is another version (run/st" in message
     project.train("run", *told, "--resume")
