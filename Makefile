@@ -46,7 +46,7 @@ format: $(READY)
 
 # Tests in tests/distributed start ranks of their own, which want the cores for themselves.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --ignore tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore tests/distributed
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
 
 soak: $(READY)

@@ -31,8 +31,9 @@ class RunError(UserError):
 
 
 class StartAgainError(RunError):
-    """A run that had to stop, and goes on when it is started again."""
+    """A run that had to stop, and goes on when it is started again: at once, unless it was asked to stop anyway."""
 
+    at_once = True
     exit_code = 75  # "try again", in sysexits.h; tells the launcher to
     variable = "ISOPREF_STARTED_AGAIN"  # which it sets for the ranks that it then starts
 

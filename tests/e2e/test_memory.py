@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from isopref.cli import main as cli
 from isopref.engine import train_module
+from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
 from isopref.score import score as ours
 from isopref.testing import oracle
@@ -103,6 +107,29 @@ def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: 
     assert "layout.checkpointing: full" in message
 
 
+@pytest.mark.parametrize("parallel", ["single", "fsdp"])
+def test_there_is_an_end_to_smaller_microbatches(
+    project: Project, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    """In the first pass of a coupled loss, where no pair is to blame, though each is alone in the end."""
+    monkeypatch.setattr(cli, "start_again", lambda _environment: None)
+    limit(monkeypatch, 10)
+    settings = (*SETTINGS, "layout.microbatch_tokens=80", "objective.loss=aot", f"layout.parallel={parallel}")
+    starts = [project.isopref("train", "my.yaml", *settings, "--resume", "auto") for _ in range(4)]
+    assert [outcome.code for outcome in starts] == ([75, 75, 1, 1] if parallel == "fsdp" else [1, 1, 1, 1])
+    smallest = r"error: out of memory with microbatches of \d+ tokens and 1 pair, the smallest there are\. Recompute"
+    assert re.match(smallest, starts[-1].err)
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again() -> None:
+    for asked in (None, "SIGTERM"):
+        error = StartAgainError("no memory")
+        keeping = KeepingCheckpointerCallback()
+        keeping._asked = asked
+        keeping.on_error(error)
+        assert error.at_once == (asked is None)
+
+
 def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Callable[..., Command]) -> None:
     """Rank 1 has less room than rank 0, which waits for it inside the model."""
     (project.folder / "faulty.py").write_text(FAULTY.replace("FIRST", "0"))
@@ -132,7 +159,7 @@ def test_one_process_that_is_sharded_starts_again_by_itself(
     command = start(project, *settings, launcher=[sys.executable, "faulty.py"])
     code, out, err = command.end()
     assert code == 0, err
-    assert err.count("error: out of memory with microbatches of 300 tokens, at a point from which a step cannot") == 1
+    assert err.count("warning: out of memory with microbatches of 300 tokens, at a point from which a step can") == 1
     assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
     assert out.count("resume after step 3\n") == 1
     assert command.family() == {}

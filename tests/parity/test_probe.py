@@ -151,22 +151,14 @@ def test_attention_sinks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_random_forward_pass_is_refused() -> None:
-    """Noise that no config names: whoever shares a row would share it. A layer is in training mode, to recompute."""
+    """Noise that no config names: whoever shares a row would share it."""
     policy = Policy(tiny_model("llama"))
     check_layout(policy, "shared")
-    policy.model.model.layers[0].register_forward_hook(noisy)
+    policy.model.model.layers[0].mlp.register_forward_hook(
+        lambda module, _, output: output + 0.1 * torch.randn_like(output) if module.training else output
+    )
     with pytest.raises(ModelError, match="the same row scored twice differs"):
         check_layout(policy, "shared")
-
-
-def test_noise_inside_a_layer_is_switched_off() -> None:
-    policy = Policy(tiny_model("llama"))
-    policy.model.model.layers[0].mlp.register_forward_hook(noisy)
-    check_layout(policy, "shared")
-
-
-def noisy(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output + 0.1 * torch.randn_like(output) if module.training else output
 
 
 def test_a_rate_that_is_no_dropout_is_noticed() -> None:

@@ -209,6 +209,29 @@ def test_user_error_from_the_run_names_the_rank(isopref: Isopref, config_file: P
     assert (result.returncode, result.stderr) == (1, "error on rank 3: x.jsonl:3: bad\n")
 
 
+AGAIN = """
+from isopref.errors import StartAgainError
+import os
+def train(config, *, name, resume):
+    if StartAgainError.variable in os.environ:
+        print("started again")
+        return
+    error = StartAgainError("no memory")
+    error.at_once = "ASKED_TO_STOP" not in os.environ
+    raise error
+"""
+
+
+def test_a_run_that_has_to_start_again(isopref: Isopref, config_file: Path) -> None:
+    """One process does so itself; a rank leaves it to its launcher; one that was asked to stop ends."""
+    result = isopref("train", config_file.name, build=AGAIN)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "started again\n", "warning: no memory\n")
+    result = isopref("train", config_file.name, build=AGAIN, RANK="0")
+    assert (result.returncode, result.stderr) == (75, "error: no memory\n")
+    result = isopref("train", config_file.name, build=AGAIN, ASKED_TO_STOP="1")
+    assert (result.returncode, result.stderr) == (1, "error: no memory\n")
+
+
 def test_fault_of_ours_keeps_its_traceback(isopref: Isopref, config_file: Path) -> None:
     result = isopref("train", config_file.name, build="def train(config, *, name, resume): 1 / 0")
     assert result.returncode == 1

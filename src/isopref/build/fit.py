@@ -71,8 +71,10 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
     if asked != "auto":
         return asked
     # Under an adapter it is the frozen weights that `last` keeps whole.
-    what = "gradient" if run.config.model.adapter is None else "model"
-    kept = sum(map(stored_bytes, model.parameters())) / run.config.layout.tensor_parallel
+    adapted = run.config.model.adapter is not None
+    what = "model" if adapted else "gradient"
+    whole = sum(stored_bytes(parameter) for parameter in model.parameters() if adapted or parameter.requires_grad)
+    kept = whole / run.config.layout.tensor_parallel
     room = device_memory(run.env.device)
     sharded = isinstance(model, FSDPModule)
     chosen = auto.grad_sync(kept, room, sharded=sharded, offload=run.config.layout.offload)

@@ -217,7 +217,7 @@ class Planner:
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
         sync = asked.grad_sync
         if sync == "auto":
-            sync = auto.grad_sync(whole, room, sharded=sharded, offload=asked.offload)
+            sync = auto.grad_sync(whole if model.adapter else trained, room, sharded=sharded, offload=asked.offload)
         from_host = auto.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
         return Layout(
             rows=asked.rows,

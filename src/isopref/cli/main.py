@@ -79,12 +79,13 @@ def main() -> None:
         if rank != "0":
             # Ranks meet most errors alike. The first one speaks, and its end ends the others before they do.
             time.sleep(OTHER_RANKS_WAIT_S)
-        print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
-        if not isinstance(error, StartAgainError):
-            sys.exit(1)
-        if "RANK" not in environment:  # else the launcher does it
+        again = isinstance(error, StartAgainError) and error.at_once
+        alone = "RANK" not in environment  # else the launcher starts again
+        word = "warning" if again and alone else "error"
+        print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
+        if again and alone:
             start_again({**environment, StartAgainError.variable: "1"})
-        sys.exit(error.exit_code)
+        sys.exit(StartAgainError.exit_code if again else 1)
     except Exception as error:
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why

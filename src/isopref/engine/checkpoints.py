@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.engine.callbacks import EvaluateCallback
 from isopref.engine.together import Together
-from isopref.errors import RunError, is_echo
+from isopref.errors import RunError, StartAgainError, is_echo
 from isopref.places import write_whole
 from isopref.ranks import num_ranks, own_rank
 
@@ -96,6 +96,8 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     def on_error(self, exc: BaseException) -> None:
         signal.signal(signal.SIGHUP, self._on_hangup)
+        if self._asked and isinstance(exc, StartAgainError):
+            exc.at_once = False
         if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._asked == "SIGTERM":

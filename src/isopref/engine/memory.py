@@ -26,6 +26,10 @@ from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
 
 FILE = "microbatch.json"
+WAYS_OUT = (
+    "Recompute activations (layout.checkpointing: full), spread the model over more GPUs (layout.parallel: fsdp), or "
+    "shorten the pairs"
+)
 
 Before = Callable[[int], None]  # is told the number of a microbatch before that runs
 
@@ -125,8 +129,7 @@ class Memory:
         raise RunError(
             f"{table.origin(pair)} does not fit into memory, though it was alone in its microbatch: "
             f"{padded_tokens(table.lengths[pair : pair + 1], kind)} tokens in layout.rows: {kind} (prompt {prompt}, "
-            f"chosen {chosen}, rejected {rejected}). Recompute activations (layout.checkpointing: full), spread the "
-            f"model over more GPUs (layout.parallel: fsdp), or shorten the pairs: {shorter_pairs()}"
+            f"chosen {chosen}, rejected {rejected}). {WAYS_OUT}: {shorter_pairs()}"
         )
 
     def _stop(self, step: Step, pair: int | None, error: Exception) -> NoReturn:
@@ -141,11 +144,15 @@ class Memory:
         ) from error
 
     def _smaller(self) -> Budget:
-        """Half the tokens, but room for the longest pair; then one pair at a time."""
+        """Half the tokens, but room for the longest pair; then one pair at a time. Raises RunError after that."""
         budget, lengths = self.loader.budget, self.loader.table.lengths
         longest = int(tokens_alone(lengths, budget.kind).max())
         if budget.tokens > longest:
             return replace(budget, tokens=max(longest, budget.tokens // 2))
+        if budget.pairs == 1:
+            raise RunError(
+                f"out of memory with {_words(budget)}, the smallest there are. {WAYS_OUT}: {shorter_pairs()}"
+            )
         return replace(budget, pairs=1)
 
     def _keep(self, *, always: bool = False) -> None:

@@ -33,11 +33,16 @@ def check_routers(model: PreTrainedModel) -> None:
             f"objective.balance_weight: {type(model).__name__} shows no router logits, so there are no experts to "
             "balance. Remove balance_weight, or use a mixture of experts such as qwen3_moe, olmoe or mixtral."
         )
-    if len(sent) != len(shown) or not all(map(_are_highest, sent, shown)):
+    if len(sent) != len(shown):
         raise ModelError(
-            f"objective.balance_weight: {type(model).__name__} is not seen to send each token to the "
-            f"{config.num_experts_per_tok} experts with the highest router logits (a correction bias may choose "
-            "others), so other experts would be counted than those that work. Remove balance_weight."
+            f"objective.balance_weight: {type(model).__name__} does not show which experts a token is sent to, so "
+            "those with the highest router logits may not be the ones that work. Remove balance_weight."
+        )
+    if not all(map(_are_highest, sent, shown)):
+        raise ModelError(
+            f"objective.balance_weight: {type(model).__name__} sends tokens to others than the "
+            f"{config.num_experts_per_tok} experts with the highest router logits (by a correction bias, mostly), so "
+            "other experts would be counted than those that work. Remove balance_weight."
         )
 
 

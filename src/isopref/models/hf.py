@@ -117,6 +117,9 @@ def load_narrow(path: str, *, trust_remote_code: bool = False, setting: str = "m
     dtype = _half_type(path, setting)
     if dtype is None:
         return None
+    config = read_config(path, trust_remote_code=trust_remote_code, setting=setting)
+    if getattr(config, "transformers_weights", None) is not None:  # it names other files
+        return None
     model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting)
     # One with fewer bits was computed with them, such as the factor of Gemma's embedding.
     exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
@@ -139,11 +142,12 @@ def _half_type(path: str, setting: str) -> torch.dtype | None:
 
 
 def _weight_files(name: str) -> list[str | None]:
+    """Where transformers looks: for one file, then for an index of several."""
     try:
-        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME)
-    except OSError:  # all weights are in one file
         return [cached_file(name, SAFE_WEIGHTS_NAME)]
-    listed = json.loads(Path(str(index)).read_bytes())["weight_map"]
+    except OSError:
+        index = Path(str(cached_file(name, SAFE_WEIGHTS_INDEX_NAME)))
+    listed = json.loads(index.read_bytes())["weight_map"]
     return [cached_file(name, file) for file in sorted(set(listed.values()))]
 
 
@@ -224,13 +228,12 @@ def own_rates(model: PreTrainedModel) -> Iterator[None]:
             setattr(holder, name, 0.0)
 
 
-def set_training(model: "PreTrainedModel | NativeModel", mode: bool) -> None:
-    """Put a model in training mode where that recomputes activations, in eval mode elsewhere.
+def noisy_modules(model: "PreTrainedModel | NativeModel") -> list[nn.Module]:
+    """Modules that draw in training mode, as the routers of Mixtral and Phi-MoE: those with a jitter.
 
-    Elsewhere it adds noise: the routers of Mixtral and Phi-MoE draw. What is trained must be what is evaluated.
+    It cannot be set to 0, since Phi-MoE's is a threshold in eval mode too, and its routers draw without one.
     """
-    for module in model.modules():
-        module.training = mode and hasattr(module, "gradient_checkpointing")
+    return [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -105,11 +105,12 @@ def _shard(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # No forward pass gathers these; with a dtype to reduce in, FSDP would look for a gradient of what was gathered.
-    for part in _unused_modules(policy):
-        fully_shard(part, **{**options, "mp_policy": MixedPrecisionPolicy()})
-    for module in (*decoder_layers(policy), policy):
-        fully_shard(module, **options)
+    # With a dtype to reduce in, FSDP would look for the gradient of what was gathered: these are not, or have none.
+    unused = [(part, {**options, "mp_policy": MixedPrecisionPolicy()}) for part in _unused_modules(policy)]
+    for module, settings in (*unused, *((module, options) for module in (*decoder_layers(policy), policy))):
+        if offload and policy.narrow:  # before it is pinned, which it would be twice
+            module.float()
+        fully_shard(module, **settings)
     policy.widen()
     register_fsdp_forward_method(policy, "own_logits")
 

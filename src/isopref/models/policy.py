@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, register
 from isopref.models.experts import routing
-from isopref.models.hf import disable_dropout, own_rates, set_training
+from isopref.models.hf import disable_dropout, noisy_modules, own_rates
 from isopref.models.unused import unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -47,6 +47,7 @@ class Policy(nn.Module):
         # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
         embedding: Any = model.get_input_embeddings()
         embedding.padding_idx = None
+        self._noisy = noisy_modules(model)
         self.unused = unused_parts(model)
         for name in self.unused:
             attrgetter(name)(model).requires_grad_(False)
@@ -63,9 +64,12 @@ class Policy(nn.Module):
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Put the whole policy on a device, weights that are still narrow as float32."""
-        self.to(device=device, dtype=torch.float32 if self.narrow else None)
-        self.narrow = False
+        """Put the whole policy on a device, weights that are still narrow as float32: made so there, one by one."""
+        if self.narrow:
+            self._apply(lambda one: one.to(device).float() if one.is_floating_point() else one.to(device))  # type: ignore[no-untyped-call]
+            self.narrow = False
+        else:
+            self.to(device)
 
     def widen(self) -> None:
         """Make weights that are still narrow float32, or what of them is on this rank."""
@@ -85,9 +89,10 @@ class Policy(nn.Module):
         return None if isinstance(model, PreTrainedModel) else model
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, in which a model computes what it does in eval mode."""
+        """Training mode, in which the model computes what it does in eval mode."""
         super().train(mode)
-        set_training(self.model, mode)
+        for module in self._noisy:
+            module.training = False
         return self
 
     def forward(

@@ -30,9 +30,11 @@ def own_logps(policy: Policy) -> Tensor:
     pairs = _pairs(policy, seed=1)
     was_training = policy.training
     policy.eval()
-    with torch.compiler.set_stance("force_eager"):
-        found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
-    policy.train(was_training)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+    finally:
+        policy.train(was_training)
     if not found.isfinite().all():
         raise ModelError(
             f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "

@@ -39,7 +39,8 @@ def _outermost(module: nn.Module, used: set[int], prefix: str) -> Iterator[str]:
             yield prefix + name
     for name, child in module.named_children():
         weights = [id(parameter) for parameter in child.parameters()]
-        if weights and used.isdisjoint(weights):
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # which FSDP cannot take
+        if weights and used.isdisjoint(weights) and not is_list:
             yield prefix + name
         else:
             yield from _outermost(child, used, f"{prefix}{name}.")
