@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from isopref.testing import matrix
-from isopref.testing.exactness import Cell, build_module, expected, measure
+from isopref.testing.counting import shards_and_wholes
+from isopref.testing.exactness import Cell, measure
 from isopref.testing.ranks import Ranks
 
 
@@ -23,17 +22,6 @@ def test_offloaded_and_recomputed_it_still_is(two_ranks: Ranks) -> None:
     cell = Cell("gemma3_vision", ranks=2, parallel="fsdp", offload=True, checkpointing=True, cut="pair")
     for found in two_ranks(measure, cell):
         assert found.gradient_error <= matrix.bound(cell)
-
-
-def shards_and_wholes(cell: Cell) -> tuple[set[str], set[str]]:
-    """The parts of the model that are sharded, and those that are not."""
-    module, _ = build_module(cell, expected(cell)[3])
-    sharded: set[str] = set()
-    whole: set[str] = set()
-    for name, parameter in module.model.named_parameters():
-        (sharded if isinstance(parameter, DTensor) else whole).add(name.split(".")[2])
-    dist.barrier()
-    return sharded, whole
 
 
 def test_fsdp_shards_it_too(two_ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -245,3 +246,14 @@ def own_answers_moved(mode: Parallel) -> float:
     after = own_logps(policy)
     reshard(model)
     return float((after - before).abs().max())
+
+
+def shards_and_wholes(cell: Cell) -> tuple[set[str], set[str]]:
+    """The parts of a cell's model that are sharded, and those that are not. All ranks call this together."""
+    module, _ = build_module(cell, expected(cell)[3])
+    sharded: set[str] = set()
+    whole: set[str] = set()
+    for name, parameter in module.model.named_parameters():
+        (sharded if isinstance(parameter, DTensor) else whole).add(name.split(".")[2])
+    dist.barrier()
+    return sharded, whole
