@@ -6,11 +6,13 @@ from isopref.testing.counting import mixed_accumulation_error, own_answers_moved
 from isopref.testing.ranks import Ranks
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    ("narrow", "offload"), [(False, False), (True, False), (True, True)], ids=["wide", "narrow", "narrow-offload"]
+)
 @pytest.mark.parametrize("grad_sync", ["last", "every"])
-def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str, narrow: bool) -> None:
+def test_mixed_precision_adds_up_in_float32(two_ranks: Ranks, grad_sync: str, narrow: bool, offload: bool) -> None:
     """Sixty-four bfloat16 gradients of the same pair; in bfloat16 their sum would be off by percents."""
-    for error in two_ranks(mixed_accumulation_error, 64, grad_sync, narrow):
+    for error in two_ranks(mixed_accumulation_error, 64, grad_sync, narrow, offload):
         assert error <= 1e-5
 
 

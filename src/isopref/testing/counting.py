@@ -184,7 +184,7 @@ def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]
     return run
 
 
-def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool) -> float:
+def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool, offload: bool) -> float:
     """Float32 master weights, bfloat16 compute: `copies` of one pair, one a microbatch, against one on each rank.
 
     The gradients of the copies are the same bfloat16 numbers, so their mean is exact if they add up in float32. With
@@ -195,7 +195,15 @@ def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool) -> 
     for count in (copies, dist.get_world_size()):
         policy = Policy(tiny_model("llama", dtype=torch.bfloat16 if narrow else torch.float32), narrow=narrow)
         world = dist.get_world_size()
-        model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=world, compute_dtype=torch.bfloat16)
+        model = parallelize(
+            policy,
+            "fsdp",
+            device=torch.device("cpu"),
+            world_size=world,
+            compute_dtype=torch.bfloat16,
+            offload=offload,
+        )
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         module = DPOTrainModule(
             model,
             torch.optim.SGD(model.parameters(), lr=0.0),
