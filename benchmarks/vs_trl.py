@@ -29,8 +29,9 @@ import torch
 import workload
 from olmo_core.train.callbacks import Callback
 from ready import Cell, ready_trainer
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
+from isopref.models.adapter import quantize_nf4
 from isopref.models.flops import UsefulFlops
 from isopref.testing.models import byte_tokenizer
 
@@ -44,12 +45,20 @@ CELLS = {
     "8b-lora": Cell(
         "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=2, warmup=1, steps=3, adapter={"rank": 16, "alpha": 32}
     ),
+    "8b-qlora": Cell(  # isopref alone
+        "8b", "chat", 64, microbatch_tokens=16384, trl_pairs=0, warmup=1, steps=3,
+        adapter={"rank": 16, "alpha": 32, "quantize": "nf4"},
+    ),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_pairs=4, dtype="float32", warmup=1, steps=2),
     "smoke": Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2),
     "smoke-lora": Cell(
         "tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=2, dtype="float32", warmup=1, steps=2, adapter={"rank": 4}
     ),
-}
+    "smoke-qlora": Cell(
+        "tiny", "hh", 8, microbatch_tokens=4096, trl_pairs=0, dtype="float32", warmup=1, steps=2,
+        adapter={"rank": 4, "quantize": "nf4"},
+    ),
+}  # fmt: skip
 # isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-auto:
 # microbatches and recomputing layers as `auto` chooses them on this device.
 SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-auto", "trl", "trl-liger")
@@ -105,8 +114,19 @@ class PeerClock(TrainerCallback):
         self.clock.tick()
 
 
+def _quantised(cell: Cell) -> bool:
+    return cell.adapter is not None and "quantize" in cell.adapter
+
+
+def in_four_bits(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    made = workload.model(shape, dtype=dtype, device=device)
+    quantize_nf4(made, device, head=made.get_output_embeddings())
+    return made
+
+
 def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
-    with ready_trainer(cell, mixed=mixed, layout=overrides) as ready:
+    make = in_four_bits if _quantised(cell) else workload.model
+    with ready_trainer(cell, mixed=mixed, layout=overrides, make=make) as ready:
         clock = Clock(cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
         if torch.cuda.is_available():
@@ -123,6 +143,8 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
 
 
 def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
+    if _quantised(cell):
+        raise SystemExit("in four bits only isopref is measured: TRL's come from bitsandbytes")
     if cell.batch_pairs % cell.trl_pairs:
         raise SystemExit(f"--trl-pairs {cell.trl_pairs} does not divide the {cell.batch_pairs} pairs of a step")
     from datasets import Dataset

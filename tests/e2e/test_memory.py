@@ -46,28 +46,36 @@ main()
 """
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+LACKS = {
+    "torch": torch.OutOfMemoryError("planted"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+}
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception = LACKS["torch"]) -> None:
     """A device that has room for microbatches of so many tokens."""
 
     def limited(model: Any, microbatch: Any, **options: Any) -> Any:
         if microbatch.passes[0].input_ids.numel() > tokens:
-            raise torch.OutOfMemoryError("planted")
+            raise error
         return ours(model, microbatch, **options)
 
     monkeypatch.setattr(train_module, "score", limited)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "aot"])  # aot: runs out in its first pass
+@pytest.mark.parametrize(("loss", "lack"), [("sigmoid", "torch"), ("sigmoid", "cublas"), ("aot", "torch")])
 def test_microbatches_shrink_and_the_weights_are_the_same(
     project: Project,
     make_project: MakeProject,
     monkeypatch: pytest.MonkeyPatch,
     load_weights: Callable[[Path], Weights],
     loss: str,
+    lack: str,
 ) -> None:
+    """Also in aot's first pass, and where it is a library that lacks memory."""
     settings = (*SETTINGS, f"objective.loss={loss}")
     whole = make_project().train("run", *settings)
-    limit(monkeypatch, 150)
+    limit(monkeypatch, 150, LACKS[lack])
     outcome = project.isopref("train", "my.yaml", *settings)
     assert outcome.code == 0, outcome.err
     # 4096, 2048, 1024, 512, 256, 128: five times half, all in the dry run or the first step.
@@ -176,3 +184,9 @@ def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyP
         "CUDA out of memory. Tried to allocate 1.62 GiB. A microbatch would be cut smaller, but this is the model"
     )
     assert message.endswith("isopref plan says what fits.")
+
+
+def test_another_error_stays_what_it_is(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 0, RuntimeError("a fault of ours"))
+    with pytest.raises(RuntimeError, match=r"^a fault of ours$"):
+        project.isopref("train", "my.yaml", *SETTINGS)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from olmo_core.train import Trainer
 
 from isopref.build import evaluation, reference, result
@@ -39,6 +38,7 @@ from isopref.data.table import PairTable
 from isopref.data.templates import NO_TEMPLATE
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
+from isopref.engine.memory import ran_out
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models import hf
 from isopref.models.experts import check_routers
@@ -197,7 +197,9 @@ def _run(config: Config, name: str) -> Iterator[Run]:
         say_trust(config, display)
         try:
             yield Run(config, folder, env, display)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
             raise RunError(
                 f"{what}. A microbatch would be cut smaller, but this is the model, the optimizer or scoring. Ways "

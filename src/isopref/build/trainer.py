@@ -74,6 +74,7 @@ def build_trainer(
     trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
+    torch.cuda.empty_cache()  # what scoring left: libraries ask a card themselves, and find no room in torch's
     return trainer
 
 

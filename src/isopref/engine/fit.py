@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from isopref.data.packing import RowKind, padded_tokens, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
+from isopref.engine.memory import ran_out
 from isopref.errors import ConfigError, shorter_pairs
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.ranks import num_ranks
@@ -132,7 +133,9 @@ def _measure(model: nn.Module, table: PairTable, kind: RowKind, grad_sync: GradS
     try:
         _peak(model, rows[0][1], grad_sync)  # compiles, which takes memory of its own
         sizes = [(tokens, _peak(model, row, grad_sync)) for tokens, row in rows]
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
         raise ConfigError(
             f"not even a microbatch of {rows[1][0]} tokens fits into this GPU's memory with {layers} layers "
             f"recomputing. {WAYS_OUT}"

@@ -31,7 +31,14 @@ WAYS_OUT = (
     "shorten the pairs"
 )
 
+SIGNS = ("out of memory", "STATUS_ALLOC_FAILED")
+
 Before = Callable[[int], None]  # is told the number of a microbatch before that runs
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """Whether a device lacked memory. cuBLAS, Triton and NCCL ask it for some of their own, and say so in their way."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 class AgainError(Exception):
@@ -101,7 +108,9 @@ class Memory:
 
         try:
             return accumulate(step, before)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             index: list[int] = [] if self._number is None else step.work[self._number].index.tolist()
             pair = index[0] if len(index) == 1 else None
             if self.meets_always or self._met:
