@@ -153,7 +153,7 @@ def test_an_adapter_of_the_vision_tower_is_refused(lora: tuple[Project, Path], t
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(project.model), LoraConfig(target_modules="all-linear"))
     model.save_pretrained(str(tmp_path))
     message = project.refused("other", f"model.adapter={{path: {tmp_path}}}")
-    assert "that text does not use, such as model.vision_tower." in message
+    assert "that have no gradient, such as model.vision_tower." in message
     assert message.endswith(f"first: isopref merge {tmp_path} FOLDER.")
 
 

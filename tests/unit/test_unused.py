@@ -1,4 +1,4 @@
-"""What text does not use of a model: found by structure, frozen, and nothing else is."""
+"""What has no gradient in a model: found by structure, frozen, and nothing else is."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from isopref.data.rows import build_microbatch
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy
-from isopref.models.unused import is_inside
-from isopref.testing.models import ARCHITECTURES, random_pairs, tiny_model
+from isopref.models.unused import indexers, is_inside
+from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION, random_pairs, tiny_model
 
 VISION = ("model.vision_tower", "model.multi_modal_projector")
 TEXT, IMAGES = ARCHITECTURES["llama"][1], ARCHITECTURES["gemma3_vision"][1]["vision_config"]
@@ -42,6 +42,25 @@ def test_what_is_frozen_is_what_has_no_gradient() -> None:
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == without == {name for name, _ in model.named_parameters() if is_inside(name, VISION)} != set()
     assert policy(build_microbatch(random_pairs(2), "shared")).requires_grad
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_chooses_keys_has_none_either(monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "sparse", SPARSE_ATTENTION)
+    model = tiny_model("sparse", dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    if adapted:
+        add_adapter(model, NewAdapter("lora", rank=2, alpha=4.0), dtype=torch.float32, seed=0)
+    policy = Policy(model)
+    assert indexers(model) == ("model.layers.0.self_attn.indexer", "model.layers.1.self_attn.indexer")
+    assert policy.unused == ()
+    policy(build_microbatch(random_pairs(6, longest=30), "padded")).sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name for name in without if is_inside(name, indexers(model))} == {
+        name for name, _ in model.named_parameters() if ".indexer." in name
+    }
 
 
 def test_a_parameter_beside_the_decoder_is_a_part() -> None:

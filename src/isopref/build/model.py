@@ -19,7 +19,7 @@ from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
-from isopref.models.unused import is_inside
+from isopref.models.unused import indexers, is_inside
 from isopref.ops import flash
 from isopref.score import TableLogps, score_table
 
@@ -143,10 +143,13 @@ def check_base(path: str) -> None:
 
 
 def say_unused(run: Run, policy: Policy) -> None:
-    """What of a multi-modal model is not trained, if there is any."""
-    if policy.unused:
-        weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, policy.unused))
-        run.display.say(f"not trained, as text does not use it: {', '.join(policy.unused)} ({sum(weights):,} weights)")
+    """What of a model has no gradient and is not trained, if there is any."""
+    chooses = indexers(policy.model)
+    for parts, why in ((policy.unused, "text does not use it"), (chooses, "it chooses keys and has no gradient")):
+        if parts:
+            weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, parts))
+            names = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+            run.display.say(f"not trained, as {why}: {names} ({sum(weights):,} weights)")
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
-from isopref.models.unused import is_inside, unused_parts
+from isopref.models.unused import is_inside, without_gradient
 
 Kind = Literal["lora", "dora", "rslora"]
 
@@ -80,7 +80,7 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
         r=new.rank,
         lora_alpha=new.alpha,
         target_modules="all-linear" if new.targets is None else list(new.targets),
-        exclude_modules="|".join(rf"{re.escape(part)}(\..*)?" for part in unused_parts(model)) or None,
+        exclude_modules="|".join(rf"{re.escape(part)}(\..*)?" for part in without_gradient(model)) or None,
         use_dora=new.kind == "dora",
         use_rslora=new.kind == "rslora",
         task_type="CAUSAL_LM",
@@ -117,10 +117,10 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
     except Exception as error:
         raise ModelError(f"{setting}: cannot read {Path(path) / WEIGHTS_FILE} ({error}). Check the folder.") from error
     names = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-    unused = unused_parts(model)
-    if idle := sorted(name for name in names if is_inside(name, unused)):
+    idle = sorted(name for name in names if is_inside(name, without_gradient(model)))
+    if idle:
         raise ModelError(
-            f"{setting}: the adapter {path} has {len(idle)} tensors in parts of the model that text does not use, such "
+            f"{setting}: the adapter {path} has {len(idle)} tensors in parts of the model that have no gradient, such "
             f"as {idle[0]}: they could not be trained. Make one model of it and its base first: isopref merge {path} "
             "FOLDER."
         )

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from isopref.models.attention import NAME, register
 from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
-from isopref.models.unused import unused_parts
+from isopref.models.unused import unused_parts, without_gradient
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Policy(nn.Module):
     """A causal LM that scores microbatches, packed or padded. All its dropout is switched off.
 
-    What text does not use of a multi-modal model (`unused`: names in `model`) is frozen.
+    Parts without a gradient are frozen (unused.py). `unused`: names of those that text does not use.
     The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
     With `narrow`, its weights have 16 bits until `widen` makes them float32.
     """
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         embedding.padding_idx = None
         self._noisy = noisy_modules(model)
         self.unused = unused_parts(model)
-        for name in self.unused:
+        for name in without_gradient(model):
             attrgetter(name)(model).requires_grad_(False)
         self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used

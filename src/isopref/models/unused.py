@@ -1,7 +1,8 @@
-"""The parts of a multi-modal model that text does not use: a vision tower, an audio encoder, their projectors.
+"""The parts of a model that have no gradient, so that they are not trained, and an adapter leaves them alone.
 
-They have no gradient, so they are not trained, and an adapter leaves them alone. They are found by structure: a trial
-pass would not meet every expert, and a large model is never whole.
+What text does not use of a multi-modal model: a vision tower, an audio encoder, their projectors. And indexers, which
+choose the keys that sparse attention looks at. They are found by structure: a trial pass would not meet every expert,
+and a large model is never whole.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
     text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     used = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
     return tuple(_outermost(model, used, ""))
+
+
+def indexers(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
+    """Names of what chooses keys, as in DeepSeek-V3.2. Its weights move only a choice, which has no gradient."""
+    return tuple(name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer"))
+
+
+def without_gradient(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
+    """Names of all such parts."""
+    return (*unused_parts(model), *indexers(model))
 
 
 def is_inside(name: str, parts: Collection[str]) -> bool:

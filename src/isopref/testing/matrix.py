@@ -84,19 +84,24 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
-    """Other models and float32: every kind of row, with three settings of all the rest."""
-    for architecture, dtype in [
+    """Other models and float32: every kind of row, three settings of all the rest; on four ranks in turns."""
+    models = [
         *((name, "float64") for name in FLOAT32_INSIDE),
         *((name, "float32") for name in ("gpt2", *FLOAT32_INSIDE, MOE)),
-    ]:
+    ]
+    for n, (architecture, dtype) in enumerate(models):
         model = replace(base, architecture=architecture, dtype=dtype)
-        for rows in KINDS:
-            yield replace(model, rows=rows)
-            yield replace(model, rows=rows, cut="pair", weighting="pair", own_weights=True, grad_sync="every")
-            yield replace(model, rows=rows, cut="whole", weighting="completion", checkpointing=True, num_pairs=3)
-            if architecture == MOE:
-                yield replace(model, rows=rows, balance_weight=20.0)
-                yield replace(model, rows=rows, balance_weight=20.0, cut="pair", objective="aot", checkpointing=True)
+        settings = [
+            model,
+            replace(model, cut="pair", weighting="pair", own_weights=True, grad_sync="every"),
+            replace(model, cut="whole", weighting="completion", checkpointing=True, num_pairs=3),
+        ]
+        if architecture == MOE:
+            settings.append(replace(model, balance_weight=20.0))
+            settings.append(replace(settings[-1], cut="pair", objective="aot", checkpointing=True))
+        for turn, cell in enumerate(settings):
+            for rows in KINDS if base.ranks < 4 else [KINDS[(n + turn) % len(KINDS)]]:
+                yield replace(cell, rows=rows)
 
 
 def _native(base: Cell) -> Iterator[Cell]:

@@ -33,6 +33,15 @@ _LLAMA_LIKE = {
     "initializer_range": 0.3,  # large enough that attention matters
 }
 
+# No part of ARCHITECTURES: its attention takes no packed rows, its experts no float64. An indexer of few heads often
+# would score keys alike, and choose between them by chance.
+SPARSE_ATTENTION = (
+    "deepseek_v32",
+    {**_LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+     "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16,
+     "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+     "first_k_dense_replace": 1},
+)  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
