@@ -84,11 +84,12 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
-    """Other models and float32: every kind of row, three settings of all the rest; on four ranks in turns."""
+    """Other models and float32: every kind of row, three settings of all the rest. HSDP and four ranks take turns."""
     models = [
         *((name, "float64") for name in FLOAT32_INSIDE),
         *((name, "float32") for name in ("gpt2", *FLOAT32_INSIDE, MOE)),
     ]
+    in_turns = base.ranks == 4 or base.parallel == "hsdp"
     for n, (architecture, dtype) in enumerate(models):
         model = replace(base, architecture=architecture, dtype=dtype)
         settings = [
@@ -100,7 +101,7 @@ def _architectures(base: Cell) -> Iterator[Cell]:
             settings.append(replace(model, balance_weight=20.0))
             settings.append(replace(settings[-1], cut="pair", objective="aot", checkpointing=True))
         for turn, cell in enumerate(settings):
-            for rows in KINDS if base.ranks < 4 else [KINDS[(n + turn) % len(KINDS)]]:
+            for rows in [KINDS[(n + turn) % len(KINDS)]] if in_turns else KINDS:
                 yield replace(cell, rows=rows)
 
 
