@@ -7,7 +7,7 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """The folder for what is kept between runs: ISOPREF_CACHE, or ~/.cache/isopref."""
-    return Path(os.environ.get("ISOPREF_CACHE") or Path.home() / ".cache" / "isopref")
+    return Path(os.environ.get("ISOPREF_CACHE") or "~/.cache/isopref").expanduser()
 
 
 def reference_folder() -> Path:

@@ -325,3 +325,18 @@ def test_label_smoothing_and_weighting_by_hand(
         z = BETA * line["train/margin"]
         expected = 0.8 * math.log1p(math.exp(-z)) + 0.2 * math.log1p(math.exp(z))
         assert line["train/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_path_may_begin_with_the_home_folder(project: Project) -> None:
+    home = project.folder / "home"
+    home.mkdir()
+    tokenizer: Any = AutoTokenizer.from_pretrained(project.model)
+    (home / "mine.jinja").write_text(tokenizer.chat_template, encoding="utf-8-sig")  # as Windows writes it
+    (project.folder / "train.jsonl").rename(home / "train.jsonl")
+    project.extra_env |= {"HOME": str(home), "ISOPREF_CACHE": "~/cache"}
+    paths = ("data.train=~/train.jsonl", "data.template=~/mine.jinja", "run.folder=~/run")
+    outcome = project.isopref("train", "my.yaml", "data.eval=null", "optim.max_steps=1", *paths)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert not (project.folder / "~").exists()
+    assert sorted(path.name for path in (home / "cache").iterdir()) == ["reference", "tables"]
+    assert (home / "run/model/chat_template.jinja").read_text() == tokenizer.chat_template

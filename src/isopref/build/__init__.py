@@ -35,7 +35,7 @@ from isopref.config.load import to_yaml
 from isopref.config.schema import Config
 from isopref.data.packing import check_budget, tokens_alone
 from isopref.data.table import PairTable
-from isopref.data.templates import NO_TEMPLATE
+from isopref.data.templates import NO_TEMPLATE, read_template
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.engine.memory import ran_out
@@ -127,7 +127,7 @@ def _train(run: Run, resume: bool) -> bool:
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
     say_tables(tables, run.display)
     if config.data.template not in (None, NO_TEMPLATE):
-        tokenizer.chat_template = Path(config.data.template).read_text(encoding="utf-8")  # exported with the model
+        tokenizer.chat_template = read_template(config.data.template)  # exported with the model
     table, eval_table = tables.train, tables.held_out
     check_train_budget(run, table)
     run = _with_longest(run, tables.all)

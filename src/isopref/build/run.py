@@ -99,7 +99,7 @@ class Run:
 
 def run_folder(config: Config, name: str) -> Path:
     """Where a run of a config lives. `name` is the config file's, for the default."""
-    return Path(config.run.folder or f"runs/{name}-{run_id(config)}")
+    return Path(config.run.folder or f"runs/{name}-{run_id(config)}").expanduser()
 
 
 def loss_of(config: Config) -> PairLoss:

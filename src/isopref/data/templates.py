@@ -231,15 +231,20 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
     if template is None:
         _check_own(tokenizer)
         return None
-    try:
-        text = Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.template: '{template}' cannot be read ({error}). "
-            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
-        ) from error
+    text = read_template(template)
     _check(text, tokenizer, f"'{template}'", "Mend the file.")
     return text
+
+
+def read_template(path: str) -> str:
+    """The text of a template file. Raises ConfigError."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")  # a byte-order mark would begin every prompt
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.template: '{path}' cannot be read ({error}). "
+            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
+        ) from error
 
 
 def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
