@@ -267,6 +267,10 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
         "a.jsonl: 3 of 11 records were dropped, 2 as too_long: set data.truncation: keep_end or keep_start to cut "
         "them, or raise data.max_length"
     ]
+    assert load("data.max_length=40", "data.on_bad=drop", "data.truncation=keep_end").warnings == [
+        "a.jsonl: 3 of 11 records were dropped, 2 as too_long: their answers alone leave no room for a prompt, so "
+        "raise data.max_length"
+    ]
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 11, answer="")))
     assert load("data.on_bad=drop").warnings == [
         "a.jsonl: 3 of 11 records were dropped, 3 as empty: data.on_bad: error names the first one"

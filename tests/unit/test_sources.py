@@ -92,8 +92,10 @@ BROKEN = [
     ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
     ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
     ("one_line.json", b'[{"a": 1}, {"a": }]', "{path}:1: not valid JSON"),
-    ("pretty.json", b'{\n "a": 1\n}', "{path}:1: not valid JSON"),
+    ("pretty.json", b'{\n "a": 1\n}', "or remove it: each is one whole object."),
     ("latin.jsonl", GOOD + "für".encode("latin-1"), "{path}:4: not UTF-8"),
+    ("latin_too.jsonl", GOOD + "für".encode("latin-1"), "Convert it: iconv -f LATIN1 -t UTF-8"),
+    ("excel.csv", delimited(ROWS, ",").decode().encode("utf-16"), "Convert it: iconv -f UTF-16 -t UTF-8"),
     ("latin.csv", b"a,b\n1,2\n\xff,3\n", "{path}:3: not UTF-8"),
     ("digits.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "{path}:1: JSON that cannot be read"),
     ("deep.jsonl", b'{"a": ' + b"[" * 100_000 + b"}", "{path}:1: "),
@@ -135,7 +137,8 @@ def test_broken_rows_come_after_the_good_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet", "0.2", "20%"]
+    "spec",
+    ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet", "0.2", "20%", "https://a.b/c/d"],
 )
 def test_a_missing_file_is_not_asked_of_the_hub(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
@@ -143,6 +146,7 @@ def test_a_missing_file_is_not_asked_of_the_hub(spec: str, monkeypatch: pytest.M
         read_source(spec)
     assert str(Path(spec).absolute()) in str(caught.value)
     assert ("a number without quotes" in str(caught.value)) == spec.startswith(("0", "2"))
+    assert ("download the file" in str(caught.value)) == spec.startswith("https")
 
 
 def test_columns_are_renamed(tmp_path: Path) -> None:
@@ -262,9 +266,12 @@ def test_a_split_of_a_saved_data_set_is_named_or_train(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_data_set_names_the_files_in_it(tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").write_bytes(GOOD)
-    with pytest.raises(DataError, match=r"save_to_disk.*pairs\.jsonl"):
-        read_source(str(tmp_path))
+    below = tmp_path / "clone" / "data"  # where a clone of a hub data set has them
+    below.mkdir(parents=True)
+    (below / "pairs.jsonl").write_bytes(GOOD)
+    for folder in (below, below.parent):
+        with pytest.raises(DataError, match=r"save_to_disk.*pairs\.jsonl"):
+            read_source(str(folder))
 
 
 def test_several_files_are_named_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

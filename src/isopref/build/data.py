@@ -131,7 +131,11 @@ def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
 
 
 def _tables(config: Config, train: PairTable, held_out: PairTable | None, sources: list[SourceUse]) -> Tables:
-    warnings = [f"{source.path}: {text}" for source in sources for text in source_warnings(source.found)]
+    warnings = [
+        f"{source.path}: {text}"
+        for source in sources
+        for text in source_warnings(source.found, cut=config.data.truncation != "drop")
+    ]
     if len(train) < (batch := config.optim.batch_pairs):
         warnings.append(
             f"optim.batch_pairs is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
@@ -231,8 +235,8 @@ def source_notes(stats: SourceStats) -> list[str]:
     return [note for note, told in notes.items() if told]
 
 
-def source_warnings(stats: SourceStats) -> list[str]:
-    """What in a source is likely a mistake."""
+def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
+    """What in a source is likely a mistake. `cut`: prompts were cut, so what is too long is so by its answers."""
     warnings = []
     if special := sum(stats.special_tokens.values()):
         way_out = (
@@ -257,10 +261,11 @@ def source_warnings(stats: SourceStats) -> list[str]:
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:
         reason, count = max(stats.dropped.items(), key=lambda item: item[1])
-        way_out = (
-            "set data.truncation: keep_end or keep_start to cut them, or raise data.max_length"
-            if reason == "too_long"
-            else "data.on_bad: error names the first one"
-        )
+        if reason != "too_long":
+            way_out = "data.on_bad: error names the first one"
+        elif cut:
+            way_out = "their answers alone leave no room for a prompt, so raise data.max_length"
+        else:
+            way_out = "set data.truncation: keep_end or keep_start to cut them, or raise data.max_length"
         warnings.append(f"{dropped} of {stats.read} records were dropped, {count} as {reason}: {way_out}")
     return warnings

@@ -110,7 +110,7 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
     assert records, "a source without records raises before this"
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
     first = records[0]
-    found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items())
+    found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items()) or "(none)"
     renames = _renames(first.fields)
     names = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in ({**(columns or {}), **renames}).items())
     way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"

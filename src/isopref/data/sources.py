@@ -158,9 +158,10 @@ def _lines(name: str, path: Path, zipped: bool) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, start=1):
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        written = "UTF-16" if b"\0" in error.object else "LATIN1"
         raise DataError(
             f"{name}:{number}: not UTF-8 ({error.reason}, byte {error.object[error.start]:#04x} at position "
-            f"{error.start} of the line). Convert the file: iconv -t UTF-8."
+            f"{error.start} of the line). Convert it: iconv -f {written} -t UTF-8, or -f whatever it was written in."
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{name}:{number + 1}: cannot be read on ({error}). Is the file whole?") from error
@@ -185,7 +186,7 @@ def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
 
 
 def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
-    way_out = "Mend the line, or remove it; a file that is one JSON array needs the suffix .json."
+    way_out = "Mend the line, or remove it: each is one whole object. A file that is one array needs the suffix .json."
     for number, line in _lines(name, path, zipped):
         if line.strip():
             value = _load_json(line.rstrip(), name, number, way_out)
@@ -332,7 +333,8 @@ def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[s
             raise DataError(f"{spec}: no split '{wanted}'. Name one as '{folder}:SPLIT'; there are: {splits}.")
         folder = folder / wanted
     elif split or not (folder / "state.json").is_file():
-        found = sorted(path for path in folder.iterdir() if path.suffix in DATA_SUFFIXES)
+        inside = (*folder.glob("*"), *folder.glob("*/*"))  # a clone of a hub data set has them in data/
+        found = sorted(path for path in inside if path.suffix in DATA_SUFFIXES)
         raise DataError(
             f"{spec}: a folder, but not {'splits' if split else 'a data set'} written by save_to_disk. "
             + (_as_list(found) if found else "It holds no data file.")
@@ -346,8 +348,12 @@ def _saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[s
     return _dataset_source(spec, dataset, "saved data set", lambda: _digest(files), columns)
 
 
-def _of_pattern(spec: str) -> str:
-    """What to say where a missing file is a pattern."""
+def _hint(spec: str) -> str:
+    """What to say, where there is no such path, of a text that was meant as something else."""
+    if re.fullmatch(r"[\d.]+%?", spec):
+        return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
+    if "://" in spec:
+        return " Nothing is fetched from an address: download the file, or name a hub data set as owner/name."
     if not set("*?[") & set(spec):
         return ""
     found = sorted(Path(path) for path in glob(str(Path(spec).expanduser()), recursive=True))
@@ -361,14 +367,10 @@ def _as_list(paths: list[Path]) -> str:
 
 
 def _hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) -> Source:
-    tried = Path(spec).expanduser().absolute()
-    is_number = re.fullmatch(r"[\d.]+%?", spec) is not None
-    if is_number or not HUB_NAME.fullmatch(name) or Path(name).suffix in DATA_SUFFIXES:
-        share = " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05." * is_number
-        raise DataError(
-            f"{spec}: no such file or folder ({tried}). Check the path; a relative one starts where the command runs."
-            f"{share}{_of_pattern(spec)}"
-        )
+    tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
+    if hint or not HUB_NAME.fullmatch(name) or Path(name).suffix in DATA_SUFFIXES:
+        way_out = f"Check the path; a relative one starts where the command runs.{hint}"
+        raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
     )
