@@ -126,7 +126,7 @@ def test_wrong_usage_is_exit_code_2(isopref: Isopref, config_file: Path) -> None
         assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("option", ["--learning_rate", "--learning-rate"])
+@pytest.mark.parametrize("option", ["--learning_rate", "--learning-rate", "--lr"])
 def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option: str) -> None:
     result = isopref("train", config_file.name, option, "1e-5")
     assert result.returncode == 2
@@ -134,7 +134,7 @@ def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option:
         f"Error: No such option: {option}. To set a field of the config, write section.field=value, as in "
         "optim.lr=1e-6. Did you mean optim.lr=value?\n"
     )
-    assert isopref("ls", option).stderr.endswith(f"Error: No such option: {option}\n")  # no config there
+    assert "section.field" not in isopref("ls", option).stderr  # no config there
     assert "section.field" not in isopref("train", config_file.name, "--nprocs", "2").stderr
 
 

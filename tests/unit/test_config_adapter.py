@@ -56,7 +56,8 @@ def test_it_is_part_of_the_math(file: Path) -> None:
     [
         (
             "model.adapter=lora",
-            'model.adapter: must be an adapter (kind, rank, alpha, targets, path, quantize), or null; found "lora".',
+            'model.adapter: must be an adapter (kind, rank, alpha, targets, path, quantize), or null; found "lora". '
+            "Write {kind: lora}.",
         ),
         ("model.adapter.rank=0", "model.adapter.rank: must be a whole number, at least 1, or null; found 0."),
         ("model.adapter.rnk=8", "model.adapter.rnk: there is no such field. Did you mean model.adapter.rank?"),

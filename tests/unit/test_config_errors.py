@@ -1,5 +1,6 @@
 """What a config file or an override is refused for, and in which words."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,9 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             "objective: 3",
             f"objective: must be a section with fields ({', '.join(fields('objective'))}); found 3.",
         ),
+        ("optim: {learning-rate: 1}", "optim.learning-rate: there is no such field. Did you mean optim.lr?"),
+        ("optim: {Epochs: 1}", "optim.Epochs: there is no such field. Did you mean optim.epochs?"),
+        ("OPTIM: {lr: 1}", "OPTIM: there is no such section. Did you mean optim?"),
         ("optim: {lr: fast}", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim: {lr: .inf}", "optim.lr: must be a number, at least 0; found .inf."),
         ("optim: {lr: true}", "optim.lr: must be a number, at least 0; found true."),
@@ -137,6 +141,10 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         (
             "optim: {betas: [1, 2]}",
             "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [1, 2].",
+        ),
+        (
+            "optim: {betas: [0.9]}",
+            "optim.betas: must be a list of 2, each a number, at least 0, below 1; found [0.9].",
         ),
         (
             "objective: {reference_moves: [8, 1.5]}",
@@ -329,7 +337,7 @@ def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str
     (line,) = problems(file, MINIMAL, f"{field}={theirs}")
     assert line.endswith(f'; found "{theirs}". Write {ours}.')
     file.write_text(MINIMAL)
-    load_config(file, [f"{field}={ours.split(',')[0].split(' ')[0]}"])
+    load_config(file, [f"{field}={ours if ours[0] in '[{' else re.split(', | ', ours)[0]}"])
 
 
 def test_a_tab_is_answered_with_spaces(file: Path) -> None:

@@ -89,8 +89,15 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
     ("text", "message"),
     [
         ("  train: []\n", f"c.yaml:3: data.train: {SOURCES}; found []."),
-        ("  train: {path: a}\n", f"c.yaml:3: data.train: {SOURCES}; found {{path: a}}."),
+        (
+            "  train: {path: a}\n",
+            f"c.yaml:3: data.train: {SOURCES}; found {{path: a}}. Write a list, of one source too: [{{path: FILE}}].",
+        ),
         ("  train: 7\n", f'c.yaml:3: data.train: {SOURCES}; found 7. Put it in quotes: "7".'),
+        (
+            "  train: a\n  eval: {path: a}\n",
+            f"c.yaml:4: data.eval: {HELD_OUT}; found {{path: a}}. Write a list, of one source too: [{{path: FILE}}].",
+        ),
         ("  train: a\n  eval: []\n", f"c.yaml:4: data.eval: {HELD_OUT}; found []."),
         ("  train:\n  - a\n  - 7\n", f'c.yaml:5: data.train[1]: {SOURCE}; found 7. Put it in quotes: "7".'),
         ("  train: [a, ['b']]\n", f"c.yaml:3: data.train[1]: {SOURCE}; found [b]."),
@@ -173,7 +180,7 @@ def test_held_out_pairs_are_a_share_or_sources(
         assert (found.eval_share, found.eval_sources) == (share, sources)
 
 
-@pytest.mark.parametrize("value", ["0", "0.0", "1", "1.0", "1.5", "-0.1", "3", "true", ".nan", ".inf", "{path: a}"])
+@pytest.mark.parametrize("value", ["0", "0.0", "1", "1.0", "1.5", "-0.1", "3", "true", ".nan", ".inf"])
 def test_a_share_is_above_0_and_below_1(file: Path, value: str) -> None:
     text = f"  train: a\n  eval: {value}\n"
     assert problems(file, text) == [f"c.yaml:4: data.eval: {HELD_OUT}; found {value}."]

@@ -17,7 +17,7 @@ from isopref import __version__
 from isopref.cli import cache, report
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
 from isopref.cli.launch import end_with_parent, start_again
-from isopref.config.load import dump_config, load_config, override_form
+from isopref.config.load import dump_config, homes, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.engine.quiet import quiet_engine
@@ -48,9 +48,10 @@ class Commands(TyperGroup):
 
 def _explain_overrides(error: Any) -> None:
     takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
-    if takes_overrides and not error.possibilities:  # it is no option that is misspelt
-        name = error.option_name.lstrip("-").replace("-", "_")
+    name = error.option_name.lstrip("-").replace("-", "_")
+    if takes_overrides and (homes(name) or not error.possibilities):  # it is no option that is misspelt
         error.message += f". To set a field of the config, {override_form(name)}"
+        error.possibilities = []  # --lr is like --help
 
 
 app = typer.Typer(

@@ -105,9 +105,15 @@ def override_form(name: str, text: str = "") -> str:
     form = "write section.field=value, as in optim.lr=1e-6."
     if name in OTHERWISE:
         return f"{form} {OTHERWISE[name]}."
-    if homes := [f"{home}={instead(home, text) or text or 'value'}" for home in _homes(name)]:
-        return f"{form} Did you mean {' or '.join(homes)}?"
+    if near := [f"{home}={instead(home, text) or text or 'value'}" for home in homes(name)]:
+        return f"{form} Did you mean {' or '.join(near)}?"
     return f"{form} The sections are {', '.join(sections())}." if name.isidentifier() else form
+
+
+def homes(name: str) -> list[str]:
+    """The fields called `name`, here or by other trainers, with their sections."""
+    own = [f"{section}.{name}" for section in sections() if name in fields(section)]
+    return [*own, SAME[name]] if name in SAME else own
 
 
 def _read(path: Path) -> _Draft:
@@ -229,7 +235,8 @@ def _validate(draft: _Draft) -> Config | None:
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
             keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
-                draft.report(keys, _wrong(one["type"], keys, values), inner)
+                kind = one["type"] if inner == keys else "part"  # of a list that is too short, a part is missing
+                draft.report(keys, _wrong(kind, keys, values), inner)
             seen.add(keys)
         return None
 
@@ -260,7 +267,7 @@ def _siblings(keys: Keys) -> dict[str, FieldInfo]:
 
 def _unknown(keys: Keys) -> str:
     """What to say of a section or field that does not exist: the closest one that does."""
-    name = str(keys[-1])
+    name = str(keys[-1]).lower().replace("-", "_")
     if len(keys) == 1:
         known, what, prefix = list(sections()), "section", ""
     else:
@@ -268,7 +275,7 @@ def _unknown(keys: Keys) -> str:
     if name in OTHERWISE:
         return f"there is no such {what}. {OTHERWISE[name]}."
     match = get_close_matches(name, known, n=1) or [field for field in known if name.startswith(f"{field}_")]
-    near = [SAME[name]] if name in SAME else [prefix + field for field in match] + _homes(name)
+    near = [SAME[name]] if name in SAME else dict.fromkeys([*(prefix + field for field in match), *homes(name)])
     if near:
         return f"there is no such {what}. Did you mean {' or '.join(near)}?"
     every = "Known" if len(keys) > 1 else "Every field is in one of these"
@@ -278,12 +285,6 @@ def _unknown(keys: Keys) -> str:
 def _name(keys: Keys) -> str:
     """Keys as a user writes them: data.train[1].weight."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-
-
-def _homes(name: str) -> list[str]:
-    """The fields called `name`, here or by other trainers, with their sections."""
-    own = [f"{section}.{name}" for section in sections() if name in fields(section)]
-    return [*own, SAME[name]] if name in SAME else own
 
 
 def _show(value: Any) -> str:

@@ -117,6 +117,7 @@ _DTYPES = {
 VALUES: dict[str, dict[str, str]] = {
     "model.dtype": _DTYPES,
     "model.compute_dtype": _DTYPES,
+    "model.adapter": {"lora": "{kind: lora}", "dora": "{kind: dora}", "qlora": "{kind: lora, quantize: nf4}"},
     "objective.loss": {"dpo": "sigmoid", "sigmoid_norm": "dpo_norm"},
     "optim.kind": {
         "adamw_torch": "adamw",
@@ -130,7 +131,9 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def instead(field: str, value: Any) -> str | None:
-    """What to write in place of a value that other trainers have for a field; None where that is not known."""
+    """What to write in place of a value, such as other trainers have, of a field; None where that is not known."""
     if field == "optim.warmup" and isinstance(value, int | float) and value > 1:
         return f"a share of all steps: {value:g} of them are {value:g} / steps"
+    if field in ("data.train", "data.eval") and isinstance(value, dict):
+        return "a list, of one source too: [{path: FILE}]"
     return VALUES.get(field, {}).get(value) if isinstance(value, str) else None
