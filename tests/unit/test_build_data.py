@@ -249,10 +249,13 @@ def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
     rows[0]["input"], rows[1]["input"] = "a text", rows[1]["instruction"]
     (folder / "a.jsonl").write_text(jsonl(rows))
     assert load("data.columns={prompt: instruction}").warnings == [
-        "a.jsonl: 1 of 10 records have text in the column 'input', which is not read: if the prompt needs it, as in "
-        "Alpaca's data, write it into the prompt"
+        "a.jsonl: 1 of 10 records have text in the column 'input' or 'history', which is not read: if the prompt "
+        "needs it, as in Alpaca's data, write it into the prompt"
     ]
     assert load("data.columns={prompt: instruction, system: input}").warnings == []
+    rows[2]["history"], rows[3]["history"] = [["earlier", "yes"]], []
+    (folder / "a.jsonl").write_text(jsonl(rows))
+    assert load("data.columns={prompt: instruction}").warnings[0].startswith("a.jsonl: 2 of 10 records")
     turns = {side: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": side}] for side in SIDES}
     (folder / "a.jsonl").write_text(jsonl([{**turns, "input": "why?"}] * 9))
     assert load().warnings == []

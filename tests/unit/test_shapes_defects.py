@@ -37,6 +37,8 @@ CONVERSATIONS = {"chosen": [Q, GOOD], "rejected": [Q, BAD]}
 DEFECTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"rejected": "because"}, "tie"),
     (TEXT, {"chosen": ""}, "empty"),
+    (TEXT, {"images": ["a.png"]}, "media"),
+    (TEXT, {"image": {"bytes": b"", "path": "a.png"}}, "media"),
     (TEXT, {"rejected": " \n"}, "empty"),
     (TEXT, {"prompt": ""}, "empty"),
     (TEXT, {"chosen": None}, "missing"),

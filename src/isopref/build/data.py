@@ -255,8 +255,8 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
         )
     if stats.unused_inputs:
         warnings.append(
-            f"{stats.unused_inputs} of {stats.read} records have text in the column 'input', which is not read: if the "
-            "prompt needs it, as in Alpaca's data, write it into the prompt"
+            f"{stats.unused_inputs} of {stats.read} records have text in the column 'input' or 'history', which is "
+            "not read: if the prompt needs it, as in Alpaca's data, write it into the prompt"
         )
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:

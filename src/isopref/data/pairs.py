@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
-from isopref.data.surprises import first_special_token, has_unused_input, repeats_prompt
+from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
 from isopref.errors import ConfigError, DataError, RunError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 7  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 8  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
@@ -242,7 +242,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         columns |= record.fields.keys()
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
-            notes["unused_inputs"] += has_unused_input(record.fields, pairs[-1])
+            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1])
         except BadPairError as bad:
             drop(bad)
     rows = []

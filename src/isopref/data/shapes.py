@@ -39,6 +39,7 @@ Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 SIDES = ("chosen", "rejected")
 PARTS = ("prompt", "conversations", *SIDES)
 COLUMNS = (*PARTS, "system", "tools", "weight")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
 # Other names of our columns, in small letters, for a suggestion.
 ALIASES = {
     "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
@@ -131,6 +132,8 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
     fields = _parsed(record.fields, shape.written)
     if _shape_name(fields) != shape.name:
         raise _misfit(fields, shape)
+    if media := next((name for name in MEDIA if fields.get(name)), None):
+        raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
     split = shape.split_raw if raw and shape.split_raw else shape.split
     prompt, chosen, rejected = split(fields)
     tools = read_tools(fields.get("tools"))

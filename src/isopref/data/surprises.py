@@ -34,10 +34,14 @@ def repeats_prompt(pair: PreferencePair) -> bool:
     return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in (pair.chosen, pair.rejected))
 
 
-def has_unused_input(fields: dict[str, Any], pair: PreferencePair) -> bool:
-    """Whether a record has text in a column 'input', as Alpaca's data has, that is not in its prompt."""
+def has_unused_context(fields: dict[str, Any], pair: PreferencePair) -> bool:
+    """Whether a record has earlier turns in a column 'history', or text in 'input' that is not in its prompt.
+
+    Both are of Alpaca's data, and of trainers that take it.
+    """
     text = fields.get("input")
-    return isinstance(text, str) and not any(text.strip() in said for said in _texts(pair.prompt))
+    unasked = isinstance(text, str) and not any(text.strip() in said for said in _texts(pair.prompt))
+    return unasked or bool(fields.get("history"))
 
 
 def _texts(turns: Turns) -> list[str]:

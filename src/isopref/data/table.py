@@ -58,7 +58,7 @@ class SourceStats:
     missing_eos: int = 0  # in answers that the template ends in plain text
     truncated: int = 0
     repeated_prompts: int = 0  # in both answers
-    unused_inputs: int = 0  # records with a column 'input' that is not read
+    unused_inputs: int = 0  # records with a column 'input' or 'history' that is not read
     special_tokens: dict[str, int] = field(default_factory=dict)  # in the text, by the first one of a pair
 
 
