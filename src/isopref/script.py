@@ -45,7 +45,7 @@ def train(
         raise ConfigError(f"overrides: a list is wanted, found one text. Write [{overrides!r}].")
     if resume not in ("no", "must", "auto"):
         raise ConfigError(f"resume: must be one of no, must, auto; found {resume!r}.")
-    source = config if isinstance(config, Mapping) else Path(config)
+    source = config if isinstance(config, Mapping) else Path(config).expanduser()
     settings = load_config(source, overrides)
     name = source.stem if isinstance(source, Path) else "run"
     with untouched_process():

@@ -233,7 +233,9 @@ def _refusing(folder: str, step: int) -> Iterator[None]:
             raise
         if own_rank() == 0:
             sweep(Path(folder))
-        reason = " ".join(str(error).split())[:300]
+        text = str(error)  # of the engine's exceptions a traceback, in which the cause comes first
+        cause = next((line for line in text.splitlines() if re.match(r"\w+Error: ", line)), text)
+        reason = " ".join(cause.split())[:300]
         raise RunError(
             f"the checkpoint of step {step} cannot be written to {folder} ({reason}). Checkpoints before it are as "
             "they were. Make room there, then go on with the same command and --resume."
