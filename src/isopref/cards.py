@@ -39,9 +39,9 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """The card called `name`, in whatever case. Raises ConfigError."""
+    """The card called `name`, in whatever case, with or without its spaces. Raises ConfigError."""
     for known, card in CARDS.items():
-        if known.lower() == name.lower():
+        if known.lower().replace(" ", "") == name.lower().replace(" ", ""):
             return card
     raise ConfigError(
         f"--card {name}: not one that is known. Use one of {', '.join(CARDS)}, with --memory if it differs."

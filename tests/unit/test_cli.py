@@ -315,6 +315,12 @@ def test_eval_and_cache_hand_over_their_arguments(isopref: Isopref, config_file:
         assert isopref(*command, config_file.name, "optim.lr=1", build=EVALUATE).stdout == "fill my.config 1.0\n"
 
 
+def test_a_misspelt_command_of_the_cache_is_no_config(isopref: Isopref, config_file: Path) -> None:
+    assert "No such command 'verfiy'. Did you mean 'verify'?" in isopref("cache", "verfiy").stderr
+    config_file.with_name("fill.yaml").write_text(config_file.read_text())
+    assert isopref("cache", "fill.yaml", build=EVALUATE).stdout.startswith("fill fill ")
+
+
 def test_eval_and_cache_start_ranks(isopref: Isopref, config_file: Path) -> None:
     options = ["--model", "m", "--reference", "r", "--json", "f", "--nproc", "2"]
     result = isopref("eval", config_file.name, "data.eval=e", *options, build=EVALUATE)

@@ -296,5 +296,6 @@ def test_memory_in_both_units_and_cards_in_any_case() -> None:
     assert parse_memory("80GB") == 80e9
     assert parse_memory("79.5 gib") == 79.5 * 2**30
     assert find_card("h100") is CARDS["H100"]
+    assert find_card("RTX4090") is CARDS["RTX 4090"]
     with pytest.raises(ConfigError):
         parse_memory("0GB")

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,8 @@ class _FillByDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = {*self.commands, *ctx.help_option_names}
-        return super().parse_args(ctx, [FILL, *args] if args and args[0] not in ours else args)
+        is_config = bool(args) and ("." in args[0] or not get_close_matches(args[0], ours))
+        return super().parse_args(ctx, [FILL, *args] if is_config else args)
 
 
 app = typer.Typer(cls=_FillByDefault, no_args_is_help=True, rich_markup_mode=None)

@@ -58,7 +58,10 @@ _NLL = "objective.nll_weight is the weight of that term, per token over the glob
 _SHARDED = "Set layout.parallel: fsdp, and layout.offload for the host's memory"
 _SHARE = "data.eval takes a share of the prompts, as 0.05, or held-out data of its own"
 _SOURCES = "data.train takes files, folders or hub names; a list mixes them"
+_STAGE = "Nothing to set: isopref train trains, on pairs"
 _TARGETS = "model.adapter.targets takes a list, as in [q_proj, v_proj]; auto is every linear layer"
+
+_WORKERS = "Nothing to set: all cores tokenise, and steps are built ahead"
 
 # Names of what is said in another way here, or not at all.
 OTHERWISE: dict[str, str] = {
@@ -67,13 +70,17 @@ OTHERWISE: dict[str, str] = {
     "attn_implementation": "Nothing to set: attention is chosen by the rows, the device and what is installed",
     "bf16": _HALF,
     "chat_template": "data.template takes null for the tokenizer's own, none, or the path of a .jinja file",
+    "dataloader_num_workers": _WORKERS,
     "dataset": _SOURCES,
+    "dataset_num_proc": _WORKERS,
     "datasets": _SOURCES,
     "deepspeed": _SHARDED,
+    "do_train": _STAGE,
     "eval_strategy": _EVAL_EVERY,
     "f_alpha_divergence_coef": _DIVERGENCE,
     "f_divergence_type": _DIVERGENCE,
     "finetuning_type": _ADAPTER,
+    "fp16": f"There is no float16. {_HALF}",
     "fsdp": _SHARDED,
     "fsdp_config": _SHARDED,
     "gamma_beta_ratio": "objective.gamma is that ratio times beta",
@@ -89,16 +96,20 @@ OTHERWISE: dict[str, str] = {
     "max_samples": "A source takes a count, as in data.train: [{path: pairs.jsonl, count: 1000}]",
     "micro_batch_size": _BATCH,
     "mixer_list": _SOURCES,
+    "overwrite_cache": "Nothing to set: what is kept is found by its content, so it is never stale",
+    "overwrite_output_dir": "Nothing is overwritten: set another run.folder, or remove that one",
     "padding_free": "layout.rows: shared, the default, and packed have no padding",
     "per_device_eval_batch_size": "layout.score_tokens is its counterpart, in tokens",
     "per_device_train_batch_size": _BATCH,
     "precompute_ref_log_probs": "Nothing to set: that is always done, and kept in the cache",
     "pref_ftx": _NLL,
+    "preprocessing_num_workers": _WORKERS,
     "ref_model_mixup_alpha": _MOVES,
     "ref_model_sync_steps": _MOVES,
     "reference_free": "Choose an objective.loss that needs no reference: simpo, orpo or cpo",
     "resume_from_checkpoint": "Write isopref train --resume",
     "rpo_alpha": _NLL,
+    "stage": _STAGE,
     "sync_ref_model": _MOVES,
     "truncation_mode": "data.truncation is its counterpart, and cuts prompts only",
     "use_peft": _ADAPTER,
