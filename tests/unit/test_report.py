@@ -46,7 +46,24 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", losses([0.7, 0.6]))
     with (folder / METRICS_FILE).open("a") as file:
         file.write('{"step": 3, "tra')
+    with (folder / "samples.jsonl").open("ab") as file:
+        file.write('{"prompt": "ü'.encode()[:-1])  # inside a character
     assert read_run(folder).metrics["train/loss"].steps == [1, 2]
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, -5])
+def test_damaged_rewards_are_named(tmp_path: Path, size: int) -> None:
+    folder = make_run(tmp_path / "run", losses([0.7]))
+    (folder / "rewards.npz").write_bytes((folder / "rewards.npz").read_bytes()[:size])
+    with pytest.raises(RunError, match=r"rewards\.npz: cannot be read"):
+        read_run(folder)
+
+
+def test_line_separators_of_unicode_end_no_line(tmp_path: Path) -> None:
+    sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after"), "a\u2028b\u0085c")
+    folder = make_run(tmp_path / "run", losses([0.7]))
+    (folder / "samples.jsonl").write_text(json.dumps(sample, ensure_ascii=False) + "\n")
+    assert read_run(folder).samples == [sample]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ N: held-out pairs.
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -139,7 +141,7 @@ def _rewards(path: Path) -> Rewards | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return Rewards(arrays["tokens"], arrays["before"], arrays["after"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise _damaged(path, error) from error
 
 
@@ -147,13 +149,13 @@ def _lines(path: Path) -> list[Values]:
     """The objects of a JSONL file; a last line that is still being written is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)  # str's would also split at U+2028, which a text may hold
     found = []
     for number, line in enumerate(lines, start=1):
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 break
             raise _damaged(path, error, line=number) from error
     return found
