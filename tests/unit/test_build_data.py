@@ -193,7 +193,7 @@ def test_errors_about_too_few_pairs_say_what_was_dropped(load: Load, folder: Pat
     with pytest.raises(DataError) as caught:
         load("data.eval=0.1", "data.max_length=40")
     assert "Holding out 0.1 of 1 pairs" in str(caught.value)
-    assert "Of 30 records 29 were dropped: 29 too_long. data.truncation: keep_end cuts" in str(caught.value)
+    assert "Of 30 records 29 were dropped: 29 too_long. Raise data.max_length, or cut prompts" in str(caught.value)
     with pytest.raises(DataError, match=r"prompts of all 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
         load("data.eval=a.jsonl", "data.max_length=40")
     with pytest.raises(ConfigError, match=r"count 9 of 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,12 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, name: str, content: by
         list(read_source(str(path)))
     assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe: a pipe or a device.*Write it to a file\.$"):
+        read_source(str(tmp_path / "pipe"))
 
 
 def test_broken_rows_come_after_the_good_ones(tmp_path: Path) -> None:

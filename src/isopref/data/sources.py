@@ -129,6 +129,8 @@ def _file_source(name: str, path: Path, columns: Mapping[str, str]) -> Source:
 
 def _sniff(name: str, path: Path) -> tuple[str, bool]:
     """The format of a file and whether it is gzipped: by content where that is certain, else by suffix."""
+    if not path.is_file():
+        raise DataError(f"{name}: a pipe or a device gives its data once, and it is read again. Write it to a file.")
     with path.open("rb") as file:
         head = file.read(4096)
     zipped = head.startswith(b"\x1f\x8b")
@@ -172,8 +174,7 @@ def _load_json(text: str, name: str, line: int, way_out: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"{name}:{line + error.lineno - 1}"
-        what = error.msg.removesuffix(" at")
+        where, what = f"{name}:{line + error.lineno - 1}", error.msg.removesuffix(" at")
         raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}. {way_out}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
         raise DataError(f"{name}:{line}: JSON that cannot be read ({error}). {way_out}") from error

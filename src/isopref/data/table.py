@@ -86,7 +86,7 @@ class TableStats:
         """What an error about too few pairs adds; nothing where none was dropped."""
         dropped = self.dropped
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        cut = " data.truncation: keep_end cuts pairs that are too long in place of that." * ("too_long" in dropped)
+        cut = " Raise data.max_length, or cut prompts with data.truncation: keep_end." * ("too_long" in dropped)
         return f" Of {self.read} records {sum(dropped.values())} were dropped: {reasons}.{cut}" if dropped else ""
 
     def to_json(self) -> str:
