@@ -69,7 +69,7 @@ def test_output(project: Project) -> None:
     for line, name, count in ((lines[3], "training", 23), (lines[4], "held-out", 8)):
         assert line.startswith(f"cache 0 of {count} {name} pairs have their reference (store ")
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
-    assert lines[5] == "train 2 steps: 23 pairs, 5 a step, 2 epochs"
+    assert lines[5] == "train 2 steps of 10 (optim.max_steps): 23 pairs, 5 a step, 2 epochs"
     assert lines[6].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
     assert "preference accuracy" in outcome.out
     assert "AutoModelForCausalLM.from_pretrained('run/model')" in outcome.out

@@ -54,9 +54,10 @@ def build_trainer(
         run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_pairs} pairs a step; some stay idle")
     every = optim.epochs * num_batches(len(table), optim.batch_pairs)
     steps = min(every, optim.max_steps or every)
+    part = f" of {every} (optim.max_steps)" if steps < every else ""
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
     run.display.say(
-        f"train {_counted(steps, 'step')}: {_counted(len(table), 'pair')}, {optim.batch_pairs} a step, "
+        f"train {_counted(steps, 'step')}{part}: {_counted(len(table), 'pair')}, {optim.batch_pairs} a step, "
         f"{_counted(optim.epochs, 'epoch')}{short}"
     )
     config = TrainerConfig(
