@@ -64,7 +64,7 @@ def test_data_in_place_of_a_config(tmp_path: Path, name: str) -> None:
     [
         ("model:\n  path: [a\noptim: 1\n", "c.yaml:3: not valid YAML: "),
         ("model:\n\tpath: a\n", "c.yaml:2: not valid YAML: "),
-        ("model: 1\n---\nmodel: 2\n", "c.yaml:2: not valid YAML: "),
+        ("model: 1\n---\nmodel: 2\n", "c.yaml:2: not valid YAML: expected a single document in the stream, but found "),
         ("model:\n  path: !!python/name:os.system x\n", "c.yaml:2: not valid YAML: "),
         ("model:\n  path: !!int x\n", "c.yaml: not valid YAML: "),
         ("model: \x07", "c.yaml: not valid YAML: "),

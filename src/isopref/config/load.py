@@ -161,6 +161,8 @@ def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
         return node, _Loader(text).get_single_data()  # from nodes of its own: it puts merge keys (<<) into them
     except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        if problem and problem.startswith("but "):  # of a second document; the sentence begins in the context
+            problem = f"{getattr(error, 'context', '')}, {problem}"
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
         tab = " Use spaces in place of the tab." if problem and r"'\t'" in problem else ""
         raise ConfigError(f"{source}{line}: not valid YAML: {problem or ' '.join(str(error).split())}.{tab}") from error
