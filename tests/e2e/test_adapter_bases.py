@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +43,8 @@ def test_a_run_and_eval_score_the_same_model(project: Project) -> None:
 
 
 def test_an_adapter_is_scored_on_its_own_base(project: Project) -> None:
-    settings = (FOUR_BITS, "--reference", str(project.folder / "one"), "--model", "lora/model")
+    shutil.copytree(project.folder / "one", project.folder / "other")  # in four bits it would be as model.path only
+    settings = (FOUR_BITS, "--reference", "other", "--model", "lora/model")
     found, expected = (evaluated(project, f"model.path={path}", *settings) for path in ("two", "one"))
     assert found == pytest.approx(expected, abs=1e-6)
 

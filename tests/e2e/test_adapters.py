@@ -213,6 +213,23 @@ def test_how_much_of_a_base_is_in_four_bits_is_said(make_project: MakeProject, t
     )
 
 
+def test_an_adapter_of_experts_is_read_again(make_project: MakeProject, tmp_path: Path) -> None:
+    """By the answers at the end of its run, to go on with, and to merge; evaluated, all are the same model."""
+    project = make_project(model={"dtype": "float32"})
+    base = f"model.path={tiny_folder(tmp_path / 'experts', 'qwen3_moe')}"
+    run = project.train("run", base, LORA, "run.samples=1", "run.sample_tokens=4", "optim.max_steps=2")
+    assert sum("mlp.experts" in name for name in adapter(run)) == 8  # two matrices of two products in two layers
+    project.train("more", base, "model.adapter={path: run/model}", "optim.max_steps=1", "optim.lr=0")
+    assert project.isopref("merge", "run", "merged").code == 0
+    found = []
+    for model in ("run/model", "more/model", "merged"):
+        outcome = project.isopref("eval", "my.yaml", base, "--model", model, "--json", "found.json")
+        assert outcome.code == 0, outcome.err
+        found.append(json.loads((project.folder / "found.json").read_text())["loss"]["value"])
+    assert found[0] < 0.69
+    assert found[1:] == pytest.approx(found[:1] * 2, abs=1e-5)
+
+
 def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> None:
     project, _ = lora
     assert project.isopref("merge", "lora", "whole").code == 0
@@ -265,14 +282,15 @@ def test_offload_is_refused_on_the_cpu(project: Project) -> None:
 
 
 def test_a_model_in_four_bits_is_evaluated_in_four_bits(make_project: MakeProject, wide: Path) -> None:
-    """Its untouched base is its own reference: every margin is zero."""
+    """Its untouched base, however it is spelt, is its own reference: every margin is zero."""
     project = make_project()
     settings = (f"model.path={wide}", "model.dtype=float32", "model.adapter={rank: 4, quantize: nf4}")
-    outcome = project.isopref("eval", "my.yaml", *settings, "--model", str(wide), "--json", "found.json")
-    assert outcome.code == 0, outcome.err
-    found = json.loads((project.folder / "found.json").read_text())
-    assert found["reward_margin"]["value"] == 0
-    assert found["loss"]["value"] == pytest.approx(math.log(2))
+    for spelt in (str(wide), f"{wide.parent}/../{wide.parent.name}/{wide.name}"):
+        outcome = project.isopref("eval", "my.yaml", *settings, "--model", spelt, "--json", "found.json")
+        assert outcome.code == 0, outcome.err
+        found = json.loads((project.folder / "found.json").read_text())
+        assert found["reward_margin"]["value"] == 0
+        assert found["loss"]["value"] == pytest.approx(math.log(2))
 
 
 def test_an_adapter_that_needs_whole_weights_is_refused_in_four_bits(make_project: MakeProject, wide: Path) -> None:

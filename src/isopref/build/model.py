@@ -52,7 +52,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
         policy = Policy(_load_adapted(run, model.path, asked.path, "model.adapter.path"))
     elif asked is not None and path is not None and adapter.is_adapter(Path(path)):
         policy = Policy(_load_adapted(run, adapter.base_of(path, setting=setting), path, setting))
-    elif asked is not None and asked.quantize is not None and path == model.path:  # what the reference is
+    elif asked is not None and asked.quantize is not None and _same(path, model.path):  # what the reference is
         policy = Policy(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
@@ -121,10 +121,15 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
         adapter.quantize_nf4(loaded, run.env.device, head=loaded.get_output_embeddings())
     if path is not None:
         own = adapter.base_of(path, setting=setting)
-        if Path(own).expanduser().absolute() != Path(base).expanduser().absolute():
+        if not _same(own, base):
             run.display.say(f"warning: {setting}: the adapter {path} was made for {own}; here it is put on {base}")
         adapter.load_adapter(loaded, path, dtype=getattr(torch, model.dtype), setting=setting)
     return loaded
+
+
+def _same(path: str | None, other: str) -> bool:
+    """Whether two names, of folders or on the hub, are those of one model."""
+    return path is not None and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def check_base(path: str) -> None:

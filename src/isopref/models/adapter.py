@@ -8,7 +8,8 @@ import copy
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,17 @@ Kind = Literal["lora", "dora", "rslora"]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"  # what peft calls an adapter that has no name
 PREFIX = "base_model.model."  # of a tensor's name in such a folder
+# What the config of an adapter may say: no more than where updates are, their rank and their scale. All else at its
+# default, lest tokens, parts of the model, or the base's weights (as by PiSSA) be others than those that are trained.
+COMMON = frozenset(
+    {
+        "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "lora_dropout",
+        "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+        "fan_in_fan_out", "ensure_weight_tying",
+        "base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version",
+    }
+)  # fmt: skip
+PLAIN_STARTS = [("init_lora_weights", how) for how in (False, "gaussian", "orthogonal")]  # which change no base
 NF4_BLOCK, NF4_SCALES = 64, 256  # weights that share a scale, and scales that share one, as in the QLoRA paper
 
 
@@ -66,7 +78,7 @@ class FourBitLinear(nn.Linear):
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter in peft's format."""
-    return (folder / CONFIG_FILE).exists()
+    return (folder.expanduser() / CONFIG_FILE).exists()
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -88,6 +100,14 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         _inject(peft, model, config, dtype)
+    names = [f".{name}" for name, _ in model.named_modules()]
+    final: Any = model.peft_config[NAME]
+    for target in final.target_modules:  # without what peft finds in the parameters of fused experts
+        if not any(name.endswith(f".{target}") for name in names):
+            raise ModelError(
+                f"model.adapter.targets: no layer of {type(model).__name__} has a name that ends with {target}. "
+                "Correct or remove it, or use auto."
+            )
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:
@@ -112,10 +132,11 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
         )
     config.inference_mode = False
     _inject(peft, model, config, dtype)
+    file = Path(path).expanduser() / WEIGHTS_FILE
     try:
-        state = load_file(Path(path) / WEIGHTS_FILE)
+        state = load_file(file)
     except Exception as error:
-        raise ModelError(f"{setting}: cannot read {Path(path) / WEIGHTS_FILE} ({error}). Check the folder.") from error
+        raise ModelError(f"{setting}: cannot read {file} ({error}). Check the folder.") from error
     names = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     idle = sorted(name for name in names if is_inside(name, without_gradient(model)))
     if idle:
@@ -125,21 +146,28 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
             "FOLDER."
         )
     expected = peft.get_peft_model_state_dict(model).keys()
-    if names.keys() != expected:
-        some = ", ".join(sorted(names.keys() ^ expected)[:3])
-        raise ModelError(f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ...")
-    peft.set_peft_model_state_dict(model, names)
+    _refuse_names(path, names.keys() ^ expected, setting)
+    with _fitting(path, setting):
+        peft.set_peft_model_state_dict(model, names)
 
 
 def merged(model: PreTrainedModel, path: str, *, setting: str) -> PreTrainedModel:
-    """The model with an adapter's update added to its weights: a plain model again."""
+    """The model with an adapter's update added to its weights: a plain model again. Raises ModelError."""
     peft = _peft(f"{setting} is the adapter {path}")
-    _read_config(peft, path, setting)
-    try:
-        whole = peft.PeftModel.from_pretrained(model, path).merge_and_unload()
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{setting}: the adapter {path} does not fit its base model: {reason}") from error
+    config = _read_config(peft, path, setting)
+    with _fitting(path, setting):
+        adapted = peft.PeftModel(model, config)
+        found = adapted.load_adapter(
+            Path(path).expanduser(), NAME, key_mapping=getattr(model, "_checkpoint_conversion_mapping", {})
+        )
+        _refuse_names(path, {*found.missing_keys, *found.unexpected_keys}, setting)
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        if any(isinstance(end, _wrapper(peft)) for end in ends) and ends[0].weight is ends[1].weight:
+            raise ModelError(
+                f"{setting}: the adapter {path} changes the embedding or the output head of a model in which the two "
+                "are one weight, so they cannot be merged. Use it beside its base model, as peft does."
+            )
+        whole = adapted.merge_and_unload()
     vars(whole).pop("peft_config", None)
     whole.requires_grad_(True)
     assert isinstance(whole, PreTrainedModel)
@@ -194,18 +222,46 @@ def _peft(why: str) -> Any:
     return optional.require("peft", extra="adapters", why=why)
 
 
+def _wrapper(peft: Any) -> Any:
+    """The class of what is put around a layer."""
+    return peft.tuners.tuners_utils.BaseTunerLayer
+
+
 def _read_config(peft: Any, path: str, setting: str) -> Any:
     if not is_adapter(Path(path)):
         raise ModelError(f"{setting}: {path} is not the folder of an adapter: it has no {CONFIG_FILE}.")
-    config = peft.PeftConfig.from_pretrained(path)
-    odd = {"bias": "none", "modules_to_save": None, "target_parameters": None, "layer_replication": None}
-    found = {name: getattr(config, name, usual) for name, usual in odd.items()}
-    if config.peft_type != "LORA" or any(found[name] != usual for name, usual in odd.items()):
+    try:
+        config = peft.PeftConfig.from_pretrained(Path(path).expanduser())
+    except Exception as error:
+        raise ModelError(f"{setting}: cannot read {Path(path) / CONFIG_FILE} ({error}). Check the folder.") from error
+    usual = peft.LoraConfig().to_dict()
+    odd = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not (name in COMMON or value == usual.get(name) or (name, value) in PLAIN_STARTS)
+    }
+    if odd:
         raise ModelError(
-            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {found}. Only LoRA, DoRA and "
+            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {odd}. Only LoRA, DoRA and "
             "rsLoRA with nothing beside them can be used. Merge it into its base model with peft, and start from that."
         )
     return config
+
+
+def _refuse_names(path: str, different: Collection[str], setting: str) -> None:
+    """Raise ModelError for tensors that are in an adapter's file or in the model under it, but not in both."""
+    if different:
+        some = ", ".join(sorted(different)[:3])
+        raise ModelError(f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ...")
+
+
+@contextmanager
+def _fitting(path: str, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{setting}: the adapter {path} does not fit its base model: {reason}") from error
 
 
 def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) -> None:
@@ -215,7 +271,7 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"model.adapter: {type(model).__name__} takes no such adapter: {reason}") from error
     for what, layer in (("output head", model.get_output_embeddings()), ("embedding", model.get_input_embeddings())):
-        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+        if isinstance(layer, _wrapper(peft)):
             raise ModelError(f"model.adapter.targets: the {what} cannot be a target. Name other layers, or use auto.")
     for parameter in model.parameters():
         if parameter.requires_grad:

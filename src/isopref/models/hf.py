@@ -85,7 +85,7 @@ def is_olmo_core(path: str) -> bool:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> Any:
     """The model's tokenizer, with its chat template if it has one. Raises ModelError."""
-    if is_adapter(Path(path)) and not (Path(path) / "tokenizer_config.json").exists():
+    if is_adapter(Path(path)) and not (Path(path).expanduser() / "tokenizer_config.json").exists():
         path = base_of(path, setting=setting)
     if is_olmo_core(path) and not (Path(path).expanduser() / "tokenizer_config.json").exists():
         raise ModelError(
