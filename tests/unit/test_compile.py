@@ -18,6 +18,7 @@ from isopref.config.schema import Config
 from isopref.data.rows import build_microbatch
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
+from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import decoder_layers, parallelize
@@ -95,3 +96,21 @@ def test_what_null_chooses(native: bool, asked: bool | None, device: str, dtype:
     run = Run(config, Path("run"), Environment(0, 1, torch.device(device)), Display(quiet=True))
     model = tiny_model("llama")
     assert _compiles(run, Policy(from_hf(model) if native else model)) is expected
+
+
+def test_experts_under_an_adapter_are_not_compiled() -> None:
+    """peft puts them into a class of their own for every pass, which is compiled each time."""
+    model = {"path": "m", "dtype": "bfloat16", "adapter": {}}
+    policies = [
+        Policy(with_adapter(tiny_model("qwen3_moe"), "lora", targets=targets))
+        for targets in (None, ["q_proj", "v_proj"])
+    ]
+    for asked in (None, True):
+        config = Config.model_validate({"model": model, "data": {"train": "d"}, "layout": {"compile": asked}})
+        run = Run(config, Path("run"), Environment(0, 1, torch.device("cuda")), Display(quiet=True))
+        assert _compiles(run, policies[1]) is True
+        if asked is None:
+            assert _compiles(run, policies[0]) is False
+        else:
+            with pytest.raises(ConfigError, match=r"layout\.compile: true with an adapter of fused experts"):
+                _compiles(run, policies[0])

@@ -219,16 +219,23 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 def _compiles(run: Run, policy: Policy) -> bool:
     """What layout.compile: null chooses. Only the CUDA kernel takes a row whole; others would compile each row anew."""
     asked, model, layout = run.config.layout.compile, run.config.model, run.config.layout
+    summed = adapter.summed_parameters(policy.model)
     fit = (
         run.env.device.type == "cuda"
         and "bfloat16" in (model.compute_dtype or model.dtype)
         and layout.rows in ("shared", "packed")
         and not run.loss.balance_weight
+        and not summed
     )
     if asked and run.loss.balance_weight:
         raise ConfigError(
             "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
             "decide. Remove one of the two."
+        )
+    if asked and summed:
+        raise ConfigError(
+            "layout.compile: true with an adapter of fused experts, whose layers would be compiled for each pass anew. "
+            "Remove layout.compile, or name model.adapter.targets without experts and routers."
         )
     if asked and not fit and layout.rows in ("shared", "packed"):
         raise ConfigError(

@@ -228,7 +228,8 @@ class Planner:
             compiled=(bool(asked.compile) if model.native else asked.compile is not False)
             and compute == 2
             and asked.rows in ("shared", "packed")
-            and not loss.balance_weight,
+            and not loss.balance_weight
+            and not self.shape.summed_parameters,
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,
             compute_bytes=compute,

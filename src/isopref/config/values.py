@@ -57,7 +57,7 @@ class AdapterConfig(Section):
     targets: Literal["auto"] | Annotated[list[Text], Field(min_length=1)] = Field(
         default="auto",
         description="Layers that get an update, by the end of their names, as in [q_proj, v_proj]. auto: every linear "
-        "layer that text uses but the output head, or those of path.",
+        "layer that text uses but the output head, experts and routers too, or those of path.",
     )
     path: Text | None = Field(
         default=None,

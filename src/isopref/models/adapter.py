@@ -110,6 +110,18 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
             )
 
 
+def summed_parameters(model: PreTrainedModel) -> int:
+    """Of weights that are no layer, as those of fused experts. peft adds the update to all of them in every pass.
+
+    The sum is kept for the backward pass; and it lies in a class that is made anew each time, so that a compiler would
+    never be done.
+    """
+    if not has_adapter(model):
+        return 0
+    wrapper = _peft("model.adapter is set").tuners.lora.layer.ParamWrapper
+    return sum(module.get_param().numel() for module in model.modules() if isinstance(module, wrapper))
+
+
 def is_quantised(parameter: nn.Parameter) -> bool:
     return type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor)
 

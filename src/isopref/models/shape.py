@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from isopref.models.adapter import summed_parameters
 from isopref.models.flops import UsefulFlops
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
@@ -20,6 +21,7 @@ class Shape:
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
     frozen_in_maps: int  # numbers of all those that are not trained; what experts are fused into is no linear map
+    summed_parameters: int  # that have an adapter, and are held a second time, with its update
     layers: int
     width: int
     heads: int
@@ -68,6 +70,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         root_parameters=sum(p.numel() for _, p in text if id(p) not in in_layers),
         largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
+        summed_parameters=summed_parameters(model),
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,

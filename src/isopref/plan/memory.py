@@ -4,7 +4,7 @@ What a layer keeps for its backward pass: the input and the output of every matr
 has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
 as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
 prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
-save on the way, too.
+save on the way, too. Fused experts under an adapter are kept with its update added, whatever the tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -43,12 +43,13 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
-    kept = of_token * tokens + of_copy * (keys - tokens)
+    summed = shape.summed_parameters / shape.layers * layout.compute_bytes
+    kept = of_token * tokens + of_copy * (keys - tokens) + summed
     plain = shape.layers - layout.recompute
     inputs = tokens * shape.width * layout.compute_bytes
     activations = plain * kept + layout.recompute * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacked_bytes(shape, layout)
+    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacked_bytes(shape, layout) + summed
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
         gathered=_gathered(shape, layout),

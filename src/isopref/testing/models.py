@@ -1,5 +1,6 @@
 """Tiny models of many architectures, built from configs with random weights, and random pairs for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,10 @@ def tiny_model(
     return model
 
 
-def with_adapter(model: PreTrainedModel, kind: Kind) -> PreTrainedModel:
+def with_adapter(model: PreTrainedModel, kind: Kind, *, targets: Sequence[str] | None = None) -> PreTrainedModel:
     """The model with an adapter that is not at its start, so that all of it has a gradient."""
     dtype = next(model.parameters()).dtype
-    add_adapter(model, NewAdapter(kind, rank=4, alpha=8.0), dtype=dtype, seed=0)
+    add_adapter(model, NewAdapter(kind, rank=4, alpha=8.0, targets=targets), dtype=dtype, seed=0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,0 +1,64 @@
+"""What fused experts under an adapter take: the plan beside what a forward pass keeps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from isopref.models.adapter import NewAdapter, add_adapter
+from isopref.models.shape import shape_of
+from isopref.plan.layout import ONE_GPU, Loads
+from isopref.plan.memory import peak_memory
+from isopref.testing.models import tiny_model
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS, WIDTH, INNER, LAYERS = 4, 32, 240, 2
+SUMMED = LAYERS * EXPERTS * 3 * WIDTH * INNER
+
+
+def adapted(*targets: str) -> PreTrainedModel:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=INNER)
+    add_adapter(model, NewAdapter("lora", rank=4, alpha=8.0, targets=targets), dtype=torch.bfloat16, seed=0)
+    return model
+
+
+def kept_bytes(model: PreTrainedModel) -> int:
+    """What a forward pass of a few tokens holds for the backward pass, beside the model's own weights."""
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=torch.tensor([[5, 9, 23]]))
+    assert output.logits.requires_grad
+    return sum(kept.values())
+
+
+def test_a_second_copy_of_the_experts_is_kept() -> None:
+    models = [adapted(*ATTENTION, *more) for more in ((), ("gate_proj", "up_proj", "down_proj"))]
+    shapes = [shape_of(model) for model in models]
+    assert [shape.summed_parameters for shape in shapes] == [0, SUMMED]
+    few, many = (kept_bytes(model) for model in models)
+    assert many - few == pytest.approx(2 * SUMMED, rel=0.06)  # and what the adapter itself keeps
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+def test_the_peak_has_it_for_each_layer_that_keeps_its_activations(recompute: int) -> None:
+    """And, in one layer's backward pass, its gradient; there it is computed again, where it was not kept."""
+    shape = shape_of(adapted(*ATTENTION, "gate_proj", "up_proj", "down_proj"))
+    load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
+    layout = replace(ONE_GPU, compiled=False, recompute=recompute)
+    with_sum, without = (
+        peak_memory(one, layout, load, pairs=0) for one in (shape, replace(shape, summed_parameters=0))
+    )
+    layer = 2 * SUMMED / LAYERS
+    assert with_sum.activations - without.activations == pytest.approx((LAYERS - recompute) * layer)
+    assert with_sum.logits - without.logits == pytest.approx(layer * (2 if recompute else 1))
