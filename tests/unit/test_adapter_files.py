@@ -170,6 +170,15 @@ def test_every_target_has_a_layer() -> None:
         add_adapter(tiny_model("llama"), new, dtype=torch.float32, seed=0)
 
 
+@pytest.mark.parametrize(("architecture", "targets"), [("llama", None), ("gpt2", None), ("gpt2", ["wpe", "c_attn"])])
+def test_dora_begins_with_the_rows_as_long_as_they_are(architecture: str, targets: list[str] | None) -> None:
+    """Also on a base in bfloat16, of which peft takes lengths in bfloat16: others computed with them in float32."""
+    model = tiny_model(architecture, dtype=torch.bfloat16)
+    expected = logits(tiny_model(architecture, dtype=torch.bfloat16).float())
+    add_adapter(model, NewAdapter("dora", rank=4, alpha=8.0, targets=targets), dtype=torch.float32, seed=0)
+    torch.testing.assert_close(logits(model.float()), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["layers.1.mlp.gate", "o_proj"]])
 def test_fused_experts_are_named_as_the_layers_they_were(targets: list[str]) -> None:
     model = tiny_model("qwen3_moe")

@@ -288,3 +288,14 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if config.use_dora:
+        _measure_lengths(model, dtype)
+
+
+def _measure_lengths(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Begin DoRA with rows as long as they are: peft rounds that to the base's number type."""
+    for layer in model.modules():
+        lengths: Any = getattr(layer, "lora_magnitude_vector", {})
+        if NAME in lengths:
+            base: Any = layer.get_base_layer()  # type: ignore[operator]
+            lengths[NAME].weight.data = lengths[NAME].get_weight_norm(base.weight.detach().to(dtype), 0.0, scaling=1.0)
