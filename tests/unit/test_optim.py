@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isopref.engine.optim import HISTORY, Kind, Muon, SkippingAdamW, build_optimizer, orthogonal
 from isopref.models.policy import Policy
-from isopref.testing.models import tiny_model, with_adapter
+from isopref.testing.models import ARCHITECTURES, tiny_model, with_adapter
 
 COMMON: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "seed": 0}
 
@@ -40,6 +40,24 @@ def test_only_what_is_trained_is_held(kind: Kind) -> None:
     policy = Policy(with_adapter(tiny_model("llama"), "lora"))
     held = {id(p) for group in build(kind, policy).param_groups for p in group["params"]}
     assert held == {id(p) for name, p in policy.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_biases_of_fused_experts_are_biases(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one matrix, of which each row is the bias of an expert: not decayed, nor made orthogonal."""
+    monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ("gpt_oss", {**ARCHITECTURES["llama"][1], "num_local_experts": 4}))
+    policy = Policy(tiny_model("gpt_oss"))
+    found = {
+        name: (group["weight_decay"], group.get("orthogonal", False))
+        for group in build(kind, policy).param_groups
+        for name, one in policy.named_parameters()
+        if any(one is parameter for parameter in group["params"])
+    }
+    biases = {name: how for name, how in found.items() if name.endswith("bias")}
+    assert any(dict(policy.named_parameters())[name].ndim == 2 for name in biases)
+    assert set(biases.values()) == {(0.0, False)}
+    assert found["model.model.layers.0.mlp.experts.down_proj"] == (0.1, False)
+    assert found["model.model.layers.0.self_attn.q_proj.weight"] == (0.1, kind == "muon")
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("adamw_skip", 1e-6), ("adamw_8bit", 2e-2)])

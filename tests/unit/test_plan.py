@@ -62,7 +62,7 @@ def test_a_vision_tower_is_held_and_no_more() -> None:
     seen = sum(p.numel() for name, p in tiny_model("gemma3_vision").named_parameters() if "language_model" not in name)
     assert (both.parameters, both.unused_parameters) == (text.parameters + seen, seen)
     assert (both.trained_parameters, both.frozen_parameters) == (text.parameters, seen)
-    for name in ("root_parameters", "layer_parameters", "share_in_layers", "largest_matrix", "active_parameters"):
+    for name in ("root_parameters", "layer_parameters", "share_in_matrices", "largest_matrix", "active_parameters"):
         assert getattr(both, name) == getattr(text, name), name
     for parallel in ({}, FSDP, {**FSDP, "grad_sync": "every"}):
         there = layout(**{**parallel, "frozen_bytes": 4})

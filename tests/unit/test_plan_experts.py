@@ -1,6 +1,8 @@
 """What fused experts under an adapter take: the plan beside what a forward pass keeps."""
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isopref.build.auto import state_bytes
+from isopref.engine.optim import build_optimizer
 from isopref.models.adapter import NewAdapter, add_adapter
+from isopref.models.policy import Policy
 from isopref.models.shape import shape_of
 from isopref.plan.layout import ONE_GPU, Loads
 from isopref.plan.memory import peak_memory
@@ -40,6 +45,22 @@ def kept_bytes(model: PreTrainedModel) -> int:
         output = model(input_ids=torch.tensor([[5, 9, 23]]))
     assert output.logits.requires_grad
     return sum(kept.values())
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_muon_has_one_average_for_matrices_alone(adapter: bool) -> None:
+    """Fused experts are none: AdamW has two for them."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=INNER)
+    if adapter:
+        add_adapter(model, NewAdapter("lora", rank=4, alpha=8.0), dtype=torch.bfloat16, seed=0)
+    shape, policy = shape_of(copy.deepcopy(model)), Policy(model)
+    common: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "seed": 0}
+    optimizer = build_optimizer("muon", policy, compute_dtype=torch.bfloat16, **common)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    held = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    assert held == pytest.approx(shape.trained_parameters * state_bytes("muon", 2, in_matrices=shape.share_in_matrices))
 
 
 def test_a_second_copy_of_the_experts_is_kept() -> None:

@@ -35,8 +35,8 @@ def attention_share(width: int) -> float:
     return 1 / (6 * width)
 
 
-def state_bytes(kind: str, weight: int, *, in_layers: float) -> float:
-    """Bytes of the optimizer for each trained number of `weight` bytes; `in_layers` of them are layers' matrices."""
+def state_bytes(kind: str, weight: int, *, in_matrices: float) -> float:
+    """Bytes of the optimizer for each trained number of `weight` bytes; `in_matrices`: share in layers' matrices."""
     if "8bit" in kind:
         return 2 * BYTES_8BIT
-    return weight * (2 - in_layers if kind == "muon" else 2)  # Muon has one average for the layers' matrices
+    return weight * (2 - in_matrices if kind == "muon" else 2)  # Muon has one average for the layers' matrices

@@ -56,7 +56,7 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
         grad_sync=run.grad_sync,
         layers=(fewest, every),
         tokens=tokens,
-        state_share=auto.state_bytes(run.config.optim.kind, weight, in_layers=0.0) / weight,
+        state_share=auto.state_bytes(run.config.optim.kind, weight, in_matrices=0.0) / weight,
     )
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")

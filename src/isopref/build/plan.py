@@ -235,7 +235,7 @@ class Planner:
             compute_bytes=compute,
             frozen_bytes=frozen,
             quantised=quantised,
-            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_layers=self.shape.share_in_layers),
+            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_matrices=self.shape.share_in_matrices),
             offload=asked.offload,
             from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,

@@ -5,7 +5,7 @@ Muon is our own: OLMo-core's takes its own model class alone, and torch's orthog
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -37,20 +37,20 @@ def build_optimizer(
     compute_dtype: torch.dtype,
 ) -> Optimizer:
     """The optimizer of what is trained in `model`; norms and biases are not decayed."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     common: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
     groups = _groups(trained, weight_decay)
     match kind:
         case "adamw":
-            return AdamW(groups, **common, fused=all(p.is_cuda for p in trained))
+            return AdamW(groups, **common, fused=all(p.is_cuda for p in trained.values()))
         case "adamw_skip":
             return SkippingAdamW(groups, **common, rolling_interval_length=HISTORY)
         case "muon":
-            layers = (p for layer in decoder_layers(unwrap(model)) for p in layer.parameters())
-            matrices = {id(p) for p in layers if p.ndim == 2}
-            rest = _groups((p for p in trained if id(p) not in matrices), weight_decay)
-            turned = {"params": [p for p in trained if id(p) in matrices], "weight_decay": weight_decay}
-            return Muon([{**turned, "orthogonal": True}, *rest], **common, compute_dtype=compute_dtype)
+            in_layers = {id(p) for layer in decoder_layers(unwrap(model)) for p in layer.parameters()}
+            matrices = {n: p for n, p in trained.items() if id(p) in in_layers and p.ndim == 2 and _decays(n, p)}
+            rest = {name: p for name, p in trained.items() if name not in matrices}
+            turned = {"params": list(matrices.values()), "weight_decay": weight_decay, "orthogonal": True}
+            return Muon([turned, *_groups(rest, weight_decay)], **common, compute_dtype=compute_dtype)
     torchao = _torchao(f"optim.kind is {kind}")
     rounded = kind.endswith("_sr")
     make = torchao.AdamW8bit if "8bit" in kind else torchao._AdamW
@@ -60,10 +60,15 @@ def build_optimizer(
     return optimizer
 
 
-def _groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    every = list(params)
-    flat, matrices = [p for p in every if p.ndim < 2], [p for p in every if p.ndim >= 2]
-    return [{"params": some, "weight_decay": decay} for some, decay in ((matrices, weight_decay), (flat, 0.0)) if some]
+def _groups(params: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    decayed = [p for name, p in params.items() if _decays(name, p)]
+    flat = [p for name, p in params.items() if not _decays(name, p)]
+    return [{"params": some, "weight_decay": decay} for some, decay in ((decayed, weight_decay), (flat, 0.0)) if some]
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    """Whether it is no norm and no bias. Those of fused experts are one matrix."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def _torchao(why: str) -> Any:

@@ -18,6 +18,7 @@ class Shape:
     parameters: int
     unused_parameters: int  # of the parts that text does not use: held, but never gathered nor trained
     trained_parameters: int
+    trained_in_matrices: int  # of decoder layers; what experts are fused into is none
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
     frozen_in_maps: int  # numbers of all those that are not trained; what experts are fused into is no linear map
@@ -38,8 +39,8 @@ class Shape:
         return self.parameters - self.unused_parameters
 
     @property
-    def share_in_layers(self) -> float:
-        return 1 - self.root_parameters / self.text_parameters
+    def share_in_matrices(self) -> float:
+        return self.trained_in_matrices / max(1, self.trained_parameters)
 
     @property
     def layer_parameters(self) -> float:
@@ -67,6 +68,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         parameters=parameters,
         unused_parameters=parameters - in_text,
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trained_in_matrices=sum(p.numel() for _, p in text if p.requires_grad and p.ndim == 2 and id(p) in in_layers),
         root_parameters=sum(p.numel() for _, p in text if id(p) not in in_layers),
         largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
