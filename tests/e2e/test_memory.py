@@ -16,6 +16,7 @@ import torch
 from isopref.cli import main as cli
 from isopref.engine import train_module
 from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.memory import ran_out
 from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
 from isopref.score import score as ours
@@ -49,6 +50,9 @@ main()
 LACKS = {
     "torch": torch.OutOfMemoryError("planted"),
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "host": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    ),
 }
 
 
@@ -63,7 +67,9 @@ def limit(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception = LACKS
     monkeypatch.setattr(train_module, "score", limited)
 
 
-@pytest.mark.parametrize(("loss", "lack"), [("sigmoid", "torch"), ("sigmoid", "cublas"), ("aot", "torch")])
+@pytest.mark.parametrize(
+    ("loss", "lack"), [("sigmoid", "torch"), ("sigmoid", "cublas"), ("sigmoid", "host"), ("aot", "torch")]
+)
 def test_microbatches_shrink_and_the_weights_are_the_same(
     project: Project,
     make_project: MakeProject,
@@ -184,6 +190,12 @@ def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyP
         "CUDA out of memory. Tried to allocate 1.62 GiB. A microbatch would be cut smaller, but this is the model"
     )
     assert message.endswith("isopref plan says what fits.")
+
+
+def test_torch_says_so_of_the_host_too() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(10**15)
+    assert ran_out(found.value)
 
 
 def test_another_error_stays_what_it_is(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,13 @@ WAYS_OUT = (
     "shorten the pairs"
 )
 
-SIGNS = ("out of memory", "STATUS_ALLOC_FAILED")
+SIGNS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 
 Before = Callable[[int], None]  # is told the number of a microbatch before that runs
 
 
 def ran_out(error: RuntimeError) -> bool:
-    """Whether a device lacked memory. cuBLAS, Triton and NCCL ask it for some of their own, and say so in their way."""
+    """Whether a device lacked memory. The host, cuBLAS, Triton and NCCL say so each in its own way."""
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
