@@ -228,8 +228,7 @@ class Planner:
             compiled=(bool(asked.compile) if model.native else asked.compile is not False)
             and compute == 2
             and asked.rows in ("shared", "packed")
-            and not loss.balance_weight
-            and not self.shape.summed_parameters,
+            and not (loss.balance_weight or self.shape.summed_parameters),
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,
             compute_bytes=compute,

@@ -15,6 +15,7 @@ from isopref.build.data import sample_prompts
 from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
 from isopref.build.trainer import checkpointer
+from isopref.data.surprises import special_token_pattern
 from isopref.data.table import PairTable
 from isopref.engine.restore import weights_of
 from isopref.models import conversion, hf
@@ -27,6 +28,8 @@ from isopref.report.read import METRICS_FILE, REPORT_FILE, SAMPLES_FILE, read_ru
 from isopref.types import IntArray
 
 log = logging.getLogger(__name__)
+
+CELL = 400  # characters
 
 
 def export(run: Run, model: nn.Module, tokenizer: Any) -> None:
@@ -97,7 +100,7 @@ def say_answers(
     model.to("cpu")
     exported: Any = load_exported(run)
     after = sample(run, exported.to(run.env.device), tokenizer, prompts)
-    questions = [_last_turn(tokenizer.decode(prompt, skip_special_tokens=True)) for prompt in prompts]
+    questions = [last_turn(tokenizer, prompt) for prompt in prompts]
     every = list(zip(questions, before, after, strict=True))
     with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
         for question, old, new in every:
@@ -109,7 +112,7 @@ def say_answers(
                 "sampled_after": new.sampled,
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    rows = [(question, old.greedy, new.greedy) for question, old, new in every]
+    rows = [(_end_of(question), old.greedy, new.greedy) for question, old, new in every]
     run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
 
 
@@ -154,7 +157,15 @@ def say_end(run: Run, seconds: float) -> None:
         )
 
 
-def _last_turn(text: str) -> str:
-    """The last line of a prompt that says something, without the name of the role that is to answer."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line not in ("assistant", "model")), "")
+def last_turn(tokenizer: Any, prompt: IntArray) -> str:
+    """What was asked last in a prompt: the last text between special tokens that is not the role which is to answer."""
+    special, text = special_token_pattern(tokenizer), str(tokenizer.decode(prompt))
+    turns = [part.strip().partition("\n") for part in (special.split(text) if special else [text])]
+    asked = [(role, rest) for role, _, rest in turns if role not in ("", "assistant", "model")]
+    role, rest = asked[-1] if asked else ("", text)
+    return (rest if role in ("user", "human") else f"{role}\n{rest}").strip()
+
+
+def _end_of(text: str) -> str:
+    """As much of a text as a cell of the terminal's table should hold."""
+    return text if len(text) <= CELL else f"...{text[-CELL:]}"
