@@ -281,7 +281,10 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model.adapter: {type(model).__name__} takes no such adapter: {reason}") from error
+        raise ModelError(
+            f"model.adapter: {type(model).__name__} takes no such adapter: {reason.rstrip('.')}. Name other layers in "
+            "model.adapter.targets, as in [q_proj, v_proj], or another kind."
+        ) from error
     for what, layer in (("output head", model.get_output_embeddings()), ("embedding", model.get_input_embeddings())):
         if isinstance(layer, _wrapper(peft)):
             raise ModelError(f"model.adapter.targets: the {what} cannot be a target. Name other layers, or use auto.")
