@@ -37,6 +37,15 @@ def test_what_chooses_keys_is_as_it_was(whole: tuple[Project, Path], load_weight
     assert {name for name in same if name.endswith("_proj.weight") and ".indexer." not in name} == set()
 
 
+def test_the_run_says_so(whole: tuple[Project, Path], load_weights: LoadWeights) -> None:
+    project, _ = whole
+    count = sum(weight.numel() for name, weight in load_weights(project.model).items() if ".indexer." in name)
+    outcome = project.isopref("train", "my.yaml", *SAVE, "run.folder=said", "optim.max_steps=1")
+    assert outcome.code == 0, outcome.err
+    said = "not trained, as a choice of keys has no gradient: 2 indexers, such as model.layers.0.self_attn.indexer "
+    assert f"\n{said}({count:,} weights)\n" in outcome.out
+
+
 def test_stopped_and_resumed_it_ends_in_the_same_bits(
     whole: tuple[Project, Path], load_weights: LoadWeights, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from isopref.models.policy import Policy
 from isopref.models.shape import shape_of
 from isopref.plan.layout import ONE_GPU, Loads
 from isopref.plan.memory import peak_memory
-from isopref.testing.models import tiny_model
+from isopref.testing.models import ARCHITECTURES, tiny_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS, WIDTH, INNER, LAYERS = 4, 32, 240, 2
@@ -47,10 +47,13 @@ def kept_bytes(model: PreTrainedModel) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_muon_has_one_average_for_matrices_alone(adapter: bool) -> None:
-    """Fused experts are none: AdamW has two for them."""
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=INNER)
+@pytest.mark.parametrize(("architecture", "adapter"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False)])
+def test_muon_has_one_average_for_matrices_alone(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, adapter: bool
+) -> None:
+    """Fused experts are none, nor are their biases: AdamW has two for them."""
+    monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ("gpt_oss", {**ARCHITECTURES["llama"][1], "num_local_experts": 4}))
+    model = tiny_model(architecture, dtype=torch.bfloat16)
     if adapter:
         add_adapter(model, NewAdapter("lora", rank=4, alpha=8.0), dtype=torch.bfloat16, seed=0)
     shape, policy = shape_of(copy.deepcopy(model)), Policy(model)

@@ -149,12 +149,14 @@ def check_base(path: str) -> None:
 
 def say_unused(run: Run, policy: Policy) -> None:
     """What of a model has no gradient and is not trained, if there is any."""
-    chooses = indexers(policy.model)
-    for parts, why in ((policy.unused, "text does not use it"), (chooses, "it chooses keys and has no gradient")):
+    choosing = indexers(policy.model)
+    for parts, what, why in (
+        (policy.unused, ", ".join(policy.unused), "text does not use it"),
+        (choosing, f"{len(choosing)} indexers, such as {''.join(choosing[:1])}", "a choice of keys has no gradient"),
+    ):
         if parts:
             weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, parts))
-            names = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
-            run.display.say(f"not trained, as {why}: {names} ({sum(weights):,} weights)")
+            run.display.say(f"not trained, as {why}: {what} ({sum(weights):,} weights)")
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

@@ -60,7 +60,6 @@ _SHARE = "data.eval takes a share of the prompts, as 0.05, or held-out data of i
 _SOURCES = "data.train takes files, folders or hub names; a list mixes them"
 _STAGE = "Nothing to set: isopref train trains, on pairs"
 _TARGETS = "model.adapter.targets takes a list, as in [q_proj, v_proj]; auto is every linear layer"
-
 _WORKERS = "Nothing to set: all cores tokenise, and steps are built ahead"
 
 # Names of what is said in another way here, or not at all.

@@ -30,7 +30,6 @@ WAYS_OUT = (
     "Recompute activations (layout.checkpointing: full), spread the model over more GPUs (layout.parallel: fsdp), or "
     "shorten the pairs"
 )
-
 SIGNS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 
 Before = Callable[[int], None]  # is told the number of a microbatch before that runs

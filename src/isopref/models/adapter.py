@@ -48,7 +48,7 @@ NF4_BLOCK, NF4_SCALES = 64, 256  # weights that share a scale, and scales that s
 class NewAdapter:
     """An adapter that changes nothing yet. `targets`: ends of layers' names; None: every linear layer but the head.
 
-    What text does not use of a multi-modal model is never a target.
+    What has no gradient (unused.py) is never a target.
     """
 
     kind: Kind
@@ -150,8 +150,8 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
     except Exception as error:
         raise ModelError(f"{setting}: cannot read {file} ({error}). Check the folder.") from error
     names = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-    idle = sorted(name for name in names if is_inside(name, without_gradient(model)))
-    if idle:
+    parts = without_gradient(model)
+    if idle := sorted(name for name in names if is_inside(name, parts)):
         raise ModelError(
             f"{setting}: the adapter {path} has {len(idle)} tensors in parts of the model that have no gradient, such "
             f"as {idle[0]}: they could not be trained. Make one model of it and its base first: isopref merge {path} "
@@ -264,7 +264,10 @@ def _refuse_names(path: str, different: Collection[str], setting: str) -> None:
     """Raise ModelError for tensors that are in an adapter's file or in the model under it, but not in both."""
     if different:
         some = ", ".join(sorted(different)[:3])
-        raise ModelError(f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ...")
+        raise ModelError(
+            f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ... It must be "
+            "whole, and made for this base model."
+        )
 
 
 @contextmanager

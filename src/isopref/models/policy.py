@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from isopref.models.attention import NAME, register
 from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
-from isopref.models.unused import unused_parts, without_gradient
+from isopref.models.unused import indexers, unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
 from isopref.types import Microbatch, Pass
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         embedding.padding_idx = None
         self._noisy = noisy_modules(model)
         self.unused = unused_parts(model)
-        for name in without_gradient(model):
+        for name in (*self.unused, *indexers(model)):
             attrgetter(name)(model).requires_grad_(False)
         self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used

@@ -68,7 +68,11 @@ def shape_of(model: PreTrainedModel) -> Shape:
         parameters=parameters,
         unused_parameters=parameters - in_text,
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        trained_in_matrices=sum(p.numel() for _, p in text if p.requires_grad and p.ndim == 2 and id(p) in in_layers),
+        trained_in_matrices=sum(
+            p.numel()
+            for name, p in text
+            if p.requires_grad and p.ndim == 2 and id(p) in in_layers and not name.endswith("bias")
+        ),
         root_parameters=sum(p.numel() for _, p in text if id(p) not in in_layers),
         largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
