@@ -6,6 +6,8 @@ The names below are imported when they are first used, so that `import isopref` 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from isopref.threads import limit_spinning
+
 if TYPE_CHECKING:
     from isopref.data.packing import Budget
     from isopref.data.table import PairTable
@@ -57,4 +59,5 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'isopref' has no attribute '{name}'")
+    limit_spinning()
     return getattr(import_module(f"isopref.{_HOME[name]}"), name)
