@@ -22,8 +22,10 @@ from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
+from isopref.threads import limit_spinning
 
-OTHER_RANKS_WAIT_S = 5
+FIRST_RANK_WAIT_S = 20  # for the first rank to meet the same error
+END_WAIT_S = 60  # for the launcher to end this rank once the first one has failed
 ECHO_WAIT_S = 15
 
 
@@ -73,13 +75,13 @@ def main() -> None:
     """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
     environment = dict(os.environ)
     end_with_parent()
+    limit_spinning()
     try:
         app(_spelled_out(sys.argv[1:]), prog_name="isopref")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            # Ranks meet most errors alike. The first one speaks, and its end ends the others before they do.
-            time.sleep(OTHER_RANKS_WAIT_S)
+        if rank != "0" and _first_rank_reports():
+            sys.exit(1)
         again = isinstance(error, StartAgainError) and error.at_once
         alone = "RANK" not in environment  # else the launcher starts again
         word = "warning" if again and alone else "error"
@@ -91,6 +93,16 @@ def main() -> None:
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why
         raise
+
+
+def _first_rank_reports() -> bool:
+    """Whether the first rank meets this error too and reports it; its end usually ends this process in here."""
+    from isopref.engine.spokesman import first_rank_failed
+
+    if not first_rank_failed(within_s=FIRST_RANK_WAIT_S):
+        return False
+    time.sleep(END_WAIT_S)
+    return True
 
 
 def _spelled_out(arguments: list[str]) -> list[str]:

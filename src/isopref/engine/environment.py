@@ -16,7 +16,8 @@ from olmo_core.distributed.utils import init_distributed
 from olmo_core.utils import seed_all
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from isopref.errors import ConfigError
+from isopref.engine.spokesman import announce_failure
+from isopref.errors import ConfigError, UserError
 from isopref.ranks import own_rank
 
 TIMEOUT = timedelta(minutes=30)
@@ -90,6 +91,10 @@ def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Envi
     where = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     try:
         yield Environment(own_rank(), world_size, where)
+    except UserError:
+        if world_size > 1 and own_rank() == 0:
+            announce_failure()
+        raise
     finally:
         if dist.is_initialized():
             gc.collect()  # a Trainer that outlives the group can abort the process at its exit
