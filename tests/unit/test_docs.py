@@ -1,6 +1,7 @@
 """What is generated is what the code says now; what pages name exists: fields, links, commands, messages."""
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,33 @@ def says(text: str, quote: str) -> bool:
 
 def pattern(text: str) -> str:
     return ".*".join(re.escape(part) for part in text.split("..."))
+
+
+def speed_rows(page: str) -> list[list[str]]:
+    """The cells of README's speed table, row by row."""
+    table = page[page.index("| pairs/s |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+
+
+def test_speed_figures_are_the_measured_ones() -> None:
+    """README and RESULTS.md quote benchmarks/measured.json, which vs_trl.py wrote, rounded."""
+    measured = json.loads((ROOT / "benchmarks" / "measured.json").read_text())["results"]
+    speed = {(one["cell"], one["system"]): one["pairs_per_s"] for one in measured}
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    rows = speed_rows((ROOT / "README.md").read_text())
+    for cell, (_, isopref, *peers) in zip(("1b-chat", "1b-hh", "8b-chat", "8b-lora"), rows, strict=True):
+        ours = speed[cell, "isopref"]
+        assert float(isopref) == rounded(ours, isopref)
+        for system, text in zip(("trl", "trl-liger"), peers, strict=True):
+            assert bool(text) == ((cell, system) in speed), (cell, system)
+            if text:
+                pairs_per_s, ratio = re.fullmatch(r"([\d.]+) \(([\d.]+)x\)", text).groups()  # type: ignore[union-attr]
+                theirs = speed[cell, system]
+                assert float(pairs_per_s) == rounded(theirs, pairs_per_s)
+                assert float(ratio) == rounded(ours / theirs, ratio)
+                assert f"{ours / theirs:.2f}x as fast" in results
+
+
+def rounded(value: float, like: str) -> float:
+    """A value with as many decimals as a text has."""
+    return round(value, len(like.partition(".")[2]))

@@ -1,7 +1,6 @@
 """Which rank reports an error: the first, if it fails too, however long it then takes to end."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -12,13 +11,13 @@ from isopref.errors import ConfigError
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that a launcher keeps, on a port of its own."""
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(kept.port))
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    yield kept
+    return kept
 
 
 @pytest.mark.usefixtures("store")
