@@ -1,5 +1,6 @@
 """Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.models import hf
-from isopref.places import cache_folder
+from isopref.places import table_folder
 from isopref.types import IntArray
 
 # What is held out is the same for every optim.seed: runs that differ in it can be compared, and no run trains on what
@@ -30,6 +31,8 @@ SPLIT_SEED = 0
 HEAD_START_S = 2.0
 SAMPLES = 3
 MANY_DROPPED = 0.2  # of a source's records: said aloud
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def _whole_table(
             bar(count - done, "")
             done = count
 
-        folder = cache_folder() / "tables"
+        folder = table_folder()
         try:
             return build_table(
                 specs,
@@ -213,6 +216,7 @@ def _whole_table(
                 progress=progress,
                 workers=all_cores(),
                 head_start_s=0.0 if is_first else HEAD_START_S,
+                say=(lambda text: display.say(f"warning: {text}")) if is_first else log.warning,
             )
         except OSError as error:
             raise ConfigError(
