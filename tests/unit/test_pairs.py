@@ -202,6 +202,28 @@ def test_a_column_name_we_do_not_have_is_refused(tmp_path: Path) -> None:
         build(spec, folder=tmp_path)
 
 
+TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": "prompt", "chosen": "prompt"}, f"the column 'prompt' {TWO_ROLES.format('prompt', 'chosen')}"),
+        ({"chosen": "a", "rejected": "a"}, f"the column 'a' {TWO_ROLES.format('chosen', 'rejected')}"),
+        (
+            {"chosen": "prompt"},
+            "the column 'prompt' is read as chosen, so nothing is read as prompt. Name a column for that too, as in "
+            "{chosen: prompt, prompt: COLUMN}, or remove chosen: prompt.",
+        ),
+    ],
+)
+def test_one_column_for_two_roles_is_refused(tmp_path: Path, columns: dict[str, str], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", [record(n, a="a") for n in range(3)]).path
+    with pytest.raises(ConfigError) as raised:
+        build(SourceSpec(path, columns=columns), folder=tmp_path)
+    assert str(raised.value) == f"columns for '{path}': {message}"
+
+
 def test_progress_counts_records_and_knows_the_total_where_the_format_does(tmp_path: Path, small_chunks: None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

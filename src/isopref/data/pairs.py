@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SIDES, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import (
@@ -141,7 +141,28 @@ def _open(spec: SourceSpec) -> Source:
         raise ConfigError(
             f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
         )
+    _refuse_shared_columns(spec)
     return read_source(spec.path, columns=spec.columns)
+
+
+def _refuse_shared_columns(spec: SourceSpec) -> None:
+    """Raise ConfigError where one column would be read under two names, or is moved and leaves nothing in its place."""
+    columns = spec.columns or {}
+    roles: dict[str, list[str]] = {}
+    for ours, theirs in columns.items():
+        roles.setdefault(theirs, []).append(ours)
+    for theirs, names in roles.items():
+        if len(names) > 1:
+            raise ConfigError(
+                f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Name another "
+                "column for one of them."
+            )
+        if theirs in ("prompt", *SIDES) and theirs not in columns:
+            (ours,) = names
+            raise ConfigError(
+                f"columns for '{spec.path}': the column '{theirs}' is read as {ours}, so nothing is read as {theirs}. "
+                f"Name a column for that too, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
+            )
 
 
 def _content(sources: list[Source]) -> list[Any]:
