@@ -31,6 +31,7 @@ SPLIT_SEED = 0
 HEAD_START_S = 2.0
 SAMPLES = 3
 MANY_DROPPED = 0.2  # of a source's records: said aloud
+SHARE_OFF = 0.2  # of data.eval, by which what it holds out may be off before that is said aloud
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ def say_tables(tables: Tables, display: Display) -> None:
             display.say(f"      {note}")
     if tables.num_left_out:
         display.say(f"data  {left_out_note(tables.num_left_out)}")
-    if tables.held_out is not None and any(source.train and source.held_out for source in tables.sources):
+    if tables.held_out is not None and any(
+        source.field == "data.train" and source.held_out for source in tables.sources
+    ):
         display.say(f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval)")
     say_warnings(tables, display)
 
@@ -143,7 +146,20 @@ def _tables(config: Config, train: PairTable, held_out: PairTable | None, source
         warnings.append(
             f"optim.batch_pairs is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
         )
+    if config.data.eval_share is not None and held_out is not None:
+        warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out))
     return Tables(train, held_out, sources, warnings)
+
+
+def _share_warning(asked: float, held_out: int, pairs: int) -> list[str]:
+    """One where the share of pairs held out is far from the one asked for."""
+    found = held_out / pairs
+    if abs(found - asked) <= SHARE_OFF * asked:
+        return []
+    return [
+        f"data.eval: {asked} holds out {held_out} of {pairs} pairs ({found:.0%}): a hash of each prompt decides, so "
+        "with few prompts the share can be far off. Use more data, or name a file of held-out pairs (data.eval: FILE)"
+    ]
 
 
 def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
