@@ -170,7 +170,9 @@ def test_a_damaged_table_that_cannot_be_removed_is_named(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(DataError, match=r"damaged: .*cannot be removed \(Permission denied\)\. Remove it, or set ISOPREF"):
+    with pytest.raises(
+        DataError, match=r"damaged: .*cannot be removed \(Permission denied\)\. Remove it, or set ISOPREF"
+    ):
         build(spec).tokens(8)
 
 
