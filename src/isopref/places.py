@@ -15,6 +15,11 @@ def reference_folder() -> Path:
     return cache_folder() / "reference"
 
 
+def table_folder() -> Path:
+    """Where token tables are, one file for each."""
+    return cache_folder() / "tables"
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Give a file this content: after a crash it is there whole, or not there."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")

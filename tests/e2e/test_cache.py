@@ -63,6 +63,10 @@ def stores(project: Project) -> list[Path]:
     return sorted((project.folder / "cache" / "reference").iterdir())
 
 
+def tables(project: Project) -> list[Path]:
+    return sorted((project.folder / "cache" / "tables").glob("*.arrow"))
+
+
 # --- hits ------------------------------------------------------------------------------------------
 
 SAME_REFERENCE = [
@@ -162,7 +166,7 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     shard.write_bytes(content[:100] + bytes([content[100] ^ 255]) + content[101:])
     verified = project.isopref("cache", "verify")
     assert verified.code == 1
-    assert verified.out == f"{store.name[:12]}  damaged\n"
+    assert f"{store.name[:12]}  damaged\n" in verified.out
     assert verified.err == f"error: {shard}: damaged: its content is not what its name says\n"
     before = scored.num_pairs
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *NO_EVAL)
@@ -171,6 +175,41 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     assert scored.num_pairs - before == NUM_TRAIN
     assert project.isopref("cache", "verify").code == 0
     assert shard.read_bytes() == content
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_damaged_token_table_is_named_and_built_again(
+    project: Project, load_weights: LoadWeights, monkeypatch: pytest.MonkeyPatch, in_use: bool
+) -> None:
+    """When it is opened, or, where it is too large to be checked then, when the damaged pairs are first used."""
+    options = ("data.eval=null", "optim.max_steps=2")
+    expected = load_weights(project.train("first", *options) / "model")
+    (table,) = tables(project)
+    content = table.read_bytes()
+    token = content.index(np.array(byte_tokenizer().encode("yes "), np.int32).tobytes())
+    table.write_bytes(content[:token] + bytes([content[token] ^ 1]) + content[token + 1 :])
+    damage = f"{table}: damaged: the digest of section 2 of 2 does not match"
+
+    verified = project.isopref("cache", "verify")
+    assert verified.code == 1
+    assert f"{table.stem[:12]}  damaged  token table\n" in verified.out
+    assert verified.err == f"error: {damage}. Delete it: a run that needs it builds it again\n"
+
+    if in_use:
+        starts: list[Any] = []
+        monkeypatch.setattr("isopref.data.pairs.CHECKED_AT_ONCE", 0)
+        monkeypatch.setattr("isopref.cli.main.start_again", starts.append)
+        stopped = project.isopref("train", "my.yaml", "run.folder=second", *options)
+        assert stopped.err.startswith(f"warning: {damage}. It is removed; the next start builds it again and resumes")
+        assert len(starts) == 1
+    outcome = project.isopref("train", "my.yaml", "run.folder=second", *options, "--resume", "auto")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("damaged: ") == (0 if in_use else 1)
+    assert in_use or f"warning: {damage}. Building it again\n" in outcome.out
+    assert table.read_bytes() == content
+    trained = load_weights(project.folder / "second" / "model")
+    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
+    assert project.isopref("cache", "verify").code == 0
 
 
 def test_values_that_do_not_fit_the_model_are_told_with_the_way_out(project: Project) -> None:
@@ -370,7 +409,10 @@ def test_ls_verify_rm(project: Project) -> None:
     assert set(found) == {path.name[:12] for path in stores(project)}
     assert sorted(int(columns[0]) for columns in found.values()) == [NUM_TRAIN, NUM_TRAIN + NUM_EVAL]
     assert all(columns[3] == str(project.model) for columns in found.values())
-    assert project.isopref("cache", "verify").out == "".join(f"{path.name[:12]}  whole\n" for path in stores(project))
+    whole = [f"{path.name[:12]}  whole\n" for path in stores(project)]
+    whole += [f"{path.stem[:12]}  whole  token table\n" for path in tables(project)]
+    assert len(whole) == 2 + 2  # the pairs of data.train are one table, those of data.eval another
+    assert project.isopref("cache", "verify").out == "".join(whole)
     key = stores(project)[0].name
     assert project.isopref("cache", "verify", key[:8]).out == f"{key[:12]}  whole\n"
     assert project.isopref("cache", "rm", key[:8]).out == f"removed {key}\n"

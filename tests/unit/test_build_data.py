@@ -129,7 +129,39 @@ def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
     assert len(load("data.columns={prompt: question}").train) == 9
 
 
+def test_a_pattern_is_no_source(load: Load) -> None:
+    with pytest.raises(DataError, match=r"^\*\.jsonl: no such file .* Name each file, as in data\.train=\[a\.jsonl, b"):
+        load("data.train=*.jsonl")
+
+
 # --- what is held out --------------------------------------------------------------------------------
+
+
+def test_the_share_held_out_is_told_and_one_that_is_far_off_is_a_warning(load: Load) -> None:
+    far = 0
+    for share in [percent / 100 for percent in range(20, 90, 2)]:
+        tables = load(f"data.eval={share}", "optim.batch_pairs=1")
+        assert tables.held_out is not None
+        held_out = len(tables.held_out)
+        shown = f"{round(100 * held_out / 20)}%"
+        line = f"data  {20 - held_out} pairs to train on, {held_out} held out (data.eval)"
+        assert line in said(tables)
+        is_far = not 0.8 * share <= held_out / 20 <= 1.2 * share
+        assert tables.warnings == is_far * [
+            f"data.eval: {share} holds out {held_out} of 20 pairs ({shown}): a hash of each prompt decides, so with "
+            "few prompts the share can be far off. Use more data, or name a file of held-out pairs (data.eval: FILE)"
+        ]
+        far += is_far
+    assert 0 < far < 35  # of 35
+
+
+def test_the_share_is_told_also_where_each_source_is_on_one_side(load: Load, folder: Path) -> None:
+    lines = (folder / "a.jsonl").read_text().splitlines(keepends=True)
+    tables = load("data.eval=0.5")
+    for name, table in (("trained.jsonl", tables.train), ("held.jsonl", tables.held_out)):
+        (folder / name).write_text(lines[int(origins(table)[0].removeprefix("a.jsonl:")) - 1])
+    split = load("data.train=[trained.jsonl, held.jsonl]", "data.eval=0.5", "optim.batch_pairs=1")
+    assert said(split)[-1] == "data  1 pairs to train on, 1 held out (data.eval)"
 
 
 def test_a_share_of_the_prompts_is_held_out(load: Load, folder: Path) -> None:

@@ -265,6 +265,7 @@ def test_wrong_overrides(file: Path, override: str, message: str) -> None:
 def test_override_that_is_not_yaml(file: Path) -> None:
     (line,) = problems(file, MINIMAL, "optim.betas=[0.9")
     assert line.startswith("override 'optim.betas=[0.9': not valid YAML: ")
+    assert "quotes" not in line
 
 
 @pytest.mark.parametrize(

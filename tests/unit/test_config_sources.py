@@ -29,6 +29,26 @@ def problems(file: Path, text: str, *overrides: str) -> list[str]:
     return [line.removeprefix("  ") for line in lines if not line.endswith("problems:")]
 
 
+@pytest.mark.parametrize("text", ["*.jsonl", "*a", "&a.jsonl", "& b", "!a.jsonl", "@a", "`a`", "%a", "#a"])
+def test_an_override_that_begins_with_a_sign_of_yaml_is_text(file: Path, text: str) -> None:
+    assert data(file, "  train: d\n", f"data.train={text}").train == text
+
+
+def test_an_override_may_still_have_a_tag(file: Path) -> None:
+    assert data(file, "  train: d\n", "data.train=!!str 3").train == "3"
+
+
+@pytest.mark.parametrize("text", ["*.jsonl", "*a", "&a.jsonl", "!a.jsonl", "@a", "`a`"])
+def test_text_that_needs_quotes(file: Path, text: str) -> None:
+    way_out = f'Text that begins with {text[0]} needs quotes: "{text[0]}...".'
+    (line,) = problems(file, "  train: d\n", f"data.train=[{text}, b.jsonl]")
+    assert line.startswith(f"override 'data.train=[{text}, b.jsonl]': not valid YAML: ")
+    assert line.endswith(way_out)
+    (line,) = problems(file, f"  train: {text}\n")
+    assert line.startswith("c.yaml:3: not valid YAML: ")
+    assert line.endswith(way_out)
+
+
 def test_a_source_is_text_or_a_list(file: Path) -> None:
     assert data(file, "  train: a.jsonl\n").train == "a.jsonl"
     assert data(file, "  train: [a.jsonl, b.csv]\n  eval: [c]\n").eval == ["c"]

@@ -202,6 +202,28 @@ def test_a_column_name_we_do_not_have_is_refused(tmp_path: Path) -> None:
         build(spec, folder=tmp_path)
 
 
+TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": "prompt", "chosen": "prompt"}, f"the column 'prompt' {TWO_ROLES.format('prompt', 'chosen')}"),
+        ({"chosen": "a", "rejected": "a"}, f"the column 'a' {TWO_ROLES.format('chosen', 'rejected')}"),
+        (
+            {"chosen": "prompt"},
+            "the column 'prompt' is read as chosen, so nothing is read as prompt. Name a column for that too, as in "
+            "{chosen: prompt, prompt: COLUMN}, or remove chosen: prompt.",
+        ),
+    ],
+)
+def test_one_column_for_two_roles_is_refused(tmp_path: Path, columns: dict[str, str], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", [record(n, a="a") for n in range(3)]).path
+    with pytest.raises(ConfigError) as raised:
+        build(SourceSpec(path, columns=columns), folder=tmp_path)
+    assert str(raised.value) == f"columns for '{path}': {message}"
+
+
 def test_progress_counts_records_and_knows_the_total_where_the_format_does(tmp_path: Path, small_chunks: None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -334,23 +356,6 @@ def test_one_builds_and_the_others_wait(tmp_path: Path) -> None:
         thread.join(timeout=30)
     assert builders == ["first"]
     assert found["first"].digest == found["second"].digest == found["third"].digest
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "no stats"])
-def test_a_damaged_table_is_refused(tmp_path: Path, damage: str) -> None:
-    import pyarrow as pa
-
-    build(write(tmp_path / "a.jsonl", [record(n) for n in range(5)]), folder=tmp_path)
-    (path,) = tables(tmp_path)
-    content = path.read_bytes()
-    if damage == "no stats":  # a whole Arrow file, but one that our writer did not finish
-        reader = pa.ipc.open_file(pa.BufferReader(content))
-        with pa.ipc.new_file(str(path), reader.schema) as writer:
-            writer.write_batch(reader.get_batch(0))
-    else:
-        path.write_bytes(content[:-20] if damage == "cut" else b"")
-    with pytest.raises(DataError, match="not a whole pair table"):
-        PairTable.open(path, ["a"])
 
 
 def test_little_data_starts_no_workers(tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:

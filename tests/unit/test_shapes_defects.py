@@ -16,6 +16,7 @@ from isopref.data.chat import PairEncoder
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
+from isopref.errors import DataError
 from isopref.testing.records import (
     BAD,
     GOOD,
@@ -32,7 +33,7 @@ from isopref.testing.records import (
 from isopref.testing.tokenizers import tiny_tokenizer
 
 # base record, what is changed in it (None: removed), reason
-MESSAGES = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}
+MESSAGES: dict[str, Any] = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}
 CONVERSATIONS = {"chosen": [Q, GOOD], "rejected": [Q, BAD]}
 DEFECTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"rejected": "because"}, "tie"),
@@ -214,3 +215,37 @@ def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_
         assert str(bad).startswith(f"{record.origin}: ")
         reasons[bad.reason] += 1
     assert reasons == table.stats.dropped
+
+
+@pytest.mark.parametrize("column", ["prompt", "conversations"])
+@pytest.mark.parametrize("on_bad", ["error", "drop"])
+def test_whole_conversations_beside_a_prompt_are_told_once_for_the_source(
+    tmp_path: Path, column: str, on_bad: Any
+) -> None:
+    """Not record by record: to drop those would drop all of them. The way out that is named works."""
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad=on_bad)
+    path = tmp_path / "a.jsonl"
+
+    def build(records: list[dict[str, Any]]) -> int:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        tokenizer = tiny_tokenizer("chatml")
+        return len(build_table([SourceSpec(str(path))], tokenizer, folder=tmp_path, options=options))
+
+    whole = [{column: [Q], **CONVERSATIONS} for _ in range(3)]
+    with pytest.raises(DataError) as raised:
+        build(whole)
+    assert str(raised.value) == (
+        f"{path}:1: 'chosen' and 'rejected' hold several turns beside the column '{column}', where one assistant turn "
+        f"each is expected. If they are whole conversations, remove the column '{column}' from the data; else keep "
+        "only the last turn of each."
+    )
+    assert build([{key: value for key, value in record.items() if key != column} for record in whole]) == 3
+    assert build([{column: [Q], "chosen": [GOOD], "rejected": [BAD]} for _ in range(3)]) == 3
+
+
+def test_a_few_whole_conversations_beside_a_prompt_are_records_to_drop() -> None:
+    records = [Record({"prompt": [Q], **CONVERSATIONS}, "a:1"), Record(MESSAGES, "a:2"), Record(MESSAGES, "a:3")]
+    shape = detect_shape(records, raw=False)
+    assert shape.name == "messages"
+    with pytest.raises(BadPairError, match="'chosen' must hold one assistant turn"):
+        to_pair(records[0], shape, raw=False)

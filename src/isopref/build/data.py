@@ -1,5 +1,6 @@
 """Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from isopref.data.table import PairTable, SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.models import hf
-from isopref.places import cache_folder
+from isopref.places import table_folder
 from isopref.types import IntArray
 
 # What is held out is the same for every optim.seed: runs that differ in it can be compared, and no run trains on what
@@ -30,6 +31,9 @@ SPLIT_SEED = 0
 HEAD_START_S = 2.0
 SAMPLES = 3
 MANY_DROPPED = 0.2  # of a source's records: said aloud
+SHARE_OFF = 0.2  # of data.eval, by which what it holds out may be off before that is said aloud
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,9 @@ def say_tables(tables: Tables, display: Display) -> None:
             display.say(f"      {note}")
     if tables.num_left_out:
         display.say(f"data  {left_out_note(tables.num_left_out)}")
-    if tables.held_out is not None and any(source.train and source.held_out for source in tables.sources):
+    if tables.held_out is not None and any(
+        source.field == "data.train" and source.held_out for source in tables.sources
+    ):
         display.say(f"data  {len(tables.train)} pairs to train on, {len(tables.held_out)} held out (data.eval)")
     say_warnings(tables, display)
 
@@ -140,7 +146,20 @@ def _tables(config: Config, train: PairTable, held_out: PairTable | None, source
         warnings.append(
             f"optim.batch_pairs is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
         )
+    if config.data.eval_share is not None and held_out is not None:
+        warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out))
     return Tables(train, held_out, sources, warnings)
+
+
+def _share_warning(asked: float, held_out: int, pairs: int) -> list[str]:
+    """One where the share of pairs held out is far from the one asked for."""
+    found = held_out / pairs
+    if abs(found - asked) <= SHARE_OFF * asked:
+        return []
+    return [
+        f"data.eval: {asked} holds out {held_out} of {pairs} pairs ({found:.0%}): a hash of each prompt decides, so "
+        "with few prompts the share can be far off. Use more data, or name a file of held-out pairs (data.eval: FILE)"
+    ]
 
 
 def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
@@ -203,7 +222,7 @@ def _whole_table(
             bar(count - done, "")
             done = count
 
-        folder = cache_folder() / "tables"
+        folder = table_folder()
         try:
             return build_table(
                 specs,
@@ -213,6 +232,7 @@ def _whole_table(
                 progress=progress,
                 workers=all_cores(),
                 head_start_s=0.0 if is_first else HEAD_START_S,
+                say=(lambda text: display.say(f"warning: {text}")) if is_first else log.warning,
             )
         except OSError as error:
             raise ConfigError(

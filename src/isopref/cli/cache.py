@@ -1,8 +1,10 @@
-"""`isopref cache`: the stores of reference log-probabilities. Only filling one imports torch."""
+"""`isopref cache`: the stores of reference log-probabilities, and a check of all that is kept. Only filling one imports
+torch."""
 
 import sys
 import time
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +13,7 @@ from typer.core import TyperGroup
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
 from isopref.config.load import load_config
 from isopref.errors import ConfigError
-from isopref.places import reference_folder
+from isopref.places import reference_folder, table_folder
 from isopref.reference.store import Store, find_store, stores
 
 FILL = "fill"
@@ -77,24 +79,46 @@ def list_stores() -> None:
 @app.command()
 def verify(
     key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="A store, or the beginning of its key. Default: all.")
+        str | None,
+        typer.Argument(
+            metavar="KEY", help="A store, or the beginning of its key. Default: all stores, and all token tables."
+        ),
     ] = None,
 ) -> None:
-    """Check every byte of the stores. Ends with exit code 1 where something is damaged, and names it.
+    """Check every byte of the stores and of the token tables. If anything is damaged, name it and exit with 1.
 
-    Nothing is changed: a run that needs a damaged shard removes it and scores its pairs again.
+    Nothing is changed. A run that needs a damaged shard removes it and scores its pairs again; one that needs a damaged
+    token table builds it again.
     """
     root = reference_folder()
     chosen = stores(root) if key is None else [find_store(root, key)]
-    problems = {store.key: store.problems() for store in chosen}
-    for name, found in problems.items():
-        print(f"{name[:12]}  {'damaged' if found else 'whole'}")
-        for text in found:
-            print(f"error: {text}", file=sys.stderr)
-    if not chosen:
+    tables = sorted(table_folder().glob("*.arrow")) if key is None else []
+    problems = [_verdict(store.key, store.problems()) for store in chosen]
+    problems += [_verdict(path.stem, _table_problems(path), "  token table") for path in tables]
+    if not problems:
         print(f"No store in {root}.")
-    if any(problems.values()):
+    if any(problems):
         raise typer.Exit(1)
+
+
+def _verdict(name: str, problems: list[str], kind: str = "") -> bool:
+    """Say whether a store or a table is damaged, and how."""
+    print(f"{name[:12]}  {'damaged' if problems else 'whole'}{kind}")
+    for text in problems:
+        print(f"error: {text}", file=sys.stderr)
+    return bool(problems)
+
+
+def _table_problems(path: Path) -> list[str]:
+    from isopref.data.table import DamagedTableError, PairTable
+
+    try:
+        PairTable.open(path, []).check()
+    except DamagedTableError as error:
+        return [f"{error}. Delete it: a run that needs it builds it again"]
+    except OSError as error:
+        return [f"{path}: cannot be read ({error.strerror})"]
+    return []
 
 
 @app.command("rm")

@@ -164,8 +164,16 @@ def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
         if problem and problem.startswith("but "):  # of a second document; the sentence begins in the context
             problem = f"{getattr(error, 'context', '')}, {problem}"
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
-        tab = " Use spaces in place of the tab." if problem and r"'\t'" in problem else ""
-        raise ConfigError(f"{source}{line}: not valid YAML: {problem or ' '.join(str(error).split())}.{tab}") from error
+        way_out = " Use spaces in place of the tab." if problem and r"'\t'" in problem else _quotes(error)
+        problem = problem or " ".join(str(error).split())
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem}.{way_out}") from error
+
+
+def _quotes(error: Exception) -> str:
+    """The way out where text begins with a sign of YAML's, as far as the error tells; else nothing."""
+    words = {"alias": "*", "anchor": "&", "for the tag '!": "!", "character '@'": "@", "character '`'": "`"}
+    sign = next((sign for word, sign in words.items() if word in str(error)), None)
+    return f' Text that begins with {sign} needs quotes: "{sign}...".' if sign else ""
 
 
 def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int, int | None]]:
@@ -198,7 +206,7 @@ def _apply(override: str, draft: _Draft) -> None:
         draft.problems.append(f"{source}: {override_form(name, text)}")
         return
     try:
-        node, value = _parse(text, source)
+        node, value = (None, text) if _is_text(text) else _parse(text, source)
     except ConfigError as error:
         draft.problems.append(str(error))
         return
@@ -219,6 +227,11 @@ def _apply(override: str, draft: _Draft) -> None:
         draft.places[inner] = source
         if first_line:
             draft.report(inner, "given twice. Remove one of the two.")
+
+
+def _is_text(text: str) -> bool:
+    """Whether an override's value begins with a sign that means something to YAML, but nothing there: *.jsonl."""
+    return text.startswith(("*", "&", "!", "@", "`", "%", "#")) and not text.startswith("!!")  # !!str 3 is a value
 
 
 def _validate(draft: _Draft) -> Config | None:

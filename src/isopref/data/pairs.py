@@ -24,10 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SIDES, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
-from isopref.data.table import PairTable, SourceStats, TableRow, TableStats, TableWriter, record_batch
+from isopref.data.table import (
+    DamagedTableError,
+    PairTable,
+    SourceStats,
+    TableRow,
+    TableStats,
+    TableWriter,
+    record_batch,
+)
 from isopref.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -35,8 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 8  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 9  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
+CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
 # which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
 CHUNKS_ALONE = 8
@@ -73,6 +82,7 @@ def build_table(
     progress: Progress | None = None,
     workers: int = 1,
     head_start_s: float = 0.0,
+    say: Callable[[str], None] = log.warning,
 ) -> PairTable:
     """The pairs of all sources, in order, tokenised; from `folder` where the same content was built before.
 
@@ -80,19 +90,39 @@ def build_table(
     `workers` processes tokenise what is left after CHUNKS_ALONE; they start afresh (spawn), so a script that calls
     this with more than one needs the `if __name__ == "__main__":` guard. Of several processes with the same folder one
     builds and the others wait; `head_start_s` leaves the building to another one, which shows its progress.
+    A table that is found damaged is built again by one of them, which tells `say`.
     Raises DataError, ConfigError, RunError.
     """
     sources = [_open(spec) for spec in specs]
     encoder = PairEncoder(tokenizer, options)
     content = _content(sources)
     path = folder / f"{_key(content, encoder)}.arrow"
-    if not path.exists():
+    names = [source.name for source in sources]
+    table, _ = _find(path, names)
+    if table is None:
         time.sleep(head_start_s)
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
-            if not path.exists():  # else another process built it while we waited
+            table, damage = _find(path, names)  # another process may have built it while we waited
+            if damage is not None:
+                say(f"{damage}. Building it again")
+            if table is None:
                 _build(path, sources, content, encoder, progress, workers)
-    return PairTable.open(path, [source.name for source in sources])
+                table = PairTable.open(path, names)
+    return table
+
+
+def _find(path: Path, source_names: list[str]) -> tuple[PairTable | None, DamagedTableError | None]:
+    """The table in a file, if it is there and whole; else what is wrong with it, if it is there."""
+    try:
+        table = PairTable.open(path, source_names)
+        if path.stat().st_size <= CHECKED_AT_ONCE:
+            table.check()
+    except FileNotFoundError:
+        return None, None
+    except DamagedTableError as damage:
+        return None, damage
+    return table, None
 
 
 def all_cores() -> int:
@@ -111,7 +141,28 @@ def _open(spec: SourceSpec) -> Source:
         raise ConfigError(
             f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
         )
+    _refuse_shared_columns(spec)
     return read_source(spec.path, columns=spec.columns)
+
+
+def _refuse_shared_columns(spec: SourceSpec) -> None:
+    """Raise ConfigError where one column would be read under two names, or is moved and leaves nothing in its place."""
+    columns = spec.columns or {}
+    roles: dict[str, list[str]] = {}
+    for ours, theirs in columns.items():
+        roles.setdefault(theirs, []).append(ours)
+    for theirs, names in roles.items():
+        if len(names) > 1:
+            raise ConfigError(
+                f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Name another "
+                "column for one of them."
+            )
+        if theirs in ("prompt", *SIDES) and theirs not in columns:
+            (ours,) = names
+            raise ConfigError(
+                f"columns for '{spec.path}': the column '{theirs}' is read as {ours}, so nothing is read as {theirs}. "
+                f"Name a column for that too, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
+            )
 
 
 def _content(sources: list[Source]) -> list[Any]:

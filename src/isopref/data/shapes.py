@@ -46,6 +46,7 @@ ALIASES = {
     "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
     "rejected": ("reject", "dispreferred", "unpreferred", "worse", "worst", "bad", "negative", "loser", "lose", "neg"),
 }
+WITH_PROMPT = {"messages": "prompt", "sharegpt": "conversations"}  # shapes whose answers are one turn: their prompt
 OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "output", "text", "message", "messages"}
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
@@ -107,6 +108,8 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
                 f"{record.origin}: records of shape '{name}' are messages, which data.template: none cannot "
                 "write. Use the tokenizer's chat template, or data.template: path.jinja."
             )
+        if name in WITH_PROMPT:
+            _refuse_conversations(records, written, WITH_PROMPT[name])
         return replace(SHAPES[name], written=written)
     assert records, "a source without records raises before this"
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
@@ -211,6 +214,27 @@ def _shape_name(fields: Fields) -> str | None:
         case ("absent", "absent", "text"):
             return "hh" if all(is_transcript(fields[key]) for key in SIDES) else None
     return None
+
+
+def _refuse_conversations(records: Sequence[Record], written: frozenset[str], column: str) -> None:
+    """Raise DataError where most records have a prompt and answers of several turns: none of them is a pair."""
+    found = [record for record in records if _has_conversations(record, written)]
+    if 2 * len(found) > len(records):
+        raise DataError(
+            f"{found[0].origin}: 'chosen' and 'rejected' hold several turns beside the column '{column}', where one "
+            f"assistant turn each is expected. If they are whole conversations, remove the column '{column}' from the "
+            "data; else keep only the last turn of each."
+        )
+
+
+def _has_conversations(record: Record, written: frozenset[str]) -> bool:
+    try:
+        fields = _parsed(record.fields, written)
+    except DefectError:
+        return False
+    if _shape_name(fields) not in WITH_PROMPT:
+        return False
+    return all(isinstance(fields[side], list) and len(fields[side]) > 1 for side in SIDES)
 
 
 def _renames(fields: Fields) -> dict[str, str]:

@@ -1,29 +1,32 @@
-"""PairTable: tokenised pairs as an Arrow IPC file, memory-mapped. One file format, one writer, one reader.
+"""PairTable: tokenised pairs in a memory-mapped file. One file format, one writer, one reader.
 
-Owns the layout of the file and views on it. Does not know where pairs come from: see pairs.build_table.
+Owns what is in the file and views on it. Does not know where pairs come from: see pairs.build_table.
 
-N: pairs of a table. A record batch holds the pairs of one chunk of records, so a table of any size is written
-and read piece by piece. The statistics are known last, so they ride on an empty batch at the end: a file
-without it is not whole.
+N: pairs of a table. Each chunk of records is two Arrow record batches, each a section with its own digest (see
+sections): the small columns, which are read and checked when the table is opened, and tokens and places, which are
+checked when a pair of the chunk is first used. So a table of any size is written, read and checked piece by piece.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import mmap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from isopref.data.content import ID_BYTES, pair_id, prompt_id
-from isopref.errors import DataError
+from isopref.data.sections import DamageError, Sections, SectionWriter
+from isopref.errors import DataError, StartAgainError
 from isopref.types import FloatArray, IntArray, PairTokens
 
 SCHEMA = pa.schema(
@@ -38,7 +41,12 @@ SCHEMA = pa.schema(
         "place": pa.string(),  # inside the source (":12"); the source's name is not content
     }
 )
-STATS_KEY = b"isopref.stats"
+TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "place")])
+COLUMNS = pa.schema([field for field in SCHEMA if field.name not in TEXTS.names])
+
+
+class DamagedTableError(DataError):
+    """A table whose file is not as it was written. Built again, it is as it was."""
 
 
 @dataclass(frozen=True)
@@ -131,32 +139,42 @@ def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
 
 
 class TableWriter:
-    """Writes batches to an Arrow sink; `close` adds the statistics, without which the file is not whole."""
+    """Writes batches to a sink; without `close`, which adds the statistics, there is no table."""
 
     def __init__(self, sink: Any) -> None:
-        self._writer = pa.ipc.new_file(sink, SCHEMA)
+        self._writer = SectionWriter(sink)
 
     def write(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
-            self._writer.write_batch(batch)
+            for schema in (COLUMNS, TEXTS):
+                self._writer.write(batch.select(schema.names).serialize())
 
     def close(self, stats: TableStats) -> None:
-        self._writer.write_batch(record_batch([], 0), custom_metadata={STATS_KEY: stats.to_json()})
-        self._writer.close()
+        self._writer.close(stats.to_json())
+
+
+class _Texts(NamedTuple):
+    """Tokens and places of one chunk, where they lie in the file."""
+
+    offsets: IntArray
+    tokens: IntArray
+    places: pa.StringArray
 
 
 class _Store:
-    """The columns of a whole file: small ones in memory, tokens and places where they lie."""
+    """The content of a whole file: small columns in memory, tokens and places where they lie."""
 
-    def __init__(self, source: Any, where: str) -> None:
+    def __init__(self, content: Any, path: Path | None) -> None:
+        self._path = path
         try:
-            reader = pa.ipc.open_file(source)
-            count = reader.num_record_batches
-            stats = reader.get_batch_with_custom_metadata(count - 1).custom_metadata[STATS_KEY]
-            batches = [reader.get_batch(index) for index in range(count - 1)]
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{where}: not a whole pair table ({error}). Delete it to build it again.") from error
-        self.stats = TableStats.from_json(stats)
+            self._sections = Sections(content)
+            batches = [
+                pa.ipc.read_record_batch(self._sections.read(number), COLUMNS)
+                for number in range(0, len(self._sections), 2)
+            ]
+        except DamageError as error:
+            raise DamagedTableError(f"{path}: {error}") from error
+        self.stats = TableStats.from_json(self._sections.note)
         self.starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.lengths: IntArray = self._gather(batches, "lengths", np.int32).reshape(-1, 3)
         self.weights: FloatArray = self._gather(batches, "weight", np.float64)
@@ -165,9 +183,7 @@ class _Store:
         self.sources: IntArray = self._gather(batches, "source", np.int16)
         ids = b"".join(batch["id"].buffers()[1].to_pybytes()[: batch.num_rows * ID_BYTES] for batch in batches)
         self.ids: NDArray[np.uint8] = np.frombuffer(ids, np.uint8).reshape(-1, ID_BYTES)
-        self.places = [batch["place"] for batch in batches]
-        self._offsets = [batch["tokens"].offsets.to_numpy() for batch in batches]
-        self._values = [batch["tokens"].values.to_numpy() for batch in batches]
+        self._texts: list[_Texts | None] = [None] * len(batches)
 
     @staticmethod
     def _gather(batches: list[pa.RecordBatch], name: str, dtype: Any) -> NDArray[Any]:
@@ -181,10 +197,51 @@ class _Store:
 
     def tokens(self, index: int) -> PairTokens:
         batch, row = self.locate(index)
-        start = int(self._offsets[batch][row])
+        texts = self._read_texts(batch)
+        start = int(texts.offsets[row])
         chosen, rejected, end = (int(stop) for stop in start + np.cumsum(self.lengths[index]))
-        values = self._values[batch]
-        return PairTokens(values[start:chosen], values[chosen:rejected], values[rejected:end])
+        return PairTokens(texts.tokens[start:chosen], texts.tokens[chosen:rejected], texts.tokens[rejected:end])
+
+    def place(self, index: int) -> str:
+        batch, row = self.locate(index)
+        return str(self._read_texts(batch).places[row])
+
+    def check(self) -> None:
+        """Check every byte. Raises DamagedTableError."""
+        for number in range(len(self._sections)):
+            try:
+                self._sections.read(number)
+            except DamageError as error:
+                raise DamagedTableError(f"{self._path}: {error}") from error
+
+    def _read_texts(self, batch: int) -> _Texts:
+        texts = self._texts[batch]
+        if texts is None:
+            try:
+                section = self._sections.read(2 * batch + 1)
+            except DamageError as error:
+                self._give_up(error)
+            found = pa.ipc.read_record_batch(section, TEXTS)
+            tokens = found["tokens"]
+            texts = _Texts(tokens.offsets.to_numpy(), tokens.values.to_numpy(), found["place"])
+            self._texts[batch] = texts
+        return texts
+
+    def _give_up(self, error: DamageError) -> NoReturn:
+        """Remove the file, so that the next start builds it again, and stop."""
+        assert self._path is not None, "a table in memory is not damaged"
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as refused:
+            raise DataError(
+                f"{self._path}: {error}, and it cannot be removed ({refused.strerror}). Remove it, or set "
+                "ISOPREF_CACHE to another folder, and use the same command with --resume."
+            ) from error
+        raise StartAgainError(
+            f"{self._path}: {error}. It is removed; the next start builds it again and resumes from the last "
+            "checkpoint. isopref train and torchrun --max-restarts start by themselves; else use the same command "
+            "with --resume."
+        ) from error
 
 
 class PairTable:
@@ -205,8 +262,14 @@ class PairTable:
 
     @classmethod
     def open(cls, path: Path, source_names: Sequence[str]) -> PairTable:
-        """Map the table in a file. Raises DataError where it is damaged."""
-        return cls(_Store(pa.memory_map(str(path)), str(path)), tuple(source_names))
+        """Map the table in a file. Raises DamagedTableError for damage outside tokens and places.
+
+        Damage in those is met when they are first used, which raises StartAgainError; `check` looks for it at once.
+        """
+        with path.open("rb") as file:
+            empty = file.seek(0, io.SEEK_END) == 0  # which cannot be mapped
+            content = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return cls(_Store(content, path), tuple(source_names))
 
     @classmethod
     def from_tokens(cls, pairs: Iterable[PairTokens], weights: Iterable[float] | None = None) -> PairTable:
@@ -217,11 +280,11 @@ class PairTable:
             TableRow(tokens, weight, prompt_id(tokens.prompt), f"pair {index}")
             for index, (tokens, weight) in enumerate(zip(pairs, weights, strict=True))
         ]
-        sink = pa.BufferOutputStream()
+        sink = io.BytesIO()
         writer = TableWriter(sink)
         writer.write(record_batch(rows, 0))
         writer.close(TableStats((SourceStats("memory", "tokens", read=len(rows), kept=len(rows)),)))
-        return cls(_Store(pa.BufferReader(sink.getvalue()), "a table in memory"), ("",))
+        return cls(_Store(sink.getvalue(), None), ("",))
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -262,8 +325,11 @@ class PairTable:
 
     def origin(self, index: int) -> str:
         """Where the pair came from: "data.jsonl:12"."""
-        batch, row = self._store.locate(int(self._indices[index]))
-        return self.source_names[int(self.sources[index])] + str(self._store.places[batch][row])
+        return self.source_names[int(self.sources[index])] + self._store.place(int(self._indices[index]))
+
+    def check(self) -> None:
+        """Check every byte of the file, also on a view. Raises DamagedTableError."""
+        self._store.check()
 
     def select(self, indices: IntArray | Sequence[int]) -> PairTable:
         """A view on these pairs, in this order. No token is copied."""
