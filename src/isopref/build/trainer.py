@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from signal import Signals
 
 import torch
 from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup
@@ -118,8 +119,8 @@ def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
     return found
 
 
-def fit(run: Run, trainer: Trainer) -> bool:
-    """Train to the last step. Returns whether it got there; if a signal came before, a checkpoint says where it was.
+def fit(run: Run, trainer: Trainer) -> Signals | None:
+    """Train to the last step, or until a signal stops the run, with a checkpoint. Returns that signal, if any.
 
     Raises RunError where it makes no sense to go on, or is impossible.
     """
@@ -134,7 +135,7 @@ def fit(run: Run, trainer: Trainer) -> bool:
             "on with the same command and --resume: checkpoints are as they were."
         ) from error
     done = f"step {trainer.global_step} of {trainer.max_steps}"
-    guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).signal_name
+    guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).stopped_by
     assert isinstance(guard, GuardCallback)
     if guard.gave_up:
         raise RunError(
@@ -143,11 +144,11 @@ def fit(run: Run, trainer: Trainer) -> bool:
             "model.dtype."
         )
     if stopped_by is None or trainer.global_step == trainer.max_steps:
-        return True
+        return None
     run.display.say(
-        f"\nStopped by {stopped_by} after {done}, with a checkpoint. Go on with the same command and --resume."
+        f"\nStopped by {stopped_by.name} after {done}, with a checkpoint. Go on with the same command and --resume."
     )
-    return False
+    return stopped_by
 
 
 def _is_of(folder: Path, error: OSError) -> bool:

@@ -50,11 +50,11 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     minutes: float | None = None
     evaluate: EvaluateCallback | None = None
-    signal_name: str | None = None  # that the run was stopped by
+    stopped_by: signal.Signals | None = None  # as all ranks know it
     together: Together = field(default_factory=Together)
     clock: Callable[[], float] = time.monotonic  # not of the day: that may jump
     _saved_at: float = 0.0
-    _asked: str | None = None
+    _asked: signal.Signals | None = None  # by this process
     _on_hangup: Any = signal.SIG_DFL
 
     def pre_train(self) -> None:
@@ -71,23 +71,23 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         if self._asked is not None:  # once is enough: the checkpoint is on its way
             return
-        self._asked = signal.Signals(signum).name
+        self._asked = signal.Signals(signum)
         if own_rank() == 0:
-            os.write(2, f"\n{self._asked}: finishing this step and saving a checkpoint\n".encode())
+            os.write(2, f"\n{self._asked.name}: finishing this step and saving a checkpoint\n".encode())
 
     def post_train_batch(self) -> None:
         """Nothing yet: evaluation and metrics of the step come first."""
 
     def post_step(self) -> None:
         late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
-        stop, late = self.together.any(self._asked is not None, late and own_rank() == 0)
+        stop, late = self.together.most(self._asked or 0, late and own_rank() == 0)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
         if late or best or every or stop:  # while a second signal is still only noted
             self._save()
         if stop:
-            self.signal_name = self._asked or "a signal to another process"
-            self.trainer.cancel_run(f"{self.signal_name} received", no_sync=True)
+            self.stopped_by = signal.Signals(stop)
+            self.trainer.cancel_run(f"{self.stopped_by.name} received", no_sync=True)
 
     def post_train(self) -> None:
         signal.signal(signal.SIGHUP, self._on_hangup)
@@ -100,7 +100,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
             exc.at_once = False
         if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._asked == "SIGTERM":
+            if self._asked == signal.SIGTERM:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def best(self) -> tuple[Path, str | None] | None:
