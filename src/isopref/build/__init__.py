@@ -31,7 +31,7 @@ from isopref.build.run import (
     run_folder,
     say_trust,
 )
-from isopref.build.trainer import build_trainer, fit
+from isopref.build.trainer import build_trainer, checkpointer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config
 from isopref.data.packing import check_budget, tokens_alone
@@ -182,6 +182,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
         if held_out is not None:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
         if config.run.export:
+            checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
             result.export_best(run, trainer, model, tokenizer)
             result.export(run, model, tokenizer)
             result.say_answers(run, model, tokenizer, prompts, before)

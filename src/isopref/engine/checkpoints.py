@@ -1,7 +1,8 @@
 """Checkpoints: when they are saved, which are kept, and how a damaged one is known.
 
 The engine writes them (beside their place, then renamed). A seal, the digests of all their files, comes last: a folder
-without one, or with other bytes than its seal says, is not whole, and no run goes on from it.
+without one, or with other bytes than its seal says, is not whole, and no run goes on from it. Weights that are not
+finite are never saved.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from olmo_core.train.callbacks import CheckpointerCallback
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.engine.callbacks import EvaluateCallback
+from isopref.engine.guard import bad_weights
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, is_echo
 from isopref.places import write_whole
@@ -110,7 +112,23 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         path = Path(self.save_folder) / f"step{self.evaluate.best_step}"
         return path, damage(path)
 
+    def check_weights(self) -> None:
+        """Raise RunError if a trained weight is NaN or Inf. All ranks call this together."""
+        bad = bad_weights(self.trainer.train_module.model)
+        if not bad:
+            return
+        more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
+        earlier = [path for number, path in _numbered(Path(self.save_folder)) if number < self.step]
+        sealed = [path for path in earlier if (path / SEAL).exists()]
+        last = f"The last finite checkpoint is {sealed[-1]}." if sealed else "There is no earlier checkpoint."
+        raise RunError(
+            f"step {self.step}: the weights contain NaN or Inf ({bad[0]}{more}), so no checkpoint was written. {last} "
+            "Start again in another run.folder with a lower optim.lr or optim.weight_decay, or with a wider "
+            "model.dtype."
+        )
+
     def _save(self) -> None:
+        self.check_weights()
         with _refusing(self.save_folder, self.step):
             path = Path(self._save_checkpoint(save_async=False))
             seal(path)
