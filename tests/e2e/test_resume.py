@@ -397,4 +397,4 @@ def test_a_place_that_the_export_would_need(project: Project) -> None:
     """Better said now than after the training."""
     (project.folder / "run" / "model").mkdir(parents=True)
     message = project.refused("run")
-    assert message.startswith("run holds a folder 'model', where the tuned model is to go.")
+    assert message.startswith("run.folder: run holds no run of isopref, but other files: model.")

@@ -31,6 +31,7 @@ from isopref.places import write_whole
 from isopref.ranks import num_ranks, own_rank
 
 SEAL = "seal.json"
+LAST_FILE = "last_checkpoint.json"  # in the run's folder: the step of the last one, which outlives the checkpoints
 UNFINISHED = "it was not finished"
 NAME = re.compile(r"step(\d+)")
 CHUNK = 2**24
@@ -115,23 +116,30 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     def check_weights(self) -> None:
         """Raise RunError if a trained weight is NaN or Inf. All ranks call this together."""
         bad = bad_weights(self.trainer.train_module.model)
-        if not bad:
-            return
-        more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
+        if bad:
+            more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
+            raise self.refusal(f"the weights contain NaN or Inf ({bad[0]}{more})")
+
+    def refusal(self, problem: str) -> RunError:
+        """The error for weights that must not be saved."""
         earlier = [path for number, path in _numbered(Path(self.save_folder)) if number < self.step]
         sealed = [path for path in earlier if (path / SEAL).exists()]
         last = f"The last finite checkpoint is {sealed[-1]}." if sealed else "There is no earlier checkpoint."
-        raise RunError(
-            f"step {self.step}: the weights contain NaN or Inf ({bad[0]}{more}), so no checkpoint was written. {last} "
-            "Start again in another run.folder with a lower optim.lr or optim.weight_decay, or with a wider "
-            "model.dtype."
+        return RunError(
+            f"step {self.step}: {problem}, so no checkpoint was written. {last} Start again in another run.folder with "
+            "a lower optim.lr or optim.weight_decay, or with a wider model.dtype."
         )
 
     def _save(self) -> None:
         self.check_weights()
-        with _refusing(self.save_folder, self.step):
+        folder = Path(self.save_folder)
+        if not _from_first(Path.exists, folder.parent):  # the engine would make it again
+            raise RunError(f"the checkpoint of step {self.step} cannot be written: {outlook(folder)}")
+        with _refusing(folder, self.step):
             path = Path(self._save_checkpoint(save_async=False))
             seal(path)
+            if own_rank() == 0:
+                write_whole(folder.parent / LAST_FILE, json.dumps({"step": self.step}).encode())
         self._checkpoints.append(str(path))
         self._saved_at = self.clock()
         best = f"step{self.evaluate.best_step}" if self.evaluate is not None else None
@@ -146,6 +154,35 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, its seal first: a half-removed one is not whole."""
     (folder / SEAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_saved(folder: Path) -> int | None:
+    """The step of the last checkpoint that a run ever sealed, wherever it is now; None if there was none."""
+    try:
+        return int(json.loads((folder.parent / LAST_FILE).read_bytes())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{folder.parent / LAST_FILE} cannot be read ({error}). Remove it to resume from the checkpoints there are."
+        ) from error
+
+
+def outlook(folder: Path) -> str:
+    """What a run that could not write has in its folder of checkpoints, and how to continue from there."""
+    run = folder.parent
+    if not run.exists():
+        return (
+            f"{run} is gone, and its checkpoints with it: it was removed or renamed during the run. Put it back and "
+            "use --resume, or start again."
+        )
+    sealed = [path for _, path in _numbered(folder) if (path / SEAL).exists()]
+    if not sealed and last_saved(folder) is not None:
+        return (
+            f"The earlier checkpoints were removed during the run. Start over: remove {run}, or set another run.folder."
+        )
+    left = f"Checkpoints up to {sealed[-1].name} are as they were." if sealed else "There is no earlier checkpoint."
+    return f"{left} Free space, or make it writable, then start the same command again with --resume."
 
 
 def sweep(folder: Path) -> None:
@@ -242,7 +279,7 @@ def _from_first(look: Callable[[Path], Found], folder: Path) -> Found:
 
 
 @contextmanager
-def _refusing(folder: str, step: int) -> Iterator[None]:
+def _refusing(folder: Path, step: int) -> Iterator[None]:
     """A checkpoint that cannot be written is a user's matter: the disk is full, the folder is gone."""
     try:
         yield
@@ -250,11 +287,10 @@ def _refusing(folder: str, step: int) -> Iterator[None]:
         if is_echo(error):
             raise
         if own_rank() == 0:
-            sweep(Path(folder))
+            sweep(folder)
         text = str(error)  # of the engine's exceptions a traceback, in which the cause comes first
         cause = next((line for line in text.splitlines() if re.match(r"\w+Error: ", line)), text)
         reason = " ".join(cause.split())[:300]
         raise RunError(
-            f"the checkpoint of step {step} cannot be written to {folder} ({reason}). Checkpoints before it are as "
-            "they were. Make room there, then go on with the same command and --resume."
+            f"the checkpoint of step {step} cannot be written to {folder} ({reason}). {outlook(folder)}"
         ) from error
