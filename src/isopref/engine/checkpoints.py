@@ -83,10 +83,10 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     def post_step(self) -> None:
         late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
-        stop, late = self.together.most(self._asked or 0, late and own_rank() == 0)
+        stop, is_late = self.together.most(self._asked or 0, late and own_rank() == 0)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
-        if late or best or every or stop:  # while a second signal is still only noted
+        if is_late or best or every or stop:  # while a second signal is still only noted
             self._save()
         if stop:
             self.stopped_by = signal.Signals(stop)
@@ -115,7 +115,8 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     def check_weights(self) -> None:
         """Raise RunError if a trained weight is NaN or Inf. All ranks call this together."""
-        bad = bad_weights(self.trainer.train_module.model)
+        module: Any = self.trainer.train_module
+        bad = bad_weights(module.model)
         if bad:
             more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
             raise self.refusal(f"the weights contain NaN or Inf ({bad[0]}{more})")
