@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from isopref.engine import train_module
+from isopref.engine.checkpoints import KeepingCheckpointerCallback
 from isopref.engine.display import Display
 from isopref.engine.optim import Kind
 from isopref.engine.train_module import DPOTrainModule
 from isopref.engine.watch import FEW, WINDOW, WatchCallback
+from isopref.models.parallel import unwrap
+from isopref.report.read import read_run
 from isopref.score import score as ours
 from isopref.testing import oracle
-from isopref.testing.models import byte_tokenizer, tiny_folder
+from isopref.testing.models import byte_tokenizer
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights
@@ -38,28 +43,27 @@ def mark(project: Project) -> None:
 
 
 def test_a_pair_that_gives_nan_is_named_and_skipped(
-    make_project: MakeProject, tmp_path: Path, load_weights: LoadWeights
+    project: Project, monkeypatch: pytest.MonkeyPatch, load_weights: LoadWeights
 ) -> None:
-    """The embedding of one token is NaN. There is no reference, which would be refused for the same reason."""
-    project = make_project("llama")
+    """The model gives one pair, which has a token of its own, a log-probability of NaN."""
     mark(project)
-    folder = tiny_folder(tmp_path / "broken", "llama")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][TOKEN] = math.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    settings = (f"model.path={folder}", "model.dtype=float32", "objective.loss=simpo", *SETTINGS)
-    outcome = project.isopref("train", "my.yaml", "run.folder=run", *settings)
+    before = load_weights(project.model)
+
+    def score(model: Any, microbatch: Any, **options: Any) -> Any:
+        found = ours(model, microbatch, **options)
+        broken = bool((microbatch.passes[0].input_ids == TOKEN).any())
+        return replace(found, chosen=found.chosen * math.nan) if broken else found
+
+    monkeypatch.setattr(train_module, "score", score)
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "layout.microbatch_pairs=1")
     assert outcome.code == 0, outcome.err
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: step ")
     assert warnings[0].endswith(" was skipped: the loss of train.jsonl:7 is not finite. The weights are as before.")
     trained = load_weights(project.folder / "run" / "model")
-    fine = torch.ones(len(weights["model.embed_tokens.weight"]), dtype=torch.bool)
-    fine[TOKEN] = False
-    assert trained["model.embed_tokens.weight"][fine].isfinite().all()
-    assert trained["lm_head.weight"].isfinite().all()
-    assert not torch.equal(trained["lm_head.weight"], weights["lm_head.weight"])
+    assert all(weight.isfinite().all() for weight in trained.values())
+    assert not any(torch.equal(trained[name], before[name]) for name in before)
     # Strict JSON: what is not finite is null.
     lines = (project.folder / "run" / "metrics.jsonl").read_text().splitlines()
     lost = [json.loads(line, parse_constant=pytest.fail)["train/loss"] is None for line in lines]
@@ -137,6 +141,86 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint(project: Project, monke
     outcome = project.isopref("train", "my.yaml", "run.folder=run", "data.eval=null", "--resume", "optim.lr=0.001")
     assert outcome.code == 0, outcome.err
     assert "resume after step 7\n" in outcome.out
+
+
+OVERFLOWING = ("model.dtype=float32", "optim.max_steps=3")  # too few steps to be stopped for their gradients
+
+
+@pytest.mark.parametrize("setting", ["optim.lr=1e308", "optim.weight_decay=1e308"])
+def test_weights_that_are_not_finite_end_the_run(project: Project, setting: str) -> None:
+    """The first update makes them infinite. Nothing of them is kept."""
+    message = project.refused("run", setting, *OVERFLOWING)
+    assert re.match(r"step \d+: the weights contain NaN or Inf \(transformer\.", message), message
+    assert "no checkpoint was written. There is no earlier checkpoint." in message
+    assert "Start again in another run.folder with a lower optim.lr or optim.weight_decay" in message
+    run = project.folder / "run"
+    assert not (run / "model").exists()
+    assert list(run.glob("checkpoints/step*")) == []
+    assert read_run(run).status == "failed"
+
+
+def test_an_update_that_torch_refuses_ends_the_run(project: Project) -> None:
+    """A rate of 1e300 is no number of float32, which torch's optimizers refuse."""
+    message = project.refused("run", "optim.lr=1e300", "data.eval=null", "model.dtype=float32")
+    assert message.startswith("step 1: the update overflows the weights' number type (value cannot be converted to ")
+    assert "so no checkpoint was written. There is no earlier checkpoint. Start again in another" in message
+    assert not (project.folder / "run" / "model").exists()
+
+
+ADAPTER = "model.adapter.rank=2"
+NATIVE = "model.native=true"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "name"),
+    [
+        ("gpt2", (), "transformer.h.0.attn.c_attn.weight"),
+        ("gpt2", ("layout.parallel=ddp",), "transformer.h.0.attn.c_attn.weight"),
+        ("gpt2", ("layout.parallel=fsdp",), "transformer.h.0.attn.c_attn.weight"),
+        ("llama", (ADAPTER,), "model.layers.0.self_attn.q_proj.lora_A.default.weight"),
+        ("llama", (NATIVE,), "transformer.blocks.0.attention.w_q.weight"),
+    ],
+)
+def test_the_last_finite_checkpoint_is_named(
+    make_project: MakeProject,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    settings: tuple[str, ...],
+    name: str,
+) -> None:
+    """One number of one tensor becomes infinite in the fifth step, without a trace in the gradient."""
+    project = make_project(architecture, model={"dtype": "float32"})
+    step = DPOTrainModule.optim_step
+
+    def optim_step(self: Any) -> None:
+        step(self)
+        if self.trainer.global_step == 5:
+            parameters = dict(unwrap(self.model).named_parameters())
+            with torch.no_grad():
+                weight = parameters[f"model.{name}"]
+                (weight.to_local() if isinstance(weight, DTensor) else weight).view(-1)[0] = math.inf
+            self.guard.step = lambda *_, **__: None  # later ones would spread it
+
+    monkeypatch.setattr(DPOTrainModule, "optim_step", optim_step)
+    message = project.refused("run", "data.eval=null", "run.save_every=3", *settings)
+    assert message.startswith(
+        f"step 6: the weights contain NaN or Inf ({name}), so no checkpoint was written. The last finite checkpoint is "
+        "run/checkpoints/step3."
+    )
+    assert [path.name for path in (project.folder / "run" / "checkpoints").iterdir()] == ["step3"]
+    assert sorted(path.name for path in (project.folder / "run").glob("*model*")) == []
+
+
+def test_a_model_that_is_not_finite_is_not_exported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished checkpoint of a version that did not look: only the export is left to do."""
+    settings = ("data.eval=null", "optim.lr=1e308", *OVERFLOWING)
+    with monkeypatch.context() as patch:
+        patch.setattr(KeepingCheckpointerCallback, "check_weights", lambda _self: None)
+        run = project.train("run", *settings, "run.export=false")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step3"]
+    message = project.refused("run", *settings, "--resume")
+    assert message.startswith("step 3: the weights contain NaN or Inf (transformer.")
+    assert not (run / "model").exists()
 
 
 def watched(losses: list[float], nlls: list[float], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -79,7 +79,10 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     assert message.startswith("the checkpoint of step 6 cannot be written to run/checkpoints (OSError: ")
     assert "File too large" in message
     assert "Traceback" not in message
-    assert message.endswith("Make room there, then go on with the same command and --resume.")
+    assert message.endswith(
+        "Checkpoints up to step3 are as they were. Free space, or make it writable, then start the same command again "
+        "with --resume."
+    )
     run = project.folder / "run"
     assert checkpoints(run) == ["step3"]
     monkeypatch.undo()

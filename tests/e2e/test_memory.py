@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_there_is_an_end_to_smaller_microbatches(
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again() -> None:
-    for asked in (None, "SIGTERM"):
+    for asked in (None, signal.SIGTERM):
         error = StartAgainError("no memory")
         keeping = KeepingCheckpointerCallback()
         keeping._asked = asked

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from isopref.report.read import read_run
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
     command.wait_for(sealed(project, 4))
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.end()
-    assert code == 0, err
+    assert code == 128 + signal.SIGTERM, err
     assert out.count("\nStopped by SIGTERM after step ") == 1
     assert out.endswith(" of 30, with a checkpoint. Go on with the same command and --resume.\n")
     assert command.family() == {}
@@ -95,12 +96,25 @@ def test_from_one_to_four_sharded_to_two_whole(
     command.wait_for(sealed(project, 12))
     command.process.send_signal(signal.SIGINT)
     code, out, err = command.end()
-    assert code == 0, err
+    assert code == 128 + signal.SIGINT, err
     assert "resume after step 8\n" in out
     assert "Stopped by SIGINT" in out
+    assert read_run(run).status.startswith("stopped at step ")
     command = start(project, *SETTINGS, "layout.parallel=ddp", "layout.rows=packed", "--resume")
     code, out, err = command.end()
     assert code == 0, err
     assert "resume after step 1" in out
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 30
+
+
+def test_a_signal_to_one_rank_stops_all_and_torchrun_fails(project: Project, start: Start) -> None:
+    """As on a node that is preempted: every rank learns which signal it was. torchrun itself only knows exit code 1."""
+    command = start(project, *SETTINGS, launcher=[*TORCHRUN, "-m", "isopref"])
+    command.wait_for(sealed(project, 4))
+    os.kill(command.rank(1), signal.SIGTERM)
+    code, out, err = command.end()
+    assert code == 1, err
+    assert out.count("\nStopped by SIGTERM after step ") == 1
+    assert "exitcode  : 143" in err
+    assert read_run(project.folder / "run").status.startswith("stopped at step ")

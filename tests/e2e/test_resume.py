@@ -41,6 +41,10 @@ def pull_plug() -> None:
     raise PulledPlugError
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -165,7 +169,9 @@ def test_on_another_layout_the_weights_are_the_same_to_rounding(
     assert f"rows: {layout[0].removeprefix('layout.rows=')}" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(("how", "name"), [(press_ctrl_c, "SIGINT"), (hang_up, "SIGHUP")])
+@pytest.mark.parametrize(
+    ("how", "name", "code"), [(terminate, "SIGTERM", 143), (press_ctrl_c, "SIGINT", 130), (hang_up, "SIGHUP", 129)]
+)
 def test_a_signal_saves_and_says_how_to_go_on(
     request: pytest.FixtureRequest,
     project: Project,
@@ -175,6 +181,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     load_weights: LoadWeights,
     how: Callable[[], None],
     name: str,
+    code: int,
 ) -> None:
     hang_up_before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and rightly so
     request.addfinalizer(lambda: signal.signal(signal.SIGHUP, hang_up_before))
@@ -189,7 +196,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     ours = checkpointing.seal
     with mock.patch.object(checkpointing, "seal", seal):
         outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == code, outcome.err
     assert outcome.out.endswith(
         f"\nStopped by {name} after step 5 of 10, with a checkpoint. Go on with the same command and --resume.\n"
     )
@@ -390,4 +397,4 @@ def test_a_place_that_the_export_would_need(project: Project) -> None:
     """Better said now than after the training."""
     (project.folder / "run" / "model").mkdir(parents=True)
     message = project.refused("run")
-    assert message.startswith("run holds a folder 'model', where the tuned model is to go.")
+    assert message.startswith("run.folder: run holds no run of isopref, but other files: model.")

@@ -209,6 +209,14 @@ def test_user_error_from_the_run_names_the_rank(isopref: Isopref, config_file: P
     assert (result.returncode, result.stderr) == (1, "error on rank 3: x.jsonl:3: bad\n")
 
 
+STOPPED = "import signal\ndef train(config, *, name, resume): return signal.SIGTERM"
+
+
+def test_a_run_that_a_signal_stopped_is_no_success(isopref: Isopref, config_file: Path) -> None:
+    result = isopref("train", config_file.name, build=STOPPED)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
+
+
 AGAIN = """
 from isopref.errors import StartAgainError
 import os

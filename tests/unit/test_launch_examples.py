@@ -16,7 +16,12 @@ def tools(tmp_path: Path) -> Path:
     """Commands of a cluster."""
     folder = tmp_path / "tools"
     folder.mkdir()
-    for name, does in {"srun": 'echo "$@"', "torchrun": 'echo "$@"', "scontrol": "printf 'node1\\nnode2\\n'"}.items():
+    does_what = {
+        "srun": 'echo "$@"; exit ${SRUN_ENDS_WITH:-0}',
+        "python": 'echo "$@"',
+        "scontrol": 'case $1 in show) echo node1; echo node2;; *) echo scontrol "$@";; esac',
+    }
+    for name, does in does_what.items():
         (folder / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / name).chmod(0o755)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -24,27 +29,51 @@ def tools(tmp_path: Path) -> Path:
     return folder
 
 
-def shell(command: list[str], tools: Path, **env: str) -> list[str]:
+def shell(command: list[str], tools: Path, **env: str) -> tuple[int, list[str]]:
     path = f"{tools}:{os.environ['PATH']}"
     done = subprocess.run(command, env={"PATH": path, "HOME": "/home/me", **env}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert not done.stderr
+    return done.returncode, done.stdout.split()
 
 
-def test_slurm_starts_one_torchrun_on_each_node_and_resumes(tools: Path, tmp_path: Path) -> None:
+def slurm(tools: Path, tmp_path: Path, srun_ends_with: int) -> tuple[int, list[str]]:
     job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "isopref", "SLURM_JOB_ID": "7",
            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}  # fmt: skip
     command = ["bash", str(EXAMPLES / "slurm.sbatch"), "my.yaml", "optim.lr=2e-6"]
-    started = shell(command, tools, **job)
+    return shell(command, tools, **job, SRUN_ENDS_WITH=str(srun_ends_with))
+
+
+def test_slurm_starts_one_launcher_on_each_node_and_resumes(tools: Path, tmp_path: Path) -> None:
+    code, started = slurm(tools, tmp_path, 0)
     folder = tmp_path / "runs" / "isopref-7"
-    assert started[started.index("torchrun") :] == [
-        *("torchrun", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-id", "7-0"),
+    assert code == 0
+    assert started[started.index("python") :] == [
+        *(
+            "python",
+            "-m",
+            "isopref.cli.elastic",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "8",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "7-0",
+        ),
         *("--rdzv-endpoint", "node1:29500", "-m", "isopref", "train", "my.yaml", "--resume", "auto"),
         *(f"run.folder={folder}", "optim.lr=2e-6"),
     ]
 
 
-def test_kubernetes_starts_torchrun_and_resumes(tools: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "requeued"), [(143, True), (1, False), (137, False)])
+def test_slurm_requeues_a_run_that_sigterm_stopped(tools: Path, tmp_path: Path, code: int, requeued: bool) -> None:
+    ended_with, said = slurm(tools, tmp_path, code)
+    assert ended_with == code
+    assert (said[-3:] == ["scontrol", "requeue", "7"]) == requeued
+
+
+def test_kubernetes_starts_the_launcher_and_resumes(tools: Path, tmp_path: Path) -> None:
     job: Any = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     (container,) = replicas["Master"]["template"]["spec"]["containers"]
@@ -52,5 +81,16 @@ def test_kubernetes_starts_torchrun_and_resumes(tools: Path, tmp_path: Path) -> 
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in replicas["Master"]["template"]["spec"]["volumes"]}
     command, folder = [*container["command"], *container["args"]], tmp_path / "run"
-    started = shell(command, tools, FOLDER=str(folder))
-    assert started == ["-m", "isopref", "train", "/config/my.yaml", "--resume", "auto", f"run.folder={folder}"]
+    code, started = shell(command, tools, FOLDER=str(folder))
+    assert code == 0
+    assert started == [
+        "-m",
+        "isopref.cli.elastic",
+        "-m",
+        "isopref",
+        "train",
+        "/config/my.yaml",
+        "--resume",
+        "auto",
+        f"run.folder={folder}",
+    ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 
 from olmo_core.train import Trainer
 
@@ -30,7 +31,7 @@ from isopref.build.run import (
     run_folder,
     say_trust,
 )
-from isopref.build.trainer import build_trainer, fit
+from isopref.build.trainer import build_trainer, checkpointer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config
 from isopref.data.packing import check_budget, tokens_alone
@@ -45,18 +46,26 @@ from isopref.models.experts import check_routers
 from isopref.reference.store import Store
 
 
-def train(config: Config, *, name: str, resume: Resume = "no") -> None:
-    """Run a config from beginning to end. `name` is the config file's, for the default folder."""
+def train(config: Config, *, name: str, resume: Resume = "no") -> Signals | None:
+    """Run a config from beginning to end. `name` is the config file's, for the default folder.
+
+    Returns the signal that stopped the run before its last step; None if the run is finished.
+    """
     started = time.perf_counter()
     with _run(config, name) as run:
         again = goes_on(run, resume)
         if again and resume == "auto" and is_finished(run):
             run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
-            return
+            return None
         with open_folder(run, again):
-            if _train(run, again):
+            stopped_by = _train(run, again)
+            if stopped_by is None:
                 result.write_report(run)
                 result.say_end(run, time.perf_counter() - started)
+        if stopped_by is not None:
+            # The launcher kills all ranks as soon as one exits with an error, so the first rank must be done writing.
+            run.env.barrier()
+        return stopped_by
 
 
 def fill_cache(config: Config, *, name: str) -> None:
@@ -118,8 +127,8 @@ def evaluate_model(
             evaluation.write_json(json_file, {**what, **found.as_json()})
 
 
-def _train(run: Run, resume: bool) -> bool:
-    """Returns whether the run came to its end, or was asked to stop before."""
+def _train(run: Run, resume: bool) -> Signals | None:
+    """Returns the signal that stopped the run before its last step, if one did."""
     config = run.config
     check_parallel(run)
     check_loggers(run)
@@ -167,19 +176,21 @@ def _train(run: Run, resume: bool) -> bool:
     beginning.write(models, scored, ref.logps)
     claim_folder(run)
     with recorded(run, trainer, table, ref.key):
-        if not _fit(run, trainer, store, beginning):
-            return False
+        stopped_by = _fit(run, trainer, store, beginning)
+        if stopped_by is not None:
+            return stopped_by
         if held_out is not None:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
         if config.run.export:
+            checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
             result.export_best(run, trainer, model, tokenizer)
             result.export(run, model, tokenizer)
             result.say_answers(run, model, tokenizer, prompts, before)
-    return True
+    return None
 
 
-def _fit(run: Run, trainer: Trainer, store: Store | None, beginning: Beginning) -> bool:
-    """Returns whether training came to its end."""
+def _fit(run: Run, trainer: Trainer, store: Store | None, beginning: Beginning) -> Signals | None:
+    """Returns the signal that stopped training before its last step, if one did."""
     try:
         return fit(run, trainer)
     except FirstStepError as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopref.build.run import Run
+from isopref.build.run import MODELS_FILE, VALUES_FOLDER, Run
 from isopref.data.table import PairTable
 from isopref.errors import RunError
 from isopref.places import write_whole
@@ -21,9 +21,6 @@ from isopref.reference.fill import Known, complete, find
 from isopref.reference.store import Identity, Store, key_of
 from isopref.report.read import STARTS_FILE
 from isopref.score import TableLogps
-
-MODELS_FILE = "reference.json"
-VALUES_FOLDER = "reference"
 
 
 class Models(NamedTuple):

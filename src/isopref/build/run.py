@@ -11,19 +11,30 @@ from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
+from isopref.build.lock import NAME as LOCK
 from isopref.build.lock import locked
 from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
+from isopref.engine.memory import FILE as MEMORY_FILE
 from isopref.errors import RunError, StartAgainError, UserError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.places import write_whole
-from isopref.report.read import CONFIG_FILE, MODEL_FOLDER
+from isopref.report.read import CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, STARTS_FILE
 
 SCORE_TOKENS = 16384
+CHECKPOINTS_FOLDER = "checkpoints"
+LOG_FILE = "engine.log"
+MODELS_FILE = "reference.json"  # see beginning.py
+VALUES_FOLDER = "reference"
+
+# What a start that fails, or is killed, leaves before `claim_folder`: the folder is still free.
+LEFTOVERS = (LOCK, LOG_FILE, MODELS_FILE, VALUES_FOLDER, MEMORY_FILE, ".seen-*", "*.json.*.tmp", "*.yaml.*.tmp")
+# What systems and tools put into folders that are empty to their owner.
+SYSTEM_FILES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".nfs*", ".gitkeep")
 
 Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 
@@ -119,12 +130,28 @@ def goes_on(run: Run, resume: Resume) -> bool:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
     if resume == "must":
         return True
-    return (resume == "auto" or restarted) and (run.folder / CONFIG_FILE).exists()
+    return (resume == "auto" or restarted) and holds_run(run.folder)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder. A config.yaml alone may be anybody's."""
+    begun = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE, MODELS_FILE))
+    return begun and (folder / CONFIG_FILE).exists()
+
+
+def others_in(folder: Path) -> list[str]:
+    """What is in a folder that neither a failed start nor the system left there: by name, in order."""
+    if not folder.is_dir():
+        return []
+    passed = (*LEFTOVERS, *SYSTEM_FILES)
+    found = [path for path in folder.iterdir() if not any(path.match(pattern) for pattern in passed)]
+    # The engine makes the folder of checkpoints ahead of time.
+    return sorted(path.name for path in found if path.name != CHECKPOINTS_FOLDER or any(path.iterdir()))
 
 
 def is_finished(run: Run) -> bool:
     """Whether the folder holds the result of the run already. Raises RunError where it is that of another."""
-    if not (run.config.run.export and run.model_folder.exists() and (run.folder / CONFIG_FILE).exists()):
+    if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
         return False
     _refuse_other_math(run, ("model", "data", "objective", "optim"))
     return True
@@ -132,7 +159,7 @@ def is_finished(run: Run) -> bool:
 
 @contextmanager
 def open_folder(run: Run, resume: bool) -> Iterator[None]:
-    """Make the run's folder, or refuse one that holds another run; hold it, and send the engine's log into it.
+    """Make the run's folder, or refuse one that holds anything else; hold it, and send the engine's log into it.
 
     What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
     no folder behind.
@@ -144,7 +171,7 @@ def open_folder(run: Run, resume: bool) -> Iterator[None]:
         with _held_folder(run):
             yield
     except UserError:
-        if made and not (run.folder / CONFIG_FILE).exists():
+        if made and not others_in(run.folder):
             shutil.rmtree(run.folder, ignore_errors=True)
         raise
 
@@ -156,7 +183,7 @@ def _held_folder(run: Run) -> Iterator[None]:
             try:
                 run.folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(run.folder))
-                stack.enter_context(_engine_log(run.folder / "engine.log"))
+                stack.enter_context(_engine_log(run.folder / LOG_FILE))
             except OSError as error:
                 raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
         quiet_libraries()
@@ -212,12 +239,11 @@ def claim_folder(run: Run) -> None:
 
 def _refuse_folder(run: Run, resume: bool) -> None:
     """Raise RunError where the folder's content and `resume` do not go together."""
-    has_run = (run.folder / CONFIG_FILE).exists()
-    places = (run.model_folder,) if has_run else (run.model_folder, run.native_folder, run.best_folder)
-    taken = [folder.name for folder in places if folder.exists()]
-    if run.config.run.export and taken:
-        what = "a finished run" if has_run else f"a folder '{taken[0]}', where the tuned model is to go"
-        raise RunError(f"{run.folder} holds {what}. Start in another folder: set run.folder, or remove that one.")
+    has_run = holds_run(run.folder)
+    if has_run and run.config.run.export and run.model_folder.exists():
+        raise RunError(
+            f"{run.folder} holds a finished run. Start in another folder: set run.folder, or remove that one."
+        )
     if has_run and not resume:
         raise RunError(
             f"{run.folder} holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove "
@@ -228,6 +254,12 @@ def _refuse_folder(run: Run, resume: bool) -> None:
         raise RunError(f"--resume: {run.folder} holds no run.{named} Start it without --resume, or check run.folder.")
     if resume:
         _refuse_other_math(run)
+    elif others := others_in(run.folder):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise RunError(
+            f"run.folder: {run.folder} holds no run of isopref, but other files: {', '.join(others[:3])}{more}. Choose "
+            "a folder that is new or empty."
+        )
 
 
 def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from signal import Signals
 
 import torch
 from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup
@@ -14,11 +15,18 @@ from isopref.build import auto
 from isopref.build.evaluation import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
-from isopref.build.run import Run
+from isopref.build.run import CHECKPOINTS_FOLDER, Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
 from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
-from isopref.engine.checkpoints import UNFINISHED, KeepingCheckpointerCallback, newest_whole, sweep
+from isopref.engine.checkpoints import (
+    UNFINISHED,
+    KeepingCheckpointerCallback,
+    last_saved,
+    newest_whole,
+    outlook,
+    sweep,
+)
 from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Memory
@@ -61,7 +69,7 @@ def build_trainer(
         f"{_counted(optim.epochs, 'epoch')}{short}"
     )
     config = TrainerConfig(
-        save_folder=str(run.folder / "checkpoints"),
+        save_folder=str(run.folder / CHECKPOINTS_FOLDER),
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
@@ -89,8 +97,14 @@ def _resume(run: Run, trainer: Trainer) -> None:
         _check_best(run, trainer)
     elif list(damaged.values()) not in ([], [UNFINISHED]):  # one that was not finished: the first, cut short
         raise RunError(
-            f"--resume: no checkpoint in {trainer.save_folder} is whole. To start from the first step, remove that "
-            "folder and use --resume again."
+            f"--resume: no checkpoint in {trainer.save_folder} is whole. Start over: remove {run.folder}, or set "
+            "another run.folder."
+        )
+    elif (last := last_saved(Path(trainer.save_folder))) is not None:
+        raise RunError(
+            f"--resume: {run.folder} had a checkpoint of step {last}, but {trainer.save_folder} has none now, so the "
+            f"run would start from the first step. Put the checkpoints back, or start over: remove {run.folder}, or "
+            "set another run.folder."
         )
     run.env.barrier()  # before the first rank removes what others may still look at
     if run.env.is_first:
@@ -118,23 +132,26 @@ def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
     return found
 
 
-def fit(run: Run, trainer: Trainer) -> bool:
-    """Train to the last step. Returns whether it got there; if a signal came before, a checkpoint says where it was.
+def fit(run: Run, trainer: Trainer) -> Signals | None:
+    """Train to the last step, or until a signal stops the run, with a checkpoint. Returns that signal, if any.
 
     Raises RunError where it makes no sense to go on, or is impossible.
     """
     try:
         trainer.fit()
     except Exception as error:
+        if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, of a number in an update
+            what = f"the update overflows the weights' number type ({error})"
+            raise checkpointer(trainer).refusal(what) from error
         cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
         if cause is None:
             raise
         raise RunError(
-            f"step {trainer.global_step}: {run.folder} cannot be written ({cause.strerror}). Make room there, then go "
-            "on with the same command and --resume: checkpoints are as they were."
+            f"step {trainer.global_step}: {run.folder} cannot be written ({cause.strerror}). "
+            f"{outlook(Path(trainer.save_folder))}"
         ) from error
     done = f"step {trainer.global_step} of {trainer.max_steps}"
-    guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).signal_name
+    guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).stopped_by
     assert isinstance(guard, GuardCallback)
     if guard.gave_up:
         raise RunError(
@@ -143,11 +160,11 @@ def fit(run: Run, trainer: Trainer) -> bool:
             "model.dtype."
         )
     if stopped_by is None or trainer.global_step == trainer.max_steps:
-        return True
+        return None
     run.display.say(
-        f"\nStopped by {stopped_by} after {done}, with a checkpoint. Go on with the same command and --resume."
+        f"\nStopped by {stopped_by.name} after {done}, with a checkpoint. Go on with the same command and --resume."
     )
-    return False
+    return stopped_by
 
 
 def _is_of(folder: Path, error: OSError) -> bool:

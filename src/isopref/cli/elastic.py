@@ -1,7 +1,8 @@
 """torchrun as a run needs it: a signal lets ranks finish their step, and a failure is told by the rank that failed.
 
 torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
-own. `python -m isopref.cli.elastic` takes torchrun's arguments. Ranks that ended only to be started again, are.
+own. `python -m isopref.cli.elastic` takes torchrun's arguments. Its exit code is 128 + N if signal N stopped or killed
+the ranks. Ranks that ended only to be started again, are.
 """
 
 import logging
@@ -18,6 +19,8 @@ from torch.distributed.run import main
 
 from isopref.cli.launch import PARENT, end_with_parent, stop_signals
 from isopref.errors import StartAgainError
+
+SIGNALS = 128  # exit codes above it: a signal
 
 
 def pass_on(signum: int, _frame: FrameType | None) -> None:
@@ -50,7 +53,12 @@ if __name__ == "__main__":
             if failure.exitcode == StartAgainError.exit_code:  # each time with smaller microbatches, down to one pair
                 os.environ[StartAgainError.variable] = "1"
                 continue
+            # A rank that a signal stopped has said so. The others may have been killed for it meanwhile.
+            stopped = [one.exitcode for one in failed.failures.values() if one.exitcode > SIGNALS]
+            if stopped:
+                sys.exit(stopped[0])
             if failure.exitcode < 0:  # it could not say why itself
-                sys.exit(f"error: rank {rank} was ended by signal {-failure.exitcode}.")
+                sys.stderr.write(f"error: rank {rank} was ended by signal {-failure.exitcode}.\n")
+                sys.exit(SIGNALS - failure.exitcode)
             sys.exit(1)
         break

@@ -20,17 +20,12 @@ def torchrun(num_processes: int, module: str, arguments: Sequence[str]) -> list[
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run a command, passing signals on. Returns its exit code, or 128 + N for a failure after signal N.
-
-    (torchrun itself ends with 1 after any signal.)
-    """
+    """Run a command, passing signals on. Returns its exit code, or 128 + N if signal N killed it."""
     child: subprocess.Popen[bytes] | None = None
-    passed_on: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
         if child is not None:
             child.send_signal(signum)
-            passed_on.append(signum)
 
     before = {signum: signal.signal(signum, forward) for signum in stop_signals()}
     try:
@@ -40,8 +35,6 @@ def launch(command: Sequence[str]) -> int:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    if code and passed_on:
-        return 128 + passed_on[0]
     return code if code >= 0 else 128 - code
 
 

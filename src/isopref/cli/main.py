@@ -6,7 +6,6 @@
 import os
 import sys
 import time
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from isopref import __version__
 from isopref.cli import cache, report
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
 from isopref.cli.launch import end_with_parent, start_again
+from isopref.cli.resume import Resume, parse_resume, spelled_out
 from isopref.config.load import dump_config, homes, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
@@ -27,12 +27,6 @@ from isopref.threads import limit_spinning
 FIRST_RANK_WAIT_S = 20  # for the first rank to meet the same error
 END_WAIT_S = 60  # for the launcher to end this rank once the first one has failed
 ECHO_WAIT_S = 15
-
-
-class Resume(Enum):
-    no = "no"
-    must = "must"
-    auto = "auto"
 
 
 class Commands(TyperGroup):
@@ -77,7 +71,7 @@ def main() -> None:
     end_with_parent()
     limit_spinning()
     try:
-        app(_spelled_out(sys.argv[1:]), prog_name="isopref")
+        app(spelled_out(sys.argv[1:]), prog_name="isopref")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0" and _first_rank_reports():
@@ -103,28 +97,6 @@ def _first_rank_reports() -> bool:
         return False
     time.sleep(END_WAIT_S)
     return True
-
-
-def _spelled_out(arguments: list[str]) -> list[str]:
-    """`--resume` as an option with a value, which a command line cannot have beside one without."""
-
-    def is_value(after: str) -> bool:
-        # A config would be a file, and an override has an equals sign.
-        return after == "auto" or (after.isalnum() and not Path(after).exists())
-
-    following = [*arguments, ""][1:]
-    alone = (one == "--resume" and not is_value(after) for one, after in zip(arguments, following, strict=True))
-    return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
-
-
-def _parse_resume(told: str | Resume) -> Resume:
-    try:
-        return Resume(told)
-    except ValueError:
-        raise ConfigError(
-            f'--resume: takes no value, or auto; found "{told}". Alone it goes on from the last whole checkpoint; '
-            "--resume auto also starts a run where there is none."
-        ) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -158,7 +130,7 @@ def train(
     resume: Annotated[
         Resume,
         typer.Option(
-            parser=_parse_resume,
+            parser=parse_resume,
             metavar="[auto]",
             help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
             show_default=False,
@@ -178,6 +150,8 @@ def train(
       isopref train my.yaml --resume
       isopref train my.yaml --resume auto
 
+    A run that a signal stops saves a checkpoint first. Its exit code is then 143 (SIGTERM) or 130 (Ctrl-C).
+
     On several machines, start it by torchrun on each of them:
 
     \b
@@ -187,7 +161,9 @@ def train(
     start_processes(nproc, ["train", f"--resume={resume.value}", str(config_file), *(overrides or ())])
     from isopref.build import train as train_run
 
-    train_run(config, name=config_file.stem, resume=resume.value)
+    stopped_by = train_run(config, name=config_file.stem, resume=resume.value)
+    if stopped_by is not None:
+        raise typer.Exit(128 + stopped_by)
 
 
 @app.command("eval")

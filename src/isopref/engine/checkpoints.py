@@ -1,7 +1,8 @@
 """Checkpoints: when they are saved, which are kept, and how a damaged one is known.
 
 The engine writes them (beside their place, then renamed). A seal, the digests of all their files, comes last: a folder
-without one, or with other bytes than its seal says, is not whole, and no run goes on from it.
+without one, or with other bytes than its seal says, is not whole, and no run goes on from it. Weights that are not
+finite are never saved.
 """
 
 import hashlib
@@ -23,12 +24,14 @@ from olmo_core.train.callbacks import CheckpointerCallback
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.engine.callbacks import EvaluateCallback
+from isopref.engine.guard import bad_weights
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, is_echo
 from isopref.places import write_whole
 from isopref.ranks import num_ranks, own_rank
 
 SEAL = "seal.json"
+LAST_FILE = "last_checkpoint.json"  # in the run's folder: the step of the last one, which outlives the checkpoints
 UNFINISHED = "it was not finished"
 NAME = re.compile(r"step(\d+)")
 CHUNK = 2**24
@@ -50,11 +53,11 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
 
     minutes: float | None = None
     evaluate: EvaluateCallback | None = None
-    signal_name: str | None = None  # that the run was stopped by
+    stopped_by: signal.Signals | None = None  # as all ranks know it
     together: Together = field(default_factory=Together)
     clock: Callable[[], float] = time.monotonic  # not of the day: that may jump
     _saved_at: float = 0.0
-    _asked: str | None = None
+    _asked: signal.Signals | None = None  # by this process
     _on_hangup: Any = signal.SIG_DFL
 
     def pre_train(self) -> None:
@@ -71,23 +74,23 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         if self._asked is not None:  # once is enough: the checkpoint is on its way
             return
-        self._asked = signal.Signals(signum).name
+        self._asked = signal.Signals(signum)
         if own_rank() == 0:
-            os.write(2, f"\n{self._asked}: finishing this step and saving a checkpoint\n".encode())
+            os.write(2, f"\n{self._asked.name}: finishing this step and saving a checkpoint\n".encode())
 
     def post_train_batch(self) -> None:
         """Nothing yet: evaluation and metrics of the step come first."""
 
     def post_step(self) -> None:
         late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
-        stop, late = self.together.any(self._asked is not None, late and own_rank() == 0)
+        stop, is_late = self.together.most(self._asked or 0, late and own_rank() == 0)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
-        if late or best or every or stop:  # while a second signal is still only noted
+        if is_late or best or every or stop:  # while a second signal is still only noted
             self._save()
         if stop:
-            self.signal_name = self._asked or "a signal to another process"
-            self.trainer.cancel_run(f"{self.signal_name} received", no_sync=True)
+            self.stopped_by = signal.Signals(stop)
+            self.trainer.cancel_run(f"{self.stopped_by.name} received", no_sync=True)
 
     def post_train(self) -> None:
         signal.signal(signal.SIGHUP, self._on_hangup)
@@ -100,7 +103,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
             exc.at_once = False
         if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if self._asked == "SIGTERM":
+            if self._asked == signal.SIGTERM:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def best(self) -> tuple[Path, str | None] | None:
@@ -110,10 +113,34 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         path = Path(self.save_folder) / f"step{self.evaluate.best_step}"
         return path, damage(path)
 
+    def check_weights(self) -> None:
+        """Raise RunError if a trained weight is NaN or Inf. All ranks call this together."""
+        module: Any = self.trainer.train_module
+        bad = bad_weights(module.model)
+        if bad:
+            more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
+            raise self.refusal(f"the weights contain NaN or Inf ({bad[0]}{more})")
+
+    def refusal(self, problem: str) -> RunError:
+        """The error for weights that must not be saved."""
+        earlier = [path for number, path in _numbered(Path(self.save_folder)) if number < self.step]
+        sealed = [path for path in earlier if (path / SEAL).exists()]
+        last = f"The last finite checkpoint is {sealed[-1]}." if sealed else "There is no earlier checkpoint."
+        return RunError(
+            f"step {self.step}: {problem}, so no checkpoint was written. {last} Start again in another run.folder with "
+            "a lower optim.lr or optim.weight_decay, or with a wider model.dtype."
+        )
+
     def _save(self) -> None:
-        with _refusing(self.save_folder, self.step):
+        self.check_weights()
+        folder = Path(self.save_folder)
+        if not _from_first(Path.exists, folder.parent):  # the engine would make it again
+            raise RunError(f"the checkpoint of step {self.step} cannot be written: {outlook(folder)}")
+        with _refusing(folder, self.step):
             path = Path(self._save_checkpoint(save_async=False))
             seal(path)
+            if own_rank() == 0:
+                write_whole(folder.parent / LAST_FILE, json.dumps({"step": self.step}).encode())
         self._checkpoints.append(str(path))
         self._saved_at = self.clock()
         best = f"step{self.evaluate.best_step}" if self.evaluate is not None else None
@@ -128,6 +155,35 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, its seal first: a half-removed one is not whole."""
     (folder / SEAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_saved(folder: Path) -> int | None:
+    """The step of the last checkpoint that a run ever sealed, wherever it is now; None if there was none."""
+    try:
+        return int(json.loads((folder.parent / LAST_FILE).read_bytes())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{folder.parent / LAST_FILE} cannot be read ({error}). Remove it to resume from the checkpoints there are."
+        ) from error
+
+
+def outlook(folder: Path) -> str:
+    """What a run that could not write has in its folder of checkpoints, and how to continue from there."""
+    run = folder.parent
+    if not run.exists():
+        return (
+            f"{run} is gone, and its checkpoints with it: it was removed or renamed during the run. Put it back and "
+            "use --resume, or start again."
+        )
+    sealed = [path for _, path in _numbered(folder) if (path / SEAL).exists()]
+    if not sealed and last_saved(folder) is not None:
+        return (
+            f"The earlier checkpoints were removed during the run. Start over: remove {run}, or set another run.folder."
+        )
+    left = f"Checkpoints up to {sealed[-1].name} are as they were." if sealed else "There is no earlier checkpoint."
+    return f"{left} Free space, or make it writable, then start the same command again with --resume."
 
 
 def sweep(folder: Path) -> None:
@@ -224,7 +280,7 @@ def _from_first(look: Callable[[Path], Found], folder: Path) -> Found:
 
 
 @contextmanager
-def _refusing(folder: str, step: int) -> Iterator[None]:
+def _refusing(folder: Path, step: int) -> Iterator[None]:
     """A checkpoint that cannot be written is a user's matter: the disk is full, the folder is gone."""
     try:
         yield
@@ -232,11 +288,10 @@ def _refusing(folder: str, step: int) -> Iterator[None]:
         if is_echo(error):
             raise
         if own_rank() == 0:
-            sweep(Path(folder))
+            sweep(folder)
         text = str(error)  # of the engine's exceptions a traceback, in which the cause comes first
         cause = next((line for line in text.splitlines() if re.match(r"\w+Error: ", line)), text)
         reason = " ".join(cause.split())[:300]
         raise RunError(
-            f"the checkpoint of step {step} cannot be written to {folder} ({reason}). Checkpoints before it are as "
-            "they were. Make room there, then go on with the same command and --resume."
+            f"the checkpoint of step {step} cannot be written to {folder} ({reason}). {outlook(folder)}"
         ) from error

@@ -1,8 +1,9 @@
-"""Numbers that are not finite never reach the weights.
+"""Numbers that are not finite never reach the weights, and weights that are not finite never reach the disk.
 
 A loss that is not finite makes its own gradient NaN, the reduction over ranks hands that to all of them, and so the
 norm of the gradient tells every rank the same: the step is skipped. Nothing is sent for it, and the host learns of it
-only when a step logs. P: pairs of a microbatch.
+only when a step logs. An update itself may still overflow, as with a huge learning rate: `bad_weights` looks at the
+weights where they are saved. P: pairs of a microbatch.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from olmo_core.train.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isopref.engine.display import Display
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
+from isopref.models.parallel import unwrap
 from isopref.ranks import num_ranks
 
 MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
@@ -28,6 +31,18 @@ NO_PAIR = torch.iinfo(torch.int64).max
 def poisoned(loss: Tensor, loss_P: Tensor) -> Tensor:
     """The same loss, bit for bit; where it or that of a pair is not finite, its gradient is NaN."""
     return loss * (1 + 0 * loss.detach() + (0 * loss_P.detach()).sum())
+
+
+def bad_weights(model: nn.Module) -> list[str]:
+    """Names of the trained tensors that contain NaN or Inf. All ranks call this together. Waits for the device."""
+    named = [(name, p.detach()) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    local = [p.to_local() if isinstance(p, DTensor) else p for _, p in named]
+    # The largest magnitude is NaN or Inf where any number is. A rank may have no part of a small tensor.
+    largest = [torch.linalg.vector_norm(p, ord=torch.inf) if p.numel() else p.new_zeros(()) for p in local]
+    bad = torch.stack([~torch.isfinite(one) for one in largest]).int()
+    if num_ranks() > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return [name.removeprefix("model.") for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
 
 
 class Skipped(NamedTuple):

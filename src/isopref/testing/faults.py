@@ -9,17 +9,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from isopref.data.packing import Budget
 from isopref.data.table import PairTable
 from isopref.engine import train_module
-from isopref.engine.guard import Skipped
+from isopref.engine.guard import Skipped, bad_weights
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Memory
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
-from isopref.models.parallel import Parallel, parallelize
+from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy, full
+from isopref.ranks import num_ranks, own_rank
 from isopref.score import TableLogps, score
 from isopref.testing.exactness import StubTrainer, full_gradient
 from isopref.testing.models import random_pairs, tiny_model
@@ -58,6 +60,17 @@ def bad_step(mode: Parallel, fused: bool, fault: float, pair: int, loss: str = "
         report,
         any(not torch.equal(after[name], now) for name, now in _state(module).items()),
     )
+
+
+def bad_weight(mode: Parallel, fault: float) -> tuple[list[str], list[str]]:
+    """What is found in weights that are fine, and after the last rank put a fault into its part of one."""
+    module = _module(mode, fused=False)
+    before = bad_weights(module.model)
+    weights = dict(unwrap(module.model).named_parameters())
+    weight = weights["model.model.layers.0.mlp.up_proj.weight"].detach()
+    if own_rank() == num_ranks() - 1:
+        (weight.to_local() if isinstance(weight, DTensor) else weight)[-1, -1] = fault
+    return before, bad_weights(module.model)
 
 
 def _module(mode: Parallel, fused: bool, loss: str = "hinge") -> DPOTrainModule:
