@@ -180,6 +180,26 @@ def test_a_folder_that_cannot_be_written(project: Project) -> None:
     assert message.endswith("Choose another.")
 
 
+def test_a_folder_that_cannot_be_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert project.refused("home/run", *QUICK) == (
+        "run.folder: cannot use home/run (Permission denied). Set run.folder to another."
+    )
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "é" * 125])
+def test_a_config_with_a_long_name(project: Project, name: str) -> None:
+    """The folder of its run has the run id behind it, and file names have at most 255 bytes."""
+    (project.folder / "my.yaml").rename(project.folder / f"{name}.yaml")
+    outcome = project.isopref("train", f"{name}.yaml", *QUICK)
+    assert outcome.code == 0, outcome.err
+    (run,) = (project.folder / "runs").iterdir()
+    assert run.name.startswith(name[:100])
+
+
 def test_as_a_process(project: Project) -> None:
     """What the tests above see in this process is what a shell sees."""
     replace_line(7, "{")(project)
