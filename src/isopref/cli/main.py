@@ -6,16 +6,15 @@
 import os
 import sys
 import time
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 from typer.core import TyperGroup
 
 from isopref import __version__
 from isopref.cli import cache, report
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.config.load import dump_config, homes, load_config, override_form
 from isopref.config.schema import run_id
@@ -26,11 +25,7 @@ from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
 OTHER_RANKS_WAIT_S = 5
 ECHO_WAIT_S = 15
 
-
-class Resume(Enum):
-    no = "no"
-    must = "must"
-    auto = "auto"
+Resume = Literal["no", "must", "auto"]
 
 
 class Commands(TyperGroup):
@@ -105,14 +100,14 @@ def _spelled_out(arguments: list[str]) -> list[str]:
     return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
 
 
-def _parse_resume(told: str | Resume) -> Resume:
-    try:
-        return Resume(told)
-    except ValueError:
+def _parse_resume(told: str) -> Resume:
+    # Here, because some versions of typer hand an option's own parser None in place of the default.
+    if told not in get_args(Resume):
         raise ConfigError(
-            f'--resume: takes no value, or auto; found "{told}". Alone it goes on from the last whole checkpoint; '
-            "--resume auto also starts a run where there is none."
-        ) from None
+            f'--resume: takes no value, or auto; found "{told}". Alone it resumes from the last intact checkpoint; '
+            "--resume auto resumes the run if it exists and starts it otherwise."
+        )
+    return cast(Resume, told)
 
 
 def _print_version(wanted: bool) -> None:
@@ -144,14 +139,13 @@ def train(
     config_file: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        Resume,
+        str,
         typer.Option(
-            parser=_parse_resume,
             metavar="[auto]",
             help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
             show_default=False,
         ),
-    ] = Resume.no,
+    ] = "no",
     nproc: NumProcesses = 1,
 ) -> None:
     """Train a model as the config file says.
@@ -171,11 +165,12 @@ def train(
     \b
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
     """
+    how = _parse_resume(resume)
     config = load_config(config_file, overrides or ())
-    start_processes(nproc, ["train", f"--resume={resume.value}", str(config_file), *(overrides or ())])
+    start_processes(nproc, ["train", f"--resume={how}", str(config_file), *(overrides or ())])
     from isopref.build import train as train_run
 
-    train_run(config, name=config_file.stem, resume=resume.value)
+    train_run(config, name=config_file.stem, resume=how)
 
 
 @app.command("eval")
@@ -206,6 +201,8 @@ def evaluate(
       isopref eval my.yaml --model other/model --reference some/model --json figures.json
     """
     config = load_config(config_file, overrides or ())
+    check_path("--model", model)
+    check_path("--reference", reference)
     options = ["--model", model]
     options += [] if reference is None else ["--reference", reference]
     options += [] if json_file is None else ["--json", str(json_file)]
