@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from isopref.build import auto
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+    from tests.e2e.conftest import MakeProject, Project
 
 SCRIPT = Path(sys.executable).with_name("isopref")
 QUICK = ("optim.max_steps=1", "data.eval=null")  # what a try needs once the mistake is mended
@@ -172,6 +175,49 @@ def test_a_model_that_is_not_whole(project: Project) -> None:
     assert f"model.path: cannot load {broken}: " in message
     assert "model.safetensors" in message
     assert not (project.folder / "run" / "config.yaml").exists()
+
+
+def spoiled(project: Project, tensor: str) -> Path:
+    """A copy of the project's model with one NaN."""
+    broken = project.folder / "broken"
+    shutil.copytree(project.model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights[tensor][-1, -1] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    return broken
+
+
+@pytest.mark.parametrize("tensor", ["transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"])
+@pytest.mark.parametrize("setting", ["model.path", "model.reference", "--model"])
+def test_weights_that_are_not_finite(project: Project, tensor: str, setting: str) -> None:
+    """Found before any step, also in the embedding of a token that no pair has."""
+    broken = spoiled(project, tensor)
+    if setting == "--model":
+        outcome = project.isopref("eval", "my.yaml", "--model", str(broken))
+        assert outcome.code == 1
+        message = outcome.err.removeprefix("error: ")
+    else:
+        message = project.refused("run", *QUICK, f"{setting}={broken}")
+    assert message.startswith(f"{setting}: {broken}: the weights contain NaN or Inf, in {tensor}. The files are")
+    assert not (project.folder / "run" / "config.yaml").exists()
+
+
+def test_weights_that_are_not_finite_in_a_native_model(make_project: MakeProject) -> None:
+    project = make_project("llama", model={"dtype": "float32"})
+    broken = spoiled(project, "model.layers.1.mlp.up_proj.weight")
+    message = project.refused("run", *QUICK, f"model.path={broken}", "model.native=true")
+    assert message.startswith(f"model.path: {broken}: the weights contain NaN or Inf, in model.layers.1.mlp.up_proj")
+
+
+def test_weights_that_are_not_finite_and_sharded_from_the_host(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    broken = spoiled(project, "transformer.wte.weight")
+    message = project.refused("run", *QUICK, f"model.path={broken}", "layout.parallel=fsdp")
+    assert message.startswith(
+        "GPT2LMHeadModel: the weights contain NaN or Inf, in transformer.wte.weight. The files are damaged"
+    )
 
 
 def test_a_folder_that_cannot_be_written(project: Project) -> None:

@@ -16,7 +16,8 @@ from isopref.config.values import AdapterConfig
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import adapter, conversion, hf
-from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
+from isopref.models.finite import check_finite
+from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.models.unused import indexers, is_inside
@@ -57,6 +58,8 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     else:
         policy = _load_whole(run, path or model.path, setting)
     place(run, policy)
+    if not from_host(run, policy):  # else once it is sharded
+        check_finite(policy.model, f"{setting}: {path or model.path}")
     return policy
 
 
@@ -71,7 +74,10 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
         if narrow is not None:
             return Policy(narrow, narrow=True)
     loaded = _load(run, path, getattr(torch, model.dtype), setting)
-    return Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
+    if not model.native:
+        return Policy(loaded)
+    check_finite(loaded, f"{setting}: {path}")  # before logits are compared
+    return Policy(conversion.from_hf(loaded, setting=setting))
 
 
 def place(run: Run, policy: Policy) -> None:
@@ -213,6 +219,8 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         offload=run.config.layout.offload,
         tensor_parallel=run.config.layout.tensor_parallel,
     )
+    if large:
+        check_finite(unwrap(model).model, policy.name)
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run)
     return model
