@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isopref.build import auto
+from isopref.ops import flash
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project
@@ -255,3 +256,21 @@ def test_as_a_process(project: Project) -> None:
     assert done.stderr.startswith("error: train.jsonl:7: not valid JSON")
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_broken_attention_package_is_named_once(
+    make_project: MakeProject, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two models are loaded. The run uses torch's kernel."""
+    project = make_project("llama", model={"dtype": "bfloat16"})
+    monkeypatch.setattr(flash, "knows", lambda _device: True)
+    monkeypatch.setattr(flash, "load", lambda: flash.Package(None, "ImportError: no libcute.so"))
+    reference = f"model.reference={models('llama')}"
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *QUICK, reference)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the package flash-attn-4") == 1
+    assert (
+        "warning: the package flash-attn-4 is installed, but cannot be imported (ImportError: no libcute.so). "
+        "Attention uses torch's own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: "
+        "pip uninstall flash-attn-4"
+    ) in outcome.out

@@ -43,6 +43,23 @@ def check_parallel(run: Run) -> None:
         check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
 
 
+def say_attention(run: Run) -> None:
+    """What a user may not know of the attention kernels of their card."""
+    model, rows = run.config.model, run.config.layout.rows
+    half = "bfloat16" in (model.dtype, model.compute_dtype)
+    if not (half and rows in ("shared", "packed") and flash.knows(run.env.device)):
+        return
+    kernels, fault = flash.load()
+    if fault is not None:
+        run.display.say(
+            f"warning: the package flash-attn-4 is installed, but cannot be imported ({fault}). Attention uses torch's "
+            "own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: pip uninstall "
+            "flash-attn-4"
+        )
+    elif kernels is None:
+        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
+
+
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
     """The model at `path`, where `place` puts it; if that is not given, the one that the run starts from.
 
@@ -269,8 +286,6 @@ def _say_precision(run: Run) -> None:
             "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
             "model.compute_dtype: bfloat16"
         )
-    if half and rows in ("shared", "packed") and flash.knows(run.env.device) and not flash.installed():
-        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
     if model.dtype == "bfloat16":
         run.display.say(
             "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "
