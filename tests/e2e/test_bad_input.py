@@ -92,7 +92,7 @@ MISTAKES = {
         ("model.path=/nowhere/model",),
     ),
     "no such hub model": Mistake(
-        ("model.path: there is no folder ", "cannot load nobody/nothing", "give a local folder"),
+        ("model.path: there is no folder ", "nobody/nothing is not in the local cache", "give a local folder"),
         ("model.path=nobody/nothing",),
     ),
     "microbatch too small": Mistake(
