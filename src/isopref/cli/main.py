@@ -45,7 +45,7 @@ def _explain_overrides(error: Any) -> None:
     takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
     name = error.option_name.lstrip("-").replace("-", "_")
     if takes_overrides and (homes(name) or not error.possibilities):  # it is no option that is misspelt
-        error.message += f". To set a field of the config, {override_form(name)}"
+        error.message = f"{error.message.rstrip('.')}. To set a field of the config, {override_form(name)}"
         error.possibilities = []  # --lr is like --help
 
 

@@ -55,7 +55,10 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
 
     `setting` is where the path was given, for messages; here and below.
     """
-    local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
+    in_package = path.startswith(optional.IN_PACKAGE)
+    if in_package and path.endswith(".gguf"):
+        optional.require_gguf(path, setting)
+    local = optional.package_file(path) if in_package else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
         is_checkpoint = (local / WEIGHTS).is_dir()  # of a run, which is two folders up
         inside = (local.absolute().parents[1] if is_checkpoint else local) / "model"
@@ -67,8 +70,7 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     if local.is_dir():
         return Origin(str(local))
     if local.is_file() and local.suffix == ".gguf":
-        optional.require("gguf", extra="gguf", why=f"{setting} is the GGUF file {local}")
-        optional.require("accelerate", extra="gguf", why=f"{setting} is the GGUF file {local}")
+        optional.require_gguf(path, setting)
         return Origin(str(local.parent), local.name)
     if local.is_file():
         raise ModelError(f"{setting}: {local} is a file. Give the model's folder, a hub name or a .gguf file.")
