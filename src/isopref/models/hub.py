@@ -7,8 +7,7 @@ whether there is one; without one transformers looks in its local cache only.
 import time
 from pathlib import Path
 
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session
 
 TIMEOUT_S = 10  # for a connection, as huggingface_hub's own
 ATTEMPTS, PAUSE_S = 2, 1
