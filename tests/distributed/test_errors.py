@@ -46,6 +46,11 @@ def test_ranks_that_would_never_meet(two_ranks: Ranks, mistake: str, start: str)
     assert same_on_all(two_ranks, mistake).startswith(start)
 
 
+def test_a_weight_that_is_not_finite_in_the_shard_of_one_rank(two_ranks: Ranks) -> None:
+    message = same_on_all(two_ranks, "nan_on_one_rank")
+    assert message.startswith("ModelError: it: the weights contain NaN or Inf, in model.layers.1.mlp.up_proj.weight.")
+
+
 @pytest.mark.parametrize("mistake", ["zero_microbatch", "foreign_optimizer", "negative_split", "non_tensor"])
 def test_before_any_rank_is_needed(mistake: str) -> None:
     expected = {

@@ -254,6 +254,11 @@ def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> No
             "model.adapter.targets: the embedding cannot be a target. Name other layers, or use auto.",
         ),
         (
+            f"{{rank: {10**30}}}",
+            f"model.adapter.rank: {10**30} is more than 32, the highest rank that a matrix of GPT2LMHeadModel can "
+            "have. Set it to 32 or less.",
+        ),
+        (
             "{path: nowhere}",
             "model.adapter.path: nowhere is not the folder of an adapter: it has no adapter_config.json.",
         ),

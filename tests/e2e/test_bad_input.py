@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from isopref.build import auto
+from isopref.ops import flash
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+    from tests.e2e.conftest import MakeProject, Project
 
 SCRIPT = Path(sys.executable).with_name("isopref")
 QUICK = ("optim.max_steps=1", "data.eval=null")  # what a try needs once the mistake is mended
@@ -88,7 +92,7 @@ MISTAKES = {
         ("model.path=/nowhere/model",),
     ),
     "no such hub model": Mistake(
-        ("model.path: there is no folder ", "cannot load nobody/nothing", "give a local folder"),
+        ("model.path: there is no folder ", "nobody/nothing is not in the local cache", "give a local folder"),
         ("model.path=nobody/nothing",),
     ),
     "microbatch too small": Mistake(
@@ -174,10 +178,73 @@ def test_a_model_that_is_not_whole(project: Project) -> None:
     assert not (project.folder / "run" / "config.yaml").exists()
 
 
+def spoiled(project: Project, tensor: str) -> Path:
+    """A copy of the project's model with one NaN."""
+    broken = project.folder / "broken"
+    shutil.copytree(project.model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights[tensor][-1, -1] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    return broken
+
+
+@pytest.mark.parametrize("tensor", ["transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"])
+@pytest.mark.parametrize("setting", ["model.path", "model.reference", "--model"])
+def test_weights_that_are_not_finite(project: Project, tensor: str, setting: str) -> None:
+    """Found before any step, also in the embedding of a token that no pair has."""
+    broken = spoiled(project, tensor)
+    if setting == "--model":
+        outcome = project.isopref("eval", "my.yaml", "--model", str(broken))
+        assert outcome.code == 1
+        message = outcome.err.removeprefix("error: ")
+    else:
+        message = project.refused("run", *QUICK, f"{setting}={broken}")
+    assert message.startswith(f"{setting}: {broken}: the weights contain NaN or Inf, in {tensor}. The files are")
+    assert not (project.folder / "run" / "config.yaml").exists()
+
+
+def test_weights_that_are_not_finite_in_a_native_model(make_project: MakeProject) -> None:
+    project = make_project("llama", model={"dtype": "float32"})
+    broken = spoiled(project, "model.layers.1.mlp.up_proj.weight")
+    message = project.refused("run", *QUICK, f"model.path={broken}", "model.native=true")
+    assert message.startswith(f"model.path: {broken}: the weights contain NaN or Inf, in model.layers.1.mlp.up_proj")
+
+
+def test_weights_that_are_not_finite_and_sharded_from_the_host(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    broken = spoiled(project, "transformer.wte.weight")
+    message = project.refused("run", *QUICK, f"model.path={broken}", "layout.parallel=fsdp")
+    assert message.startswith(
+        "GPT2LMHeadModel: the weights contain NaN or Inf, in transformer.wte.weight. The files are damaged"
+    )
+
+
 def test_a_folder_that_cannot_be_written(project: Project) -> None:
     message = project.refused("train.jsonl/run", *QUICK)
     assert message.startswith("run.folder: cannot write to train.jsonl/run")
     assert message.endswith("Choose another.")
+
+
+def test_a_folder_that_cannot_be_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert project.refused("home/run", *QUICK) == (
+        "run.folder: cannot use home/run (Permission denied). Set run.folder to another."
+    )
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "é" * 125])
+def test_a_config_with_a_long_name(project: Project, name: str) -> None:
+    """The folder of its run has the run id behind it, and file names have at most 255 bytes."""
+    (project.folder / "my.yaml").rename(project.folder / f"{name}.yaml")
+    outcome = project.isopref("train", f"{name}.yaml", *QUICK)
+    assert outcome.code == 0, outcome.err
+    (run,) = (project.folder / "runs").iterdir()
+    assert run.name.startswith(name[:100])
 
 
 def test_as_a_process(project: Project) -> None:
@@ -189,3 +256,21 @@ def test_as_a_process(project: Project) -> None:
     assert done.stderr.startswith("error: train.jsonl:7: not valid JSON")
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_broken_attention_package_is_named_once(
+    make_project: MakeProject, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two models are loaded. The run uses torch's kernel."""
+    project = make_project("llama", model={"dtype": "bfloat16"})
+    monkeypatch.setattr(flash, "knows", lambda _device: True)
+    monkeypatch.setattr(flash, "load", lambda: flash.Package(None, "ImportError: no libcute.so"))
+    reference = f"model.reference={models('llama')}"
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *QUICK, reference)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the package flash-attn-4") == 1
+    assert (
+        "warning: the package flash-attn-4 is installed, but cannot be imported (ImportError: no libcute.so). "
+        "Attention uses torch's own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: "
+        "pip uninstall flash-attn-4"
+    ) in outcome.out

@@ -163,6 +163,15 @@ def test_a_folder_may_be_in_the_home_folder(
     assert hf.load_tokenizer("~/adapter").chat_template == "its own"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
+def test_a_rank_has_a_highest_value(architecture: str) -> None:
+    """All three are 32 wide, and have wider matrices in their layers."""
+    model = tiny_model(architecture)
+    with pytest.raises(ModelError, match=r"model\.adapter\.rank: 33 is more than 32, the highest rank"):
+        add_adapter(model, NewAdapter("lora", rank=33, alpha=8.0), dtype=torch.float32, seed=0)
+    add_adapter(model, NewAdapter("lora", rank=32, alpha=8.0), dtype=torch.float32, seed=0)
+
+
 def test_every_target_has_a_layer() -> None:
     """One that is misspelt would just not be trained."""
     new = NewAdapter("lora", rank=4, alpha=8.0, targets=["q_proj", "v_projj"])

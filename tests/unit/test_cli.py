@@ -178,8 +178,8 @@ def test_a_value_that_resume_does_not_have(isopref: Isopref, config_file: Path, 
     found = told[-1].removeprefix("--resume=")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        f'error: --resume: takes no value, or auto; found "{found}". Alone it goes on from the last whole checkpoint; '
-        "--resume auto also starts a run where there is none.\n"
+        f'error: --resume: takes no value, or auto; found "{found}". Alone it resumes from the last intact checkpoint; '
+        "--resume auto resumes the run if it exists and starts it otherwise.\n"
     )
 
 
@@ -321,6 +321,14 @@ def test_eval_and_cache_hand_over_their_arguments(isopref: Isopref, config_file:
     assert isopref("eval", config_file.name, "--model", "m", build=EVALUATE).stdout == "None my.config m None None\n"
     for command in (["cache"], ["cache", "fill"]):
         assert isopref(*command, config_file.name, "optim.lr=1", build=EVALUATE).stdout == "fill my.config 1.0\n"
+
+
+@pytest.mark.parametrize("option", ["--model", "--reference"])
+def test_eval_refuses_what_cannot_be_a_path(isopref: Isopref, config_file: Path, option: str) -> None:
+    result = isopref("eval", config_file.name, "--model", "m", option, "~no_such_user/a", build=EVALUATE)
+    assert (result.returncode, result.stdout) == (1, "")
+    message = f"error: {option}: must be a path in a home folder that exists; found '~no_such_user/a'.\n"
+    assert result.stderr == message
 
 
 def test_a_misspelt_command_of_the_cache_is_no_config(isopref: Isopref, config_file: Path) -> None:

@@ -183,10 +183,66 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
             'run.folder: must be non-empty text or null; found 12. Put it in quotes: "12".',
         ),
         ("run: {folder: ''}", 'run.folder: must be non-empty text or null; found "".'),
+        (
+            "optim: {seed: 4294967296}",
+            "optim.seed: must be a whole number, at least 0, at most 4294967295; found 4294967296.",
+        ),
     ],
 )
 def test_wrong_names_and_values(file: Path, text: str, message: str) -> None:
     assert problems(file, MINIMAL + text) == [f"c.yaml:3: {message}"]
+
+
+LONG = "é" * 128  # two bytes each
+
+
+@pytest.mark.parametrize(
+    "field", ["run.folder", "model.path", "model.reference", "model.adapter.path", "data.train", "data.eval"]
+)
+@pytest.mark.parametrize(
+    ("path", "must", "found"),
+    [
+        (r'"a\0b"', "a path without NUL characters", r'"a\u0000b"'),
+        (f"a/{LONG}/b", "a path with names of at most 255 bytes", f'"a/{LONG[:74]}...'),
+        ("a/" * 2048, "a path of at most 3500 bytes", f'"{"a/" * 38}...'),
+        ("~no_such_user/a", "a path in a home folder that exists", '"~no_such_user/a"'),
+    ],
+    ids=["NUL", "long name", "long path", "no home"],
+)
+def test_text_that_cannot_be_a_path(file: Path, field: str, path: str, must: str, found: str) -> None:
+    override = f"{field}={path}"
+    shown = override if len(override) <= 80 else f"{override[:77]}..."
+    expected = f"override '{shown}': {field}: must be {must}; found {found}."
+    assert problems(file, MINIMAL, override) == [expected]
+
+
+def test_every_field_that_names_a_file_is_such_a_path(file: Path) -> None:
+    nul = r'"a\0b"'
+    found = r'must be a path without NUL characters; found "a\u0000b".'
+    text = f"model: {{path: m}}\ndata: {{train: [{{path: {nul}}}, {nul}], template: {nul}}}\n"
+    fields = ("data.train[0].path", "data.train[1]", "data.template")
+    assert problems(file, text) == [f"c.yaml:2: {field}: {found}" for field in fields]
+
+
+@pytest.mark.parametrize("deep", ["[" * 3000, "{a: " * 3000, "- " * 3000, "? " * 3000], ids=["[", "{", "-", "?"])
+def test_yaml_that_is_nested_too_deep(file: Path, deep: str) -> None:
+    told = "not valid YAML: nested over 20 levels deep, and a config has at most 6."
+    assert problems(file, f"model:\n  {deep}")[0].removeprefix("c.yaml:2: ") == told
+    assert problems(file, MINIMAL, f"data.columns={deep}") == [f"override 'data.columns={deep[:64]}...': {told}"]
+
+
+def test_an_override_of_a_field_too_deep(file: Path) -> None:
+    override = f"data.columns{'.a' * 3000}=b"
+    told = "nested over 20 levels deep, and a config has at most 6."
+    assert problems(file, MINIMAL, override) == [f"override '{override[:77]}...': {told}"]
+
+
+def test_a_mapping_that_is_nested_too_deep() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(3000):
+        deep = {"a": deep}
+    with pytest.raises(ConfigError, match="config: nested over 20 levels deep"):
+        load_config({"model": deep})
 
 
 def test_columns_must_be_text(file: Path) -> None:

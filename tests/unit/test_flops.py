@@ -75,8 +75,28 @@ def test_a_vision_tower_does_no_work() -> None:
     assert flops(lengths) == UsefulFlops(Policy(tiny_model("gemma3")))(lengths)
 
 
-def test_the_cpu_is_measured() -> None:
-    assert 1e8 < peak_flops(torch.device("cpu"), torch.float32) < 1e14
+@pytest.mark.parametrize(
+    ("device", "name", "dtype", "flops"),
+    [
+        ("cpu", "", torch.float32, None),
+        ("cuda", "NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("cuda", "NVIDIA H100 PCIe", torch.float16, 756e12),
+        ("cuda", "NVIDIA H100 80GB HBM3", torch.float32, 67e12),
+        ("cuda", "NVIDIA H100 80GB HBM3", torch.float64, None),
+        ("cuda", "Some Card 9000", torch.bfloat16, None),
+    ],
+)
+def test_only_data_sheets_say_what_a_device_can_do(
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str, dtype: torch.dtype, flops: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: name)
+    assert peak_flops(torch.device(device), dtype) == flops
+
+
+def test_float32_products_with_fewer_bits_have_another_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops(torch.device("cuda"), torch.float32) is None
 
 
 def test_a_card_is_found_by_its_closest_name() -> None:

@@ -53,6 +53,18 @@ def test_an_answer_does_not_depend_on_the_others(model: Any, tokenizer: Any, pro
     assert all(one.sampled != one.greedy for one in together)
 
 
+def test_answers_end_at_the_context_length(tokenizer: Any) -> None:
+    """GPT-2 has a table of positions: one more token than it has entries would be out of range."""
+    model = tiny_model("gpt2", vocab_size=len(tokenizer), n_positions=8)
+    model.generation_config.eos_token_id = None
+    (answer,) = answers(model, tokenizer, [np.array(tokenizer("what?")["input_ids"])], max_new_tokens=10**30)
+    ids = tokenizer("what?")["input_ids"]
+    for _ in range(3):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert answer.greedy == tokenizer.decode(ids[5:], skip_special_tokens=True).strip()
+
+
 def test_random_state_and_mode_stay(model: Any, tokenizer: Any, prompts: list[IntArray]) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]

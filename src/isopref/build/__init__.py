@@ -18,7 +18,15 @@ from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
-from isopref.build.model import add_adapter, check_parallel, load_policy, say_unused, score_all, spread
+from isopref.build.model import (
+    add_adapter,
+    check_parallel,
+    load_policy,
+    say_attention,
+    say_unused,
+    score_all,
+    spread,
+)
 from isopref.build.record import recorded
 from isopref.build.run import (
     Resume,
@@ -73,6 +81,7 @@ def fill_cache(config: Config, *, name: str) -> None:
     with _run(config, name) as run:
         quiet_libraries()
         check_parallel(run)
+        say_attention(run)
         if not run.loss.needs_reference:
             raise ConfigError(
                 f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to fill. "
@@ -100,6 +109,7 @@ def evaluate_model(
     with _run(config, name) as run:
         quiet_libraries()
         check_parallel(run)
+        say_attention(run)
         if json_file is not None and run.env.is_first:
             evaluation.check_writable(json_file)
         trust = config.model.trust_remote_code
@@ -132,6 +142,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
     config = run.config
     check_parallel(run)
     check_loggers(run)
+    say_attention(run)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
     say_tables(tables, run.display)

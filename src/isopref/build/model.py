@@ -16,7 +16,8 @@ from isopref.config.values import AdapterConfig
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models import adapter, conversion, hf
-from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize
+from isopref.models.finite import check_finite
+from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.models.unused import indexers, is_inside
@@ -42,6 +43,23 @@ def check_parallel(run: Run) -> None:
         check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
 
 
+def say_attention(run: Run) -> None:
+    """What a user may not know of the attention kernels of their card."""
+    model, rows = run.config.model, run.config.layout.rows
+    half = "bfloat16" in (model.dtype, model.compute_dtype)
+    if not (half and rows in ("shared", "packed") and flash.knows(run.env.device)):
+        return
+    kernels, fault = flash.load()
+    if fault is not None:
+        run.display.say(
+            f"warning: the package flash-attn-4 is installed, but cannot be imported ({fault}). Attention uses torch's "
+            "own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: pip uninstall "
+            "flash-attn-4"
+        )
+    elif kernels is None:
+        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
+
+
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
     """The model at `path`, where `place` puts it; if that is not given, the one that the run starts from.
 
@@ -57,6 +75,8 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     else:
         policy = _load_whole(run, path or model.path, setting)
     place(run, policy)
+    if not from_host(run, policy):  # else once it is sharded
+        check_finite(policy.model, f"{setting}: {path or model.path}")
     return policy
 
 
@@ -71,7 +91,10 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
         if narrow is not None:
             return Policy(narrow, narrow=True)
     loaded = _load(run, path, getattr(torch, model.dtype), setting)
-    return Policy(conversion.from_hf(loaded, setting=setting) if model.native else loaded)
+    if not model.native:
+        return Policy(loaded)
+    check_finite(loaded, f"{setting}: {path}")  # before logits are compared
+    return Policy(conversion.from_hf(loaded, setting=setting))
 
 
 def place(run: Run, policy: Policy) -> None:
@@ -213,6 +236,8 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         offload=run.config.layout.offload,
         tensor_parallel=run.config.layout.tensor_parallel,
     )
+    if large:
+        check_finite(unwrap(model).model, policy.name)
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run)
     return model
@@ -261,8 +286,6 @@ def _say_precision(run: Run) -> None:
             "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
             "model.compute_dtype: bfloat16"
         )
-    if half and rows in ("shared", "packed") and flash.knows(run.env.device) and not flash.installed():
-        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
     if model.dtype == "bfloat16":
         run.display.say(
             "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "

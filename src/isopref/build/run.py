@@ -109,8 +109,14 @@ class Run:
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """Where a run of a config lives. `name` is the config file's, for the default."""
-    return Path(config.run.folder or f"runs/{name}-{run_id(config)}").expanduser()
+    """Where a run of a config lives. `name` is the config file's, for the default. Raises RunError."""
+    short = name.encode()[:200].decode(errors="ignore")  # a file name has at most 255 bytes
+    folder = Path(config.run.folder or f"runs/{short}-{run_id(config)}").expanduser()
+    try:
+        folder.exists()
+    except OSError as error:  # in a folder that may not be entered
+        raise RunError(f"run.folder: cannot use {folder} ({error.strerror}). Set run.folder to another.") from error
+    return folder
 
 
 def loss_of(config: Config) -> PairLoss:

@@ -242,8 +242,10 @@ def _callbacks(run: Run, model: nn.Module, table: PairTable, held_out: HeldOut |
 
 def _speed(run: Run, model: nn.Module) -> PairSpeedCallback:
     dtype = compute_dtype(run) or getattr(torch, run.config.model.dtype)
-    rate = peak_flops(run.env.device, dtype) * run.env.world_size
-    return PairSpeedCallback(flops=UsefulFlops(unwrap(model)), peak_flops=rate)
+    rate = peak_flops(run.env.device, dtype)
+    if rate is None:  # without one there is no MFU
+        return PairSpeedCallback()
+    return PairSpeedCallback(flops=UsefulFlops(unwrap(model)), peak_flops=rate * run.env.world_size)
 
 
 def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from isopref.cli.launch import launch, torchrun
+from isopref.config.section import path_must
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError
 
@@ -24,6 +25,13 @@ NumProcesses = Annotated[
     int,
     typer.Option("--nproc", min=1, metavar="N", help="Processes to start on this machine, usually one for each GPU."),
 ]
+
+
+def check_path(option: str, path: str | None) -> None:
+    """Raise ConfigError for the value of an option that cannot be a path."""
+    must = None if path is None else path_must(path)
+    if must is not None:
+        raise ConfigError(f"{option}: must be {must}; found {path!r}.")
 
 
 def start_processes(nproc: int, arguments: Sequence[str]) -> None:

@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 
 from isopref import __version__
 from isopref.cli import cache, report
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
 from isopref.cli.launch import end_with_parent, start_again
-from isopref.cli.resume import Resume, parse_resume, spelled_out
+from isopref.cli.resume import parse_resume, spelled_out
 from isopref.config.load import dump_config, homes, load_config, override_form
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
@@ -46,7 +46,7 @@ def _explain_overrides(error: Any) -> None:
     takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
     name = error.option_name.lstrip("-").replace("-", "_")
     if takes_overrides and (homes(name) or not error.possibilities):  # it is no option that is misspelt
-        error.message += f". To set a field of the config, {override_form(name)}"
+        error.message = f"{error.message.rstrip('.')}. To set a field of the config, {override_form(name)}"
         error.possibilities = []  # --lr is like --help
 
 
@@ -74,15 +74,16 @@ def main() -> None:
         app(spelled_out(sys.argv[1:]), prog_name="isopref")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        if rank != "0" and _first_rank_reports():
-            sys.exit(1)
         again = isinstance(error, StartAgainError) and error.at_once
+        code = StartAgainError.exit_code if again else 1
+        if rank != "0" and _first_rank_reports():
+            sys.exit(code)
         alone = "RANK" not in environment  # else the launcher starts again
         word = "warning" if again and alone else "error"
         print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
         if again and alone:
             start_again({**environment, StartAgainError.variable: "1"})
-        sys.exit(StartAgainError.exit_code if again else 1)
+        sys.exit(code)
     except Exception as error:
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why
@@ -128,14 +129,13 @@ def train(
     config_file: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        Resume,
+        str,
         typer.Option(
-            parser=parse_resume,
             metavar="[auto]",
             help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
             show_default=False,
         ),
-    ] = Resume.no,
+    ] = "no",
     nproc: NumProcesses = 1,
 ) -> None:
     """Train a model as the config file says.
@@ -157,11 +157,12 @@ def train(
     \b
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
     """
+    how = parse_resume(resume)
     config = load_config(config_file, overrides or ())
-    start_processes(nproc, ["train", f"--resume={resume.value}", str(config_file), *(overrides or ())])
+    start_processes(nproc, ["train", f"--resume={how}", str(config_file), *(overrides or ())])
     from isopref.build import train as train_run
 
-    stopped_by = train_run(config, name=config_file.stem, resume=resume.value)
+    stopped_by = train_run(config, name=config_file.stem, resume=how)
     if stopped_by is not None:
         raise typer.Exit(128 + stopped_by)
 
@@ -194,6 +195,8 @@ def evaluate(
       isopref eval my.yaml --model other/model --reference some/model --json figures.json
     """
     config = load_config(config_file, overrides or ())
+    check_path("--model", model)
+    check_path("--reference", reference)
     options = ["--model", model]
     options += [] if reference is None else ["--reference", reference]
     options += [] if json_file is None else ["--json", str(json_file)]

@@ -1,15 +1,11 @@
 """`--resume`, an option that may have a value: what it may be, and how it is read."""
 
-from enum import Enum
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from isopref.errors import ConfigError
 
-
-class Resume(Enum):
-    no = "no"
-    must = "must"
-    auto = "auto"
+Resume = Literal["no", "must", "auto"]
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
@@ -24,11 +20,11 @@ def spelled_out(arguments: list[str]) -> list[str]:
     return ["--resume=must" if it_is else one for one, it_is in zip(arguments, alone, strict=True)]
 
 
-def parse_resume(told: str | Resume) -> Resume:
-    try:
-        return Resume(told)
-    except ValueError:
+def parse_resume(told: str) -> Resume:
+    """Not as the option's own parser, to which some versions of typer hand None in place of the default."""
+    if told not in get_args(Resume):
         raise ConfigError(
-            f'--resume: takes no value, or auto; found "{told}". Alone it goes on from the last whole checkpoint; '
-            "--resume auto also starts a run where there is none."
-        ) from None
+            f'--resume: takes no value, or auto; found "{told}". Alone it resumes from the last intact checkpoint; '
+            "--resume auto resumes the run if it exists and starts it otherwise."
+        )
+    return cast(Resume, told)

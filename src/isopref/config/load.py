@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
 from isopref.config.peers import OTHERWISE, SAME, instead
 from isopref.config.schema import Config
+from isopref.config.section import NO_PATH
 from isopref.config.values import IS_LIST, TAGS
 from isopref.errors import ConfigError
 
@@ -26,6 +27,8 @@ Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"):
 MERGE = "tag:yaml.org,2002:merge"  # the key <<
 DATA_FILES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # .json may be a config: it is YAML too
 ADAPTER = ("model", "adapter")  # a field that has fields of its own
+MOST_LEVELS = 20  # of nesting; PyYAML would fail at some hundreds
+TOO_DEEP = f"nested over {MOST_LEVELS} levels deep, and a config has at most 6"
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -146,6 +149,8 @@ def _copy(content: Mapping[str, Any]) -> _Draft:
     """A draft of a mapping, through YAML: it may hold what a file may, and is not written into."""
     try:
         _, values = _parse(yaml.dump(dict(content), Dumper=_Dumper), "config")
+    except RecursionError as error:
+        raise ConfigError(f"config: {TOO_DEEP}.") from error
     except yaml.representer.RepresenterError as error:
         raise ConfigError(
             f"config: {error.args[-1]!r} is no value of a config. Use text, numbers, true or false, None, lists and "
@@ -157,6 +162,7 @@ def _copy(content: Mapping[str, Any]) -> _Draft:
 def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
     """YAML text -> its nodes, which know their lines, and its value. Raises ConfigError naming `source`."""
     try:
+        _check_depth(text)
         node = _Loader(text).get_single_node()
         return node, _Loader(text).get_single_data()  # from nodes of its own: it puts merge keys (<<) into them
     except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
@@ -174,6 +180,18 @@ def _quotes(error: Exception) -> str:
     words = {"alias": "*", "anchor": "&", "for the tag '!": "!", "character '@'": "@", "character '`'": "`"}
     sign = next((sign for word, sign in words.items() if word in str(error)), None)
     return f' Text that begins with {sign} needs quotes: "{sign}...".' if sign else ""
+
+
+def _check_depth(text: str) -> None:
+    """Raise YAMLError for text that is nested too deep for PyYAML, which makes nodes and values by recursion."""
+    level = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            level += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            level -= 1
+        if level > MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=event.start_mark)
 
 
 def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int, int | None]]:
@@ -199,11 +217,14 @@ def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int
 
 def _apply(override: str, draft: _Draft) -> None:
     """Write one `section.field=value` into the draft."""
-    source = f"override '{override}'"
+    source = f"override '{_cut(override)}'"
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
         draft.problems.append(f"{source}: {override_form(name, text)}")
+        return
+    if len(keys) > MOST_LEVELS:
+        draft.problems.append(f"{source}: {TOO_DEEP}.")
         return
     try:
         node, value = (None, text) if _is_text(text) else _parse(text, source)
@@ -251,13 +272,17 @@ def _validate(draft: _Draft) -> Config | None:
             keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
                 kind = one["type"] if inner == keys else "part"  # of a list that is too short, a part is missing
-                draft.report(keys, _wrong(kind, keys, values), inner)
+                words = one["msg"] if kind == NO_PATH else None
+                draft.report(keys, _wrong(kind, keys, values, words), inner)
             seen.add(keys)
         return None
 
 
-def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
-    """What is wrong with the section, field, source or field of a source at `keys`, and the way out."""
+def _wrong(kind: str, keys: Keys, values: dict[Any, Any], words: str | None = None) -> str:
+    """What is wrong with the section, field, source or field of a source at `keys`, and the way out.
+
+    `words` say what it must be, where the schema does not.
+    """
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(keys)
     known = _siblings(keys)
@@ -268,7 +293,8 @@ def _wrong(kind: str, keys: Keys, values: dict[Any, Any]) -> str:
         value = value[key]
     if len(keys) == 1:
         return f"must be a section with fields ({', '.join(fields(str(keys[0])))}); found {_show(value)}."
-    words = source_words() if isinstance(keys[-1], int) else expected(known[keys[-1]])
+    if words is None:
+        words = source_words() if isinstance(keys[-1], int) else expected(known[keys[-1]])
     quote = f' Put it in quotes: "{value}".' if kind == "string_type" and isinstance(value, int | float) else ""
     told = instead(_name(keys), value)
     return f"must be {words}; found {_show(value)}.{quote}{f' Write {told}.' if told else ''}"
@@ -304,4 +330,8 @@ def _name(keys: Keys) -> str:
 
 def _show(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else to_yaml(value)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

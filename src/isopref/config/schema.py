@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from isopref.config.conflicts import conflicts_of
 from isopref.config.objective import ObjectiveConfig
-from isopref.config.section import Count, Decay, NonNegative, Positive, Section, Text
+from isopref.config.section import Count, Decay, NonNegative, PathText, Positive, Section
 from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
@@ -25,12 +25,12 @@ Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
 
 class ModelConfig(Section):
-    path: Text = Field(
+    path: PathText = Field(
         description="Model to start from: a Hugging Face folder, a hub name, a .gguf file, "
         "package:PACKAGE/FILE.gguf for one in an installed package, or an OLMo-core checkpoint (docs/olmo-core.md).",
         examples=["HuggingFaceTB/SmolLM2-135M-Instruct"],
     )
-    reference: Text | None = Field(
+    reference: PathText | None = Field(
         default=None,
         description="Model to compare with, named like path, with the same vocabulary. null: the model to start from.",
     )
@@ -74,7 +74,7 @@ class DataConfig(Section):
         "with one of their prompts are not trained on. A number, as 0.05: that share of train's prompts, each with all "
         "its pairs, chosen by the prompts alone. null: none.",
     )
-    template: Text | None = Field(
+    template: PathText | None = Field(
         default=None,
         description="Chat template. null: the tokenizer's own; none: raw text, no template; "
         "or the path of a .jinja file.",
@@ -141,7 +141,7 @@ class OptimConfig(Section):
         default=None,
         description="Stop after this many steps, even inside an epoch. null: when the epochs are done.",
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
         default=0, description="Seed of all that is random, such as the order of the pairs."
     )
 
@@ -201,7 +201,7 @@ class LayoutConfig(Section):
 
 
 class RunConfig(Section):
-    folder: Text | None = Field(
+    folder: PathText | None = Field(
         default=None,
         description="Folder for checkpoints, metrics and the result. "
         "null: runs/NAME-ID, from the config file's name and the run id.",

@@ -1,10 +1,40 @@
 """What all sections of a config have in common: how strict they are, and kinds of numbers."""
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+NO_PATH = "no_path"  # the kind of error for text that no file could be called; its message says what a path must be
+NAME_BYTES = 255  # the most that Linux takes
+PATH_BYTES = 3500  # Linux takes 4095, but there are files in a folder
+
+
+def path_must(text: str) -> str | None:
+    """What a path must be, where `text` is not such: no file could be called that. None: it may be one."""
+    if "\0" in text:
+        return "a path without NUL characters"
+    if len(text.encode(errors="surrogatepass")) > PATH_BYTES:
+        return f"a path of at most {PATH_BYTES} bytes"
+    if any(len(name.encode(errors="surrogatepass")) > NAME_BYTES for name in text.split("/")):
+        return f"a path with names of at most {NAME_BYTES} bytes"
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        return "a path in a home folder that exists"
+    return None
+
+
+def _check_path(text: str) -> str:
+    must = path_must(text)
+    if must is not None:
+        raise PydanticCustomError(NO_PATH, "{must}", {"must": must})
+    return text
+
 
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(_check_path)]  # a file, a folder, or a name on the hub
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from isopref.config.section import Count, Positive, Section, Text
+from isopref.config.section import Count, PathText, Positive, Section, Text
 
 
 class SourceConfig(Section):
     """One of several sources in data.train or data.eval."""
 
-    path: Text = Field(description="Where the pairs are: what data.train takes as text.")
+    path: PathText = Field(description="Where the pairs are: what data.train takes as text.")
     weight: Positive | None = Field(
         default=None,
         description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
@@ -29,11 +29,11 @@ class SourceConfig(Section):
 IS_TEXT, IS_LIST, IS_SOURCE, IS_SOURCES, IS_SHARE = TAGS = ("<text>", "<list>", "<source>", "<sources>", "<share>")
 
 OneOfSources = Annotated[
-    Annotated[Text, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
+    Annotated[PathText, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
     Discriminator(lambda value: IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT),
 ]
 Sources = Annotated[
-    Annotated[Text, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
+    Annotated[PathText, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
     Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
 ]
 SourcesOrShare = Annotated[
@@ -59,7 +59,7 @@ class AdapterConfig(Section):
         description="Layers that get an update, by the end of their names, as in [q_proj, v_proj]. auto: every linear "
         "layer that text uses but the output head, experts and routers too, or those of path.",
     )
-    path: Text | None = Field(
+    path: PathText | None = Field(
         default=None,
         description="Folder of an adapter to go on with (peft format). The model with it is the reference. null: a new "
         "one, which changes nothing before the first step.",

@@ -111,7 +111,7 @@ class PairSpeedCallback(SpeedMonitorCallback):
     """What the hardware does between two logs, in place of the engine's monitor, which counts padded input ids.
 
     :param flops: useful operations of a global batch, from the lengths of its pairs.
-    :param peak_flops: operations a second that all ranks could do together.
+    :param peak_flops: operations a second that all ranks could do together. 0: not known, and no MFU is logged.
     """
 
     priority: ClassVar[int] = 3  # before a checkpoint, at which the engine passes on what it has

@@ -88,6 +88,7 @@ def has_adapter(model: PreTrainedModel) -> bool:
 def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, seed: int) -> None:
     """Freeze the model and wrap its layers. The same seed gives the same weights on every rank and device."""
     peft = _peft("model.adapter is set")
+    _check_rank(model, new.rank)
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha,
@@ -232,6 +233,16 @@ def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | N
 
 def _peft(why: str) -> Any:
     return optional.require("peft", extra="adapters", why=why)
+
+
+def _check_rank(model: PreTrainedModel, rank: int) -> None:
+    """Raise ModelError for more columns than any matrix of the model has: they would be memory and nothing else."""
+    highest = max(min(weight.shape[-2:]) for weight in model.parameters() if weight.ndim >= 2)
+    if rank > highest:
+        raise ModelError(
+            f"model.adapter.rank: {rank} is more than {highest}, the highest rank that a matrix of "
+            f"{type(model).__name__} can have. Set it to {highest} or less."
+        )
 
 
 def _wrapper(peft: Any) -> Any:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from isopref.errors import ModelError
+from isopref.models.finite import check_finite
 from isopref.models.hf import WEIGHTS, disable_dropout, load_tokenizer
 from isopref.models.native import NativeModel, drop_weights
 from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
@@ -110,6 +111,7 @@ def read_checkpoint(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for of_model in (model.config, model.generation_config):
             setattr(of_model, name, getattr(tokenizer, name))
+    check_finite(model, f"{setting}: {path}")
     _prove(_built(config, state["model"], model.eval()), setting)
     model.to(dtype)
     assert isinstance(model, PreTrainedModel)

@@ -5,8 +5,6 @@ backward pass as twice the forward, less the gradients that frozen weights do no
 recomputed activations are not useful.
 """
 
-import time
-
 import torch
 from torch import nn
 
@@ -54,18 +52,19 @@ class UsefulFlops:
         return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second that the device can do: from the table for bfloat16 on a known card, else measured now."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        known = [card.flops for card_name, card in CARDS.items() if card_name in name]
-        if known:
-            return known[0]
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (nn.init.normal_(torch.empty(size, size, device=device, dtype=dtype)) for _ in range(2))
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        float((a @ b)[0, 0])  # waits for the product
-        times.append(time.perf_counter() - started)
-    return 2 * size**3 / min(times)
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second that the device can do, by its data sheet; None for one without, as every CPU is.
+
+    Not measured: what other programs do at that time would count against it, and MFU could be above 100%.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    card = next((card for card_name, card in CARDS.items() if card_name in name), None)
+    if card is None:
+        return None
+    if dtype in (torch.bfloat16, torch.float16):
+        return card.flops
+    # With TF32 a card is faster than its data sheet says of float32.
+    full = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return card.flops_float32 if full else None

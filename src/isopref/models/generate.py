@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from isopref.data.content import prompt_id
+from isopref.models.hf import context_length
 from isopref.types import IntArray
 
 
@@ -42,7 +43,8 @@ def answers(
 ) -> list[Answer]:
     """A greedy answer for each tokenised prompt and one drawn at temperature 1, all as one left-padded batch.
 
-    The noise of a draw comes from the seed and the prompt's content.
+    The noise of a draw comes from the seed and the prompt's content. No answer is longer than the model's context
+    length allows after the longest prompt.
     """
     if not prompts:
         return []
@@ -54,12 +56,13 @@ def answers(
     for row, prompt in enumerate(rows):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
         mask[row, width - len(prompt) :] = 1
+    room = (context_length(model.config) or width + max_new_tokens) - width
     was_training = model.training
     model.eval()
     out = model.generate(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(1, min(max_new_tokens, room)),
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,
         logits_processor=LogitsProcessorList([_Gumbel([_generator(prompt, seed) for prompt in prompts])]),

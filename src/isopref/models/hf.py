@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ from transformers.utils.hub import cached_file
 
 from isopref import optional
 from isopref.errors import ModelError, shorter_pairs
+from isopref.models import hub
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.types import CHOSEN, PROMPT, IntArray
 
@@ -53,7 +55,10 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
 
     `setting` is where the path was given, for messages; here and below.
     """
-    local = optional.package_file(path) if path.startswith(optional.IN_PACKAGE) else Path(path).expanduser()
+    in_package = path.startswith(optional.IN_PACKAGE)
+    if in_package and path.endswith(".gguf"):
+        optional.require_gguf(path, setting)
+    local = optional.package_file(path) if in_package else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
         is_checkpoint = (local / WEIGHTS).is_dir()  # of a run, which is two folders up
         inside = (local.absolute().parents[1] if is_checkpoint else local) / "model"
@@ -65,8 +70,7 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
     if local.is_dir():
         return Origin(str(local))
     if local.is_file() and local.suffix == ".gguf":
-        optional.require("gguf", extra="gguf", why=f"{setting} is the GGUF file {local}")
-        optional.require("accelerate", extra="gguf", why=f"{setting} is the GGUF file {local}")
+        optional.require_gguf(path, setting)
         return Origin(str(local.parent), local.name)
     if local.is_file():
         raise ModelError(f"{setting}: {local} is a file. Give the model's folder, a hub name or a .gguf file.")
@@ -103,7 +107,7 @@ def stop_tokens(path: str) -> tuple[int, ...]:
     if is_adapter(Path(path)):
         path = base_of(path, setting="model.path")
     try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
+        found = GenerationConfig.from_pretrained(path, local_files_only=_needs_cache(path)).eos_token_id
     except OSError:  # there is none
         found = None
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
@@ -143,12 +147,18 @@ def _half_type(path: str, setting: str) -> torch.dtype | None:
 
 def _weight_files(name: str) -> list[str | None]:
     """Where transformers looks: for one file, then for an index of several."""
+    find = partial(cached_file, name, local_files_only=_needs_cache(name))
     try:
-        return [cached_file(name, SAFE_WEIGHTS_NAME)]
+        return [find(SAFE_WEIGHTS_NAME)]
     except OSError:
-        index = Path(str(cached_file(name, SAFE_WEIGHTS_INDEX_NAME)))
+        index = Path(str(find(SAFE_WEIGHTS_INDEX_NAME)))
     listed = json.loads(index.read_bytes())["weight_map"]
-    return [cached_file(name, file) for file in sorted(set(listed.values()))]
+    return [find(file) for file in sorted(set(listed.values()))]
+
+
+def _needs_cache(name: str) -> bool:
+    """Whether a name is one on the hub, which cannot be reached."""
+    return not Path(name).exists() and hub.unreachable() is not None
 
 
 def load_model(
@@ -331,13 +341,25 @@ def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
 def _from_pretrained(kind: Any, path: str, setting: str, **options: Any) -> Any:
     origin = locate(path, setting=setting)
     gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
+    no_network = None if Path(origin.name).exists() else hub.unreachable()
     try:
-        return kind.from_pretrained(origin.name, **gguf, **options)
+        return kind.from_pretrained(origin.name, local_files_only=no_network is not None, **gguf, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        if not Path(origin.name).exists():
-            raise ModelError(
-                f"{setting}: there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load "
-                f"{path} ({reason}). Check the name; without a network, give a local folder."
-            ) from error
-        raise ModelError(f"{setting}: cannot load {path}: {reason}") from error
+        raise ModelError(f"{setting}: {_why_not(error, path, origin.name, no_network)}.") from error
+
+
+def _why_not(error: Exception, path: str, name: str, no_network: str | None) -> str:
+    """Why a model could not be loaded, and the way out."""
+    if "trust_remote_code" in str(error):
+        return hub.own_code(path)
+    if hub.has_only_pickle(name, error):
+        return hub.only_pickle(path)
+    if no_network is not None:
+        return hub.no_network(path, no_network)
+    reason = " ".join(str(error).split())[:300].rstrip(".")
+    if not Path(name).exists():
+        return (
+            f"there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load {path} ({reason}). "
+            "Check the name, or give a local folder"
+        )
+    return f"cannot load {path}: {reason}"

@@ -37,8 +37,8 @@ def own_logps(policy: Policy) -> Tensor:
         policy.train(was_training)
     if not found.isfinite().all():
         raise ModelError(
-            f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), so its "
-            "weights are damaged, or too large for their number type (model.dtype)."
+            f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), though its weights "
+            "are: they are too large to compute with in their number type (model.dtype, model.compute_dtype)."
         )
     return found
 

@@ -6,7 +6,7 @@ Torch has FlashAttention 2 built in; on a Hopper card these kernels take 0.6 of 
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,26 @@ CAPABILITIES = (9, 10)  # Hopper and data-centre Blackwell
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_flash(device: torch.device) -> bool:
-    """Whether the package is installed and knows this card."""
-    return installed() and knows(device)
+    """Whether the package can be used and knows this card."""
+    return knows(device) and load().kernels is not None
+
+
+class Package(NamedTuple):
+    """The package's kernels, where it is installed and can be imported; if it cannot, why."""
+
+    kernels: Any
+    fault: str | None
 
 
 @cache
-def installed() -> bool:
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+def load() -> Package:
+    """Import the package, if it is installed. A broken one is no error: torch has a kernel of its own."""
+    try:
+        if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+            return Package(None, None)
+        return Package(import_module("flash_attn.cute.interface"), None)
+    except Exception as error:  # of libraries that do not fit each other: an AttributeError as well as an ImportError
+        return Package(None, f"{type(error).__name__}: {error}")
 
 
 def knows(device: torch.device) -> bool:
@@ -37,11 +50,6 @@ def knows(device: torch.device) -> bool:
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take heads of this width."""
     return query.shape[-1] == value.shape[-1] and query.shape[-1] in WIDTHS
-
-
-@cache
-def _kernels() -> Any:
-    return import_module("flash_attn.cute.interface")
 
 
 def _masked(window: int | None) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _forward(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """What each query gets, and the logarithm of its sum of exponentials (H, T)."""
-    found = _kernels()._flash_attn_fwd(
+    found = load().kernels._flash_attn_fwd(
         q,
         k,
         v,
@@ -104,7 +112,7 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _kernels()._flash_attn_bwd(
+    dq, dk, dv = load().kernels._flash_attn_bwd(
         q,
         k,
         v,

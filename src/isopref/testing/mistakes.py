@@ -15,7 +15,8 @@ from isopref.engine.loader import PairLoader
 from isopref.engine.padded import split_batch_dpo
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.conversion import from_hf
-from isopref.models.parallel import Parallel, parallelize
+from isopref.models.finite import check_finite
+from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
 from isopref.testing.counting import padded_batch, padded_gradient_error
@@ -83,6 +84,16 @@ def _module(policy: Policy, optim: torch.optim.Optimizer, rank_microbatch_size: 
     )
 
 
+def _nan_on_one_rank() -> None:
+    model = parallelize(
+        Policy(tiny_model("llama")), "fsdp", device=torch.device("cpu"), world_size=dist.get_world_size()
+    )
+    weight: Any = unwrap(model).model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    if dist.get_rank() == 1:
+        weight.to_local().detach()[-1, -1] = float("nan")
+    check_finite(unwrap(model).model, "it")
+
+
 def _negative_split() -> None:
     split_batch_dpo(padded_batch([0, 1], 8), -1)
 
@@ -103,6 +114,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "single_on_many": _single_on_many,
     "foreign_optimizer": _foreign_optimizer,
     "zero_microbatch": _zero_microbatch,
+    "nan_on_one_rank": _nan_on_one_rank,
     "negative_split": _negative_split,
     "non_tensor": _non_tensor,
 }

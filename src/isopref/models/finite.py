@@ -1,0 +1,47 @@
+"""Weights that contain NaN or Inf: found where they lie, whole or sharded, before anything is computed with them."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from isopref.errors import ModelError
+from isopref.ranks import num_ranks
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Raise ModelError if a weight is NaN or Inf. All ranks call this together; each looks at what it holds.
+
+    `name` is what the model is called in the message.
+    """
+    bad = bad_weights(model)
+    if bad:
+        more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
+        raise ModelError(
+            f"{name}: the weights contain NaN or Inf, in {bad[0]}{more}. The files are damaged, or training had "
+            "diverged before they were written. Download the model again, or use an earlier checkpoint."
+        )
+
+
+def bad_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters that contain NaN or Inf on any rank. One pass over memory; waits for the device."""
+    named = list(model.named_parameters())
+    device = named[0][1].device
+    bad = torch.stack([_is_bad(parameter.detach()).to(device) for _, parameter in named]).int()
+    if num_ranks() > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return [name for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
+
+
+def _is_bad(tensor: Tensor) -> Tensor:
+    """Whether a tensor, or what this rank holds of it, contains NaN or Inf, on its device."""
+    if isinstance(tensor, DTensor):
+        return _is_bad(tensor.to_local())
+    if hasattr(tensor, "__tensor_flatten__"):  # in four bits: their scales are numbers
+        parts, _ = tensor.__tensor_flatten__()
+        return torch.stack([_is_bad(getattr(tensor, part)) for part in parts]).any()
+    if not tensor.is_floating_point() or not tensor.numel():
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    # Both are NaN if any number is. Ten times as fast as isfinite, and it takes no memory.
+    lowest, highest = tensor.aminmax()
+    return ~(lowest.isfinite() & highest.isfinite())

@@ -1,0 +1,68 @@
+"""The Hugging Face hub: whether it can be reached, and what to say where a model cannot be loaded.
+
+huggingface_hub asks for every file six times, with pauses: 47 s where there is no network. So it is asked once, here,
+whether there is one; without one transformers looks in its local cache only.
+"""
+
+import time
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+
+TIMEOUT_S = 10  # for a connection, as huggingface_hub's own
+ATTEMPTS, PAUSE_S = 2, 1
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be reached; None where it answers, whatever it says."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    reason = None
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE_S)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
+        except Exception as error:  # of httpx or of a proxy: in each case nothing can be had from there
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        else:
+            return None
+    return reason
+
+
+def no_network(path: str, reason: str) -> str:
+    """What to say of a hub name without a network."""
+    return (
+        f"there is no folder {Path(path).absolute()}, {path} is not in the local cache, and the hub "
+        f"({constants.ENDPOINT}) cannot be reached ({reason}). Check the name and the network, or give a local "
+        f"folder. To make one on a machine with a network: hf download {path} --local-dir FOLDER"
+    )
+
+
+def own_code(path: str) -> str:
+    """What to say of a model that comes with Python code."""
+    return (
+        f"{path} needs Python code that comes with it, and that is not run unless you allow it. Read the code; if you "
+        "trust it, set model.trust_remote_code: true (isopref merge: --trust-remote-code)"
+    )
+
+
+def only_pickle(path: str) -> str:
+    """What to say of weights that could only be unpickled."""
+    folder = f"{Path(path).name}-safetensors"
+    convert = (
+        f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; M.from_pretrained({path!r}, "
+        f"dtype='auto').save_pretrained({folder!r}); T.from_pretrained({path!r}).save_pretrained({folder!r})"
+    )
+    return (
+        f"{path} has no safetensors file, only a .bin file: a pickle, which can run code when it is loaded, so isopref "
+        f'does not load it. If you trust its source, convert it once: python -c "{convert}" and use {folder}'
+    )
+
+
+def has_only_pickle(name: str, error: Exception) -> bool:
+    """Whether a folder, or a model on the hub for which transformers gave this error, has no other weights."""
+    folder = Path(name)
+    if folder.is_dir():
+        return any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+    return "does not appear to have a file named model.safetensors" in str(error)

@@ -1,0 +1,53 @@
+"""The package flash-attn-4 where it is missing, or installed and broken. What its kernels compute is for tests/gpu."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from isopref.ops import flash
+
+FILES = ("__init__.py", "cute/__init__.py", "cute/interface.py")
+SYMBOL = "libcute_dsl.so: undefined symbol: _ZN3tvm"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if nothing had been imported yet, on a card that the package knows."""
+    monkeypatch.setattr(flash, "knows", lambda _device: True)
+    flash.load.cache_clear()
+    yield
+    flash.load.cache_clear()
+
+
+def package(folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """A flash_attn on the path in which one file fails."""
+    (folder / "flash_attn" / "cute").mkdir(parents=True)
+    for file in FILES:
+        (folder / "flash_attn" / file).write_text(f"raise ImportError({SYMBOL!r})\n" if file == broken else "")
+    monkeypatch.syspath_prepend(folder)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.parametrize("broken", FILES)
+def test_a_package_that_cannot_be_imported_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    package(tmp_path, monkeypatch, broken)
+    assert not flash.has_flash(torch.device("cuda"))
+    assert flash.load() == flash.Package(None, f"ImportError: {SYMBOL}")
+
+
+def test_a_package_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, monkeypatch, broken="nothing")
+    assert flash.has_flash(torch.device("cuda"))
+    assert flash.load().fault is None
+
+
+def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "find_spec", lambda _name: None)
+    assert not flash.has_flash(torch.device("cuda"))
+    assert flash.load() == flash.Package(None, None)
