@@ -23,7 +23,9 @@ def announce_failure() -> None:
 
 
 def first_rank_failed(within_s: float) -> bool:
-    """Whether the first rank announces a failure, or is gone altogether, in that time."""
+    """Whether the first rank announces a failure in that time, or is gone altogether. Not without a rank to ask."""
+    if "MASTER_ADDR" not in os.environ:
+        return False
     give_up = time.monotonic() + within_s
     store = _store()
     try:
