@@ -206,3 +206,10 @@ def test_a_batch_without_pairs_is_refused() -> None:
     empty = {key: value[:0] for key, value in tiny().items()}
     with pytest.raises(DataError, match="no pairs"):
         padded_to_step(empty, 100, "token", device=CPU)
+
+
+def test_weights_keep_their_precision() -> None:
+    """A table has them in float64, where a third is not what it is in float32."""
+    pairs = [{**instance(pair, n), "weight": 1 / 3} for n, pair in enumerate(random_pairs(2))]
+    del pairs[1]["weight"]
+    assert DataCollatorForSeq2SeqDPO()(pairs)["weight"].tolist() == [1 / 3, 1.0]

@@ -55,7 +55,8 @@ class DataCollatorForSeq2SeqDPO:
         batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
         batch["index"] = torch.tensor([int(one["index"]) for one in instances], dtype=torch.long)
         if any("weight" in one for one in instances):
-            batch["weight"] = torch.tensor([float(one.get("weight", 1.0)) for one in instances])
+            weights = [float(one.get("weight", 1.0)) for one in instances]
+            batch["weight"] = torch.tensor(weights, dtype=torch.float64)  # as a table has them
         return batch
 
 

@@ -44,6 +44,7 @@ def cells(ranks: int) -> list[Cell]:
         base = Cell(ranks=ranks, parallel=parallel)  # type: ignore[arg-type]
         found.update(dict.fromkeys(_full(base)))
         found.update(dict.fromkeys(_one_by_one(base)))
+        found.update(dict.fromkeys(_collated(base)))
         found.update(dict.fromkeys(_architectures(base)))
         found.update(dict.fromkeys(_native(base)))
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
@@ -81,6 +82,23 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
             yield replace(kind, split="idle")
         if base.parallel in ("fsdp", "hsdp"):
             yield replace(kind, offload=True)
+
+
+def _collated(base: Cell) -> Iterator[Cell]:
+    """Batches of a script's collator: every cut and weighting, with whatever has a denominator of its own."""
+    script = replace(base, rows="padded", collated=True)
+    for cut in ("pair", "tokens", "whole"):
+        for weighting in ("token", "completion", "pair"):
+            yield replace(script, cut=cut, weighting=weighting, nll_weight=0.7, own_weights=True)
+    yield script
+    yield replace(script, nll_weight=0.7)
+    yield replace(script, own_weights=True)
+    yield replace(script, num_pairs=3, nll_weight=0.7, own_weights=True)
+    yield replace(script, objective="aot", own_weights=True)
+    yield replace(script, ld_alpha=0.4, wpo=True, nll_weight=0.7, own_weights=True)
+    if base.ranks > 1:
+        yield replace(script, split="uneven", nll_weight=0.7, own_weights=True)
+        yield replace(script, split="idle", nll_weight=0.7, own_weights=True)
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
@@ -229,7 +247,8 @@ recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
 WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some
-models in OLMo-core's own modules too, and with two ranks that compute every layer together. The oracle computes one
+models in OLMo-core's own modules too, and with two ranks that compute every layer together; padded batches from a
+script's collator. The oracle computes one
 sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
 sums by the definition.
 

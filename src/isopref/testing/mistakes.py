@@ -18,8 +18,8 @@ from isopref.models.conversion import from_hf
 from isopref.models.parallel import Parallel, parallelize
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
-from isopref.testing.counting import padded_batch, padded_gradient_error
-from isopref.testing.exactness import Cell, batch, pair_objective
+from isopref.testing.counting import padded_gradient_error
+from isopref.testing.exactness import Cell, batch, padded_batch, pair_objective
 from isopref.testing.models import tiny_model
 
 
