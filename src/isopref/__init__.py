@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from isopref.data.packing import Budget
     from isopref.data.table import PairTable
+    from isopref.engine.loader import PairLoader
     from isopref.engine.moving import MovingReference
     from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
     from isopref.engine.train_module import DPOTrainModule
@@ -26,6 +27,7 @@ __all__ = [
     "DPOTrainModule",
     "DataCollatorForSeq2SeqDPO",
     "MovingReference",
+    "PairLoader",
     "PairTable",
     "PairTokens",
     "Policy",
@@ -42,6 +44,7 @@ _HOME = {
     "DPOTrainModule": "engine.train_module",
     "DataCollatorForSeq2SeqDPO": "engine.padded",
     "MovingReference": "engine.moving",
+    "PairLoader": "engine.loader",
     "PairTable": "data.table",
     "PairTokens": "types",
     "Policy": "models.policy",

@@ -5,8 +5,9 @@ norm of the gradient tells every rank the same: the step is skipped. Nothing is 
 only when a step logs. P: pairs of a microbatch.
 """
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,9 @@ from torch.optim import Optimizer
 from isopref.engine.display import Display
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
-from isopref.ranks import num_ranks
+from isopref.ranks import num_ranks, own_rank
+
+log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
@@ -82,10 +85,13 @@ class Guard:
 class GuardCallback(Callback):
     """Says which steps were skipped and why, and stops the run when there is no end to them.
 
+    A train module adds one to a trainer that has none.
+
+    :param display: where it is said. None: in the log, as is usual in a script.
     :param origin: what a pair of the table is called.
     """
 
-    display: Display = field(default_factory=Display)
+    display: Display | None = None
     origin: Callable[[int], str] = "pair {}".format
     gave_up: bool = False
     _step: Step | None = None
@@ -99,10 +105,16 @@ class GuardCallback(Callback):
         if found is None:
             return
         more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
-        self.display.say(f"warning: step {found.first} was skipped{more}: {self._cause(found)}")
+        self._warn(f"step {found.first} was skipped{more}: {self._cause(found)}")
         if found.in_a_row >= MOST_IN_A_ROW:
             self.gave_up = True
             self.trainer.cancel_run(f"{found.in_a_row} steps in a row were skipped", no_sync=True)
+
+    def _warn(self, text: str) -> None:
+        if self.display is not None:
+            self.display.say(f"warning: {text}")
+        elif own_rank() == 0:
+            log.warning(text)
 
     def _cause(self, found: Skipped) -> str:
         if found.pair is not None:

@@ -16,7 +16,7 @@ from olmo_core.nn.hf.convert import get_converter_to_hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from isopref.data.packing import Budget, Group, RowKind, plan_step
+from isopref.data.packing import Budget, Group, RowKind, plan_step, tokens_alone
 from isopref.data.table import PairTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
@@ -91,6 +91,10 @@ class StubTrainer:
         self.metrics_collect_interval = 1
         self.max_steps = 100
         self.metrics: dict[str, float] = {}
+        self.data_loader = None
+
+    def has_callback(self, _kind: type) -> bool:
+        return True
 
     def record_metric(self, name: str, value: Any, **_options: Any) -> None:
         self.metrics[name] = float(value)
@@ -216,10 +220,9 @@ def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
     pairs, _ = batch(cell.num_pairs)
     lengths = np.array([[len(part) for part in pair] for pair in pairs])
     share = [pair for group in plan(cell, lengths)[rank] for pair in group]
-    found = padded_batch(share, cell.num_pairs, own_weights=cell.own_weights)
-    one_pair = 2 * found["chosen_input_ids"].shape[1]
-    module.rank_microbatch_size = {"pair": one_pair, "tokens": 180, "whole": 4096}[cell.cut]
-    return found
+    longest = int(tokens_alone(lengths, "padded").max())
+    module.rank_microbatch_size = {"pair": longest, "tokens": 180, "whole": 4096}[cell.cut]
+    return padded_batch(share, cell.num_pairs, own_weights=cell.own_weights)
 
 
 def padded_batch(share: list[int], num_pairs: int, *, own_weights: bool = False) -> dict[str, Tensor]:
