@@ -10,9 +10,9 @@ import pytest
 import torch
 from olmo_core.train import Duration, TrainerConfig
 
-import isopref
 from isopref import Budget, DPOTrainModule, PairLoader, PairTable, Policy, TableLogps, pair_loss
-from isopref.errors import ConfigError, FirstStepError
+from isopref.engine.guard import MOST_IN_A_ROW
+from isopref.errors import ConfigError, DataError, FirstStepError
 from isopref.testing.exactness import StubTrainer, padded_batch
 from isopref.testing.models import random_pairs, tiny_model
 
@@ -118,7 +118,7 @@ def test_a_pair_without_a_reference() -> None:
     made._attach_trainer(StubTrainer())  # type: ignore[arg-type]
     batch = padded_batch([0, 1], NUM_PAIRS)
     batch["index"][1] = NUM_PAIRS
-    with pytest.raises(isopref.errors.DataError, match=r"batch\['index'\] has 8; .* \(0 to 7\)"):
+    with pytest.raises(DataError, match=r"batch\['index'\] has 8; .* \(0 to 7\)"):
         made.train_batch(batch)
 
 
@@ -173,3 +173,16 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
     told = [record.message for record in caplog.records if record.name.startswith("isopref")]
     assert told == ["step 1 was skipped: the loss of pair 3 is not finite. The weights are as before."]
     assert all(map(torch.equal, before, made.model.parameters()))
+
+
+def test_a_script_without_one_finite_step_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = module(reference=TableLogps(ZEROS * math.nan, ZEROS), rank_microbatch_size=None)
+    config = TrainerConfig(
+        save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
+        metrics_collect_interval=1,
+    )  # fmt: skip
+    trainer = config.build(made, loader(batch_pairs=1, work_dir=str(tmp_path)))
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+    assert trainer.global_step == MOST_IN_A_ROW < NUM_PAIRS
+    assert "5 steps in a row were skipped" in caplog.text
