@@ -211,7 +211,7 @@ def checked(param: str, value: Any) -> float | str:
 
 
 def _within(value: Any, limits: Mapping[str, float]) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     return is_number and all(getattr(operator, bound)(value, limit) for bound, limit in limits.items())
 
 

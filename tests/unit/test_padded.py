@@ -44,7 +44,7 @@ def tiny() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("options", "pad", "width"), [({}, 0, 4), ({"pad_token_id": 9, "pad_to_multiple_of": 3}, 9, 6)]
 )
-def test_the_collator_by_hand(options: dict[str, int], pad: int, width: int) -> None:
+def test_the_collator_by_hand(options: dict[str, Any], pad: int, width: int) -> None:
     pairs = [
         {"chosen_input_ids": [5, 6, 8, 9], "rejected_input_ids": [5, 6, 4], "index": 41}
         | {"chosen_labels": [IGNORE, IGNORE, 8, 9], "rejected_labels": [IGNORE, IGNORE, 4]},

@@ -8,9 +8,8 @@ from isopref.errors import ConfigError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.policy import Policy
 from isopref.testing import oracle
-from isopref.testing.counting import padded_batch
 from isopref.testing.equations import CASES, by_equation
-from isopref.testing.exactness import StubTrainer, batch, full_gradient
+from isopref.testing.exactness import StubTrainer, batch, full_gradient, padded_batch
 from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 

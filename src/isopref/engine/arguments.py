@@ -25,13 +25,13 @@ def check_kind(where: str, name: str, value: Any, kinds: type | tuple[type, ...]
 
 def check_count(where: str, name: str, value: Any, *, least: int = 1) -> None:
     """Raise ConfigError unless `value` is a whole number, at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(f"{where}: {name} must be a whole number, at least {least}; found {value!r}.")
 
 
 def check_positive(where: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a finite number above 0."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ConfigError(f"{where}: {name} must be a number above 0; found {value!r}.")
 
 

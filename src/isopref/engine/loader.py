@@ -139,8 +139,8 @@ class PairLoader(DataLoaderBase):
         for name, value in self._identity().items():
             if state_dict[name] != value:
                 raise RunError(
-                    f"the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. Use the same "
-                    "data and settings as then, or start a new run in another folder."
+                    f"the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. "
+                    "Resume with the data and settings of the first run, or start a new run in another folder."
                 )
         self._epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]

@@ -1,6 +1,7 @@
 """What a model spread over ranks is written as."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def exported(architecture: str, mode: Parallel, native: bool, folder: Path) -> d
     policy = Policy(from_hf(hf_model) if native else hf_model)
     ranks = dist.get_world_size() if mode != "single" else 1
     model = parallelize(policy, mode, device=torch.device("cpu"), world_size=ranks)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if mode != "single" and dist.get_rank() > 0:
         return {}
     with unwrap(model).saved_form(state) as (inner, weights):
