@@ -102,8 +102,8 @@ class StubTrainer:
 
 @cache
 def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
-    """Pairs of very different lengths, up to 45 tokens a part, and weights of their own."""
-    pairs = random_pairs(num_pairs, seed=3, longest=46)
+    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
+    pairs = random_pairs(num_pairs, seed=3, longest=36)
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
