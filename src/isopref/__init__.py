@@ -11,6 +11,7 @@ from isopref.threads import limit_spinning
 if TYPE_CHECKING:
     from isopref.data.packing import Budget
     from isopref.data.table import PairTable
+    from isopref.engine.loader import PairLoader
     from isopref.engine.moving import MovingReference
     from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
     from isopref.engine.train_module import DPOTrainModule
@@ -28,6 +29,7 @@ __all__ = [
     "DPOTrainModule",
     "DataCollatorForSeq2SeqDPO",
     "MovingReference",
+    "PairLoader",
     "PairTable",
     "PairTokens",
     "Policy",
@@ -44,6 +46,7 @@ _HOME = {
     "DPOTrainModule": "engine.train_module",
     "DataCollatorForSeq2SeqDPO": "engine.padded",
     "MovingReference": "engine.moving",
+    "PairLoader": "engine.loader",
     "PairTable": "data.table",
     "PairTokens": "types",
     "Policy": "models.policy",

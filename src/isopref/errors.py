@@ -41,6 +41,10 @@ class StartAgainError(RunError):
 class FirstStepError(RunError):
     """Policy and reference differ before the first update, though they should be the same model."""
 
+    def __init__(self, what: str, way_out: str):
+        super().__init__(f"{what} {way_out}")
+        self.what = what  # the way out depends on who asks: a script, or a config
+
 
 def shorter_pairs(limit: int | None = None) -> str:
     """What `data.max_length` does for pairs that are too long: the same words wherever it is a way out."""

@@ -109,14 +109,19 @@ def pair_loss(
 ) -> PairLoss:
     """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
 
-    Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError.
+    Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError for
+    values out of bounds (objectives.LIMITS) and for parameters that none of them takes.
     `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
     `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
     `balance_weight` adds that much of the balance loss of a mixture of experts.
     """
-    if wpo:
-        for what in objectives.wpo_problems(loss):
-            raise ConfigError(f"objective.wpo: {what}")
+    if not isinstance(wpo, bool):
+        raise ConfigError(f"pair_loss: wpo must be True or False; found {wpo!r}.")
+    for what in objectives.wpo_problems(loss) if wpo else ():
+        raise ConfigError(f"pair_loss: wpo: {what}")
+    added = {"nll_weight": nll_weight, "ld_alpha": ld_alpha, "balance_weight": balance_weight}
+    for name, value in added.items():
+        objectives.checked(name, value)
     filled, weights = objectives.resolve(loss, **params), objectives.weights(loss)
     terms = (
         Term(FORMULAS[name], filled[name], objectives.OBJECTIVES[name], weight) for name, weight in weights.items()

@@ -1,12 +1,15 @@
 """What is known of each objective, but for its formula (losses.py): parameters, defaults, equation, paper.
 
 The registry of the family. The config checks itself against it, and config/objectives_page.py makes
-docs/objectives.md of it. Imports no torch.
+docs/objectives.md of it. What raises here is an argument of `pair_loss`. Imports no torch.
 """
 
+import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, get_args
 
 from isopref.errors import ConfigError
 
@@ -16,6 +19,19 @@ Name = Literal[
 ]  # fmt: skip
 
 Loss = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
+Divergence = Literal["reverse_kl", "forward_kl", "jensen_shannon"]  # or a number: the alpha of its divergence
+
+# What each parameter may be, for the config's fields and `pair_loss` alike; the bounds have pydantic's names.
+LIMITS: dict[str, dict[str, Any]] = {
+    "beta": {"gt": 0},
+    "label_smoothing": {"ge": 0, "lt": 0.5},
+    "gamma": {"ge": 0},
+    "divergence": {"gt": 0, "lt": 1},
+    "nll_weight": {"ge": 0},
+    "balance_weight": {"ge": 0},
+    "ld_alpha": {"ge": 0, "le": 1},
+}
+LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True)
@@ -157,27 +173,46 @@ OBJECTIVES: dict[Name, Objective] = {
 
 def weights(loss: Loss) -> dict[Name, float]:
     """The objectives that are added, with their weights. Raises ConfigError for what cannot be added."""
-    named = {loss: 1.0} if isinstance(loss, str) else dict(loss)
-    if not named or not all(weight > 0 for weight in named.values()):
-        raise ConfigError(f"objective.loss: {named} must name at least one loss, each with a weight above 0.")
+    named = dict(loss) if isinstance(loss, Mapping) else {loss: 1.0}
     for name in named:
         if name not in OBJECTIVES:
-            raise ConfigError(f"objective.loss: unknown '{name}'. Known: {', '.join(OBJECTIVES)}.")
+            raise ConfigError(f"pair_loss: unknown loss {name!r}. Known: {', '.join(OBJECTIVES)}.")
+    if not named or not all(_within(weight, {"gt": 0}) for weight in named.values()):
+        raise ConfigError(f"pair_loss: {named} must name at least one loss, each with a weight above 0.")
     return named  # type: ignore[return-value]  # checked
 
 
 def resolve(loss: Loss, **given: Any) -> dict[Name, dict[str, Any]]:
     """The parameters of each objective of a loss: those given that it takes, and its defaults for the others.
 
-    None is as good as not given. Raises ConfigError for an unknown name, and for what no objective can use.
+    None is as good as not given. Raises ConfigError for an unknown name, for what no objective can use, and for a value
+    out of its bounds.
     """
     named = weights(loss)
     told = {param: value for param, value in given.items() if value is not None}
     for param, what in problems(loss, told):
-        raise ConfigError(f"objective.{param}: {what}")
+        raise ConfigError(f"pair_loss: {param}: {what}")
+    told = {param: checked(param, value) for param, value in told.items()}
     return {
         name: {param: told.get(param, default) for param, default in OBJECTIVES[name].params.items()} for name in named
     }
+
+
+def checked(param: str, value: Any) -> float | str:
+    """The value of a parameter, if it is within its bounds. Raises ConfigError."""
+    names = get_args(Divergence) if param == "divergence" else ()
+    if isinstance(value, str) and value in names:
+        return value
+    if _within(value, LIMITS[param]):
+        return float(value)
+    bounds = [f"{LIMIT_WORDS[bound]} {limit}" for bound, limit in LIMITS[param].items()]
+    wanted = "one of " + ", ".join(names) + ", or a number" if names else "a number"
+    raise ConfigError(f"pair_loss: {param} must be {', '.join([wanted, *bounds])}; found {value!r}.")
+
+
+def _within(value: Any, limits: Mapping[str, float]) -> bool:
+    is_number = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    return is_number and all(getattr(operator, bound)(value, limit) for bound, limit in limits.items())
 
 
 def wpo_problems(loss: Loss) -> Iterator[str]:
@@ -186,7 +221,7 @@ def wpo_problems(loss: Loss) -> Iterator[str]:
     if coupled:
         yield (
             f"weighs the loss of each pair, but {', '.join(coupled)} looks at a whole batch, where a pair has no loss "
-            "of its own. Remove wpo, or use another objective.loss."
+            "of its own. Remove wpo, or use another loss."
         )
 
 
@@ -199,11 +234,11 @@ def problems(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             others = [other for other, one in OBJECTIVES.items() if param in one.params]
             yield (
                 param,
-                f"{value} does nothing with objective.loss: {names}, which takes {', '.join(takes)}. Remove {param}"
+                f"{value} does nothing with the loss {names}, which takes {', '.join(takes)}. Remove {param}"
                 + (f", or use a loss that has it: {', '.join(others)}." if others else "."),
             )
     if "exo_pair" in weights(loss) and told.get("label_smoothing") == 0:
         yield (
             "label_smoothing",
-            "0 with objective.loss: exo_pair asks for the logarithm of 0. Use a small number such as 0.001.",
+            "0 with the loss exo_pair asks for the logarithm of 0. Use a small number such as 0.001.",
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isopref.data.packing import Budget, check_budget, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
+from isopref.errors import ConfigError
 from isopref.models.parallel import data_group, reshard, speaks
 from isopref.ranks import num_ranks, own_rank
 from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
@@ -34,13 +35,32 @@ def score(
     return PairLogps(chosen, rejected, num_chosen, num_rejected, whole_chosen, weight, routing)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class TableLogps:
-    """Log-probabilities of the completions of N pairs, on the host in float64."""
+    """Log-probabilities of the completions of N pairs, on the host in float64. Made of arrays or tensors."""
 
     chosen: FloatArray  # N
     rejected: FloatArray  # N
     whole_chosen: FloatArray | None = None  # N: see PairLogps
+
+    def __init__(
+        self,
+        chosen: FloatArray | Tensor,
+        rejected: FloatArray | Tensor,
+        whole_chosen: FloatArray | Tensor | None = None,
+    ):
+        given = {"chosen": chosen, "rejected": rejected, "whole_chosen": whole_chosen}
+        arrays = {name: None if values is None else _on_host(values) for name, values in given.items()}
+        shapes = {name: array.shape for name, array in arrays.items() if array is not None}
+        if len(set(shapes.values())) != 1 or len(shapes["chosen"]) != 1:
+            raise ConfigError(f"TableLogps: each needs one value for every pair; the shapes are {shapes}.")
+        for name, array in arrays.items():
+            object.__setattr__(self, name, array)
+
+
+def _on_host(values: FloatArray | Tensor) -> FloatArray:
+    array: FloatArray = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    return array.astype(np.float64, copy=False)
 
 
 @torch.no_grad()
@@ -61,7 +81,7 @@ def score_table(
     float64, on the device). Raises ConfigError where a pair is longer than the budget.
     """
     if len(table):
-        check_budget(table.lengths, budget, setting="layout.score_tokens", name=table.origin)
+        check_budget(table.lengths, budget, name=table.origin)
     group = data_group(policy)
     ranks = num_ranks(group)
     # With an ld_alpha, what chosen is without it comes third (see Policy.forward).

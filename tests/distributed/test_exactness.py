@@ -4,7 +4,7 @@ import pytest
 
 from isopref.testing import matrix
 from isopref.testing.equations import ALL_CASES
-from isopref.testing.exactness import Cell, Found
+from isopref.testing.exactness import Cell, Found, batch
 from isopref.testing.ranks import Ranks
 
 
@@ -50,8 +50,16 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "ld_alpha",
         "wpo",
         "balance_weight",
+        "collated",
     ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
     for parallel in matrix.SPREADS[ranks]:
         assert {cell.objective for cell in cells if cell.parallel == parallel} == set(ALL_CASES)
     assert {cell.parallel for cell in cells} == set(matrix.SPREADS[ranks])
+
+
+@pytest.mark.parametrize("num_pairs", [3, 8])
+def test_the_batch_has_long_answers_on_both_sides(num_pairs: int) -> None:
+    pairs, _ = batch(num_pairs)
+    assert max(len(pair.chosen) for pair in pairs) > 30
+    assert max(len(pair.rejected) for pair in pairs) > 30

@@ -1,8 +1,12 @@
 """What sharding could do to a run without anyone seeing it in the loss."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from isopref.testing.counting import mixed_accumulation_error, own_answers_moved, unchanged_after_scoring
+from isopref.testing.exporting import exported
 from isopref.testing.ranks import Ranks
 
 
@@ -26,3 +30,17 @@ def test_every_parameter_trains_after_scoring(two_ranks: Ranks, parallel: str) -
 def test_a_model_speaks_for_itself_when_it_is_spread(two_ranks: Ranks, parallel: str) -> None:
     for moved in two_ranks(own_answers_moved, parallel):
         assert moved <= 1e-10
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "llama"])
+@pytest.mark.parametrize("native", [False, True], ids=["transformers", "native"])
+def test_the_export_has_the_same_tensors_in_every_mode(
+    two_ranks: Ranks, tmp_path: Path, native: bool, architecture: str
+) -> None:
+    """A tied weight is written once, as transformers writes it. FSDP gathers a copy of it for each of its names."""
+    single = exported(architecture, "single", native, tmp_path / "single")
+    assert ("lm_head.weight" in single) == (architecture == "llama")
+    for mode in ("ddp", "fsdp"):
+        tensors = two_ranks(exported, architecture, mode, native, tmp_path / mode)[0]
+        assert tensors.keys() == single.keys(), mode
+        assert all(torch.equal(tensors[name], single[name]) for name in single), mode

@@ -59,7 +59,7 @@ def test_a_layout_changes_no_step(
 
 def test_a_parameter_of_another_loss_is_refused(shared: Project) -> None:
     message = shared.refused("run", "objective.loss=hinge", "objective.gamma=1")
-    assert "objective.gamma: 1.0 does nothing with objective.loss: hinge, which takes beta. Remove gamma, or" in message
+    assert "objective.gamma: 1.0 does nothing with the loss hinge, which takes beta. Remove gamma, or" in message
     assert not (shared.folder / "run").exists()
 
 

@@ -379,8 +379,8 @@ def test_resume_with_other_data(stopped: Project, change: str) -> None:
     stopped.write_pairs("other.jsonl", records)
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE, *arguments, "--resume")
-    assert re.search(r"--resume: the checkpoint was trained with (data|pairs) ", message)
-    assert "Use the data and the settings of the first run (its config.yaml), or start anew in another" in message
+    assert re.search(r"the checkpoint was trained with (data|pairs) ", message)
+    assert "Resume with the data and settings of the first run, or start a new run in another folder." in message
     assert snapshot(stopped.folder / "run") == before
 
 

@@ -224,10 +224,10 @@ def test_each_of_several_has_its_own_defaults_and_the_first_gives_the_rewards() 
 
 
 def test_what_none_of_several_takes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"with objective\.loss: hinge, ipo, which takes beta\. Remove gamma"):
+    with pytest.raises(ConfigError, match=r"with the loss hinge, ipo, which takes beta\. Remove gamma"):
         pair_loss({"hinge": 1.0, "ipo": 1.0}, gamma=1.0)
     for none in ({}, {"sigmoid": 0.0}, {"sigmoid": 1.0, "hinge": -1.0}):
         with pytest.raises(ConfigError, match="at least one loss, each with a weight above 0"):
             pair_loss(none)
-    with pytest.raises(ConfigError, match="unknown 'hing'"):
+    with pytest.raises(ConfigError, match="unknown loss 'hing'"):
         pair_loss({"sigmoid": 1.0, "hing": 1.0})

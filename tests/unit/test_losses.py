@@ -40,8 +40,7 @@ def test_margin_and_gains_by_hand() -> None:
         (10.0, 0.1, 0.0, softplus(-1)),
         (-10.0, 0.1, 0.0, softplus(1)),
         (10.0, 0.1, 0.1, 0.9 * softplus(-1) + 0.1 * softplus(1)),
-        (4.0, 0.5, 0.5, 0.5 * softplus(-2) + 0.5 * softplus(2)),
-        (4.0, 0.5, 1.0, softplus(2)),  # all labels flipped
+        (4.0, 0.5, 0.4, 0.6 * softplus(-2) + 0.4 * softplus(2)),
     ],
 )
 def test_sigmoid_by_hand(gap: float, beta: float, smoothing: float, expected: float) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isopref.config.objective import ObjectiveConfig
 from isopref.errors import ConfigError
 from isopref.losses import FORMULAS, PairLoss, pair_loss
-from isopref.objectives import OBJECTIVES, Name, problems, resolve
+from isopref.objectives import LIMITS, OBJECTIVES, Name, problems, resolve
 from isopref.testing.equations import BATCH_CASES, CASES, COUPLED_EQUATIONS, by_equation
 from isopref.types import PairLogps, moved
 
@@ -107,7 +108,7 @@ def test_wpo_s_weight_multiplies_the_loss_of_a_pair() -> None:
 
 
 def test_wpo_s_weights_are_refused_where_a_pair_has_no_loss_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.wpo: weighs the loss of each pair, but aot, bco_pair looks at"):
+    with pytest.raises(ConfigError, match=r"^pair_loss: wpo: weighs the loss of each pair, but aot, bco_pair looks at"):
         pair_loss({"sigmoid": 1.0, "aot": 1.0, "bco_pair": 1.0}, wpo=True)
 
 
@@ -142,8 +143,8 @@ def test_what_is_given_goes_before_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("sigmoide", {}, "objective.loss: unknown 'sigmoide'. Known: sigmoid, dpo_norm, "),
-        ("hinge", {"label_smoothing": 0.0}, "objective.label_smoothing: 0.0 does nothing with objective.loss: hinge"),
+        ("sigmoide", {}, "pair_loss: unknown loss 'sigmoide'. Known: sigmoid, dpo_norm, "),
+        ("hinge", {"label_smoothing": 0.0}, "pair_loss: label_smoothing: 0.0 does nothing with the loss hinge"),
         ("hinge", {"gamma": 1.0}, "which takes beta. Remove gamma, or use a loss that has it: simpo."),
         ("simpo", {"divergence": "forward_kl"}, "or use a loss that has it: sigmoid."),
         ("simpo", {"zeta": 1}, "which takes beta, gamma. Remove zeta."),
@@ -154,6 +155,59 @@ def test_what_an_objective_cannot_use_is_refused(name: str, params: dict[str, An
     with pytest.raises(ConfigError) as caught:
         pair_loss(name, **params)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "message"),
+    [
+        ("sigmoid", {"beta": -1}, "beta must be a number, above 0; found -1."),
+        ("sigmoid", {"beta": 0}, "beta must be a number, above 0; found 0."),
+        ("sigmoid", {"beta": float("inf")}, "beta must be a number, above 0; found inf."),
+        ("sigmoid", {"beta": float("nan")}, "beta must be a number, above 0; found nan."),
+        ("sigmoid", {"beta": "0.1"}, "beta must be a number, above 0; found '0.1'."),
+        ("sigmoid", {"beta": True}, "beta must be a number, above 0; found True."),
+        ("robust", {"label_smoothing": 0.5}, "label_smoothing must be a number, at least 0, below 0.5; found 0.5."),
+        ("sigmoid", {"label_smoothing": -0.1}, "label_smoothing must be a number, at least 0, below 0.5; found -0.1."),
+        ("simpo", {"gamma": -1.0}, "gamma must be a number, at least 0; found -1.0."),
+        (
+            "sigmoid",
+            {"divergence": "js"},
+            "divergence must be one of reverse_kl, forward_kl, jensen_shannon, or a number, above 0, below 1; "
+            "found 'js'.",
+        ),
+        ("sigmoid", {"divergence": 1.0}, "or a number, above 0, below 1; found 1.0."),
+        ("sigmoid", {"ld_alpha": 3}, "ld_alpha must be a number, at least 0, at most 1; found 3."),
+        ("sigmoid", {"nll_weight": -1}, "nll_weight must be a number, at least 0; found -1."),
+        ("sigmoid", {"nll_weight": None}, "nll_weight must be a number, at least 0; found None."),
+        ("sigmoid", {"balance_weight": -0.1}, "balance_weight must be a number, at least 0; found -0.1."),
+        ("sigmoid", {"wpo": "no"}, "wpo must be True or False; found 'no'."),
+        ({"sigmoid": float("inf")}, {}, "each with a weight above 0."),
+        ({"sigmoid": "1"}, {}, "each with a weight above 0."),
+        (3, {}, "unknown loss 3. Known: sigmoid, "),
+    ],
+)
+def test_an_argument_out_of_its_bounds_is_refused(loss: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pair_loss(loss, **params)
+    assert str(caught.value).startswith("pair_loss: ")
+    assert message in str(caught.value)
+    assert "objective." not in str(caught.value)
+
+
+@pytest.mark.parametrize("param", LIMITS)
+def test_the_config_has_the_same_bounds(param: str) -> None:
+    limits = LIMITS[param]
+    for beyond in [limits[low] - 0.1 for low in ("gt", "ge") if low in limits] + [
+        limits[high] + 0.1 for high in ("lt", "le") if high in limits
+    ]:
+        with pytest.raises(ValueError, match=param):
+            ObjectiveConfig.model_validate({param: beyond})
+
+
+def test_an_integer_is_a_number() -> None:
+    policy, ref = some_pairs()
+    whole = pair_loss("sigmoid", beta=1, nll_weight=1, ld_alpha=1)
+    assert torch.equal(whole(policy, ref), pair_loss("sigmoid", beta=1.0)(policy, ref))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

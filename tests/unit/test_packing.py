@@ -146,7 +146,12 @@ def test_slots_by_hand_and_the_budget_to_the_token(kind: RowKind, alone: int, bo
     message = str(refusal.value)
     assert f"is {alone - 1}, but pair 1 takes {alone} tokens" in message
     assert "prompt 10, chosen 5, rejected 7" in message
-    assert message.endswith(
+    assert message.startswith("Budget.tokens is ")
+    assert message.endswith(f"Raise it to at least {alone}, or shorten the pair.")
+    with pytest.raises(ConfigError) as refusal:
+        check_budget(lengths, Budget(kind, alone - 1), setting="layout.microbatch_tokens")
+    assert str(refusal.value).startswith(f"layout.microbatch_tokens is {alone - 1}, but pair 0 takes {alone} tokens")
+    assert str(refusal.value).endswith(
         f"Raise it to at least {alone}, or shorten the pairs: data.max_length drops longer pairs; with "
         "data.truncation: keep_end or keep_start it cuts their prompts."
     )

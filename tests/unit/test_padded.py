@@ -1,5 +1,7 @@
 """Padded batches in OLMo-core's form: collated and cut by hand, refused when damaged, the same Step as from a plan."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from isopref.engine.step import Step, build_step
 from isopref.errors import ConfigError, DataError
 from isopref.normalize import Weighting
 from isopref.testing import oracle
-from isopref.testing.models import random_pairs
+from isopref.testing.models import byte_tokenizer, random_pairs, tiny_model
 from isopref.types import PairTokens
 
 CPU = torch.device("cpu")
@@ -42,7 +44,7 @@ def tiny() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("options", "pad", "width"), [({}, 0, 4), ({"pad_token_id": 9, "pad_to_multiple_of": 3}, 9, 6)]
 )
-def test_the_collator_by_hand(options: dict[str, int], pad: int, width: int) -> None:
+def test_the_collator_by_hand(options: dict[str, Any], pad: int, width: int) -> None:
     pairs = [
         {"chosen_input_ids": [5, 6, 8, 9], "rejected_input_ids": [5, 6, 4], "index": 41}
         | {"chosen_labels": [IGNORE, IGNORE, 8, 9], "rejected_labels": [IGNORE, IGNORE, 4]},
@@ -206,3 +208,122 @@ def test_a_batch_without_pairs_is_refused() -> None:
     empty = {key: value[:0] for key, value in tiny().items()}
     with pytest.raises(DataError, match="no pairs"):
         padded_to_step(empty, 100, "token", device=CPU)
+
+
+def test_weights_keep_their_precision() -> None:
+    """A table has them in float64, where a third is not what it is in float32."""
+    pairs = [{**instance(pair, n), "weight": 1 / 3} for n, pair in enumerate(random_pairs(2))]
+    del pairs[1]["weight"]
+    assert DataCollatorForSeq2SeqDPO()(pairs)["weight"].tolist() == [1 / 3, 1.0]
+
+
+# --- how the collator is made ------------------------------------------------------------------------
+
+
+def test_a_tokenizer_pads_with_its_own_token() -> None:
+    """As scripts for OLMo-core and transformers write it."""
+    pairs = [instance(pair, n) for n, pair in enumerate(random_pairs(3))]
+    tokenizer = SimpleNamespace(pad_token_id=7)
+    expected = DataCollatorForSeq2SeqDPO(pad_token_id=7)(pairs)
+    for made in (
+        DataCollatorForSeq2SeqDPO(tokenizer=tokenizer, model=None, padding="longest"),
+        DataCollatorForSeq2SeqDPO(tokenizer),
+        DataCollatorForSeq2SeqDPO(SimpleNamespace(pad_token_id=3), pad_token_id=7),
+    ):
+        batch = made(pairs)
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
+    without = DataCollatorForSeq2SeqDPO(SimpleNamespace(pad_token_id=None))(pairs)
+    assert torch.equal(without["chosen_input_ids"], DataCollatorForSeq2SeqDPO()(pairs)["chosen_input_ids"])
+
+
+def test_a_real_tokenizer_is_one() -> None:
+    tokenizer = byte_tokenizer()
+    batch = DataCollatorForSeq2SeqDPO(tokenizer=tokenizer, model=tiny_model("gpt2"), padding="longest")(
+        [instance(pair, n) for n, pair in enumerate(random_pairs(3))]
+    )
+    assert set(batch["chosen_input_ids"][batch["chosen_attention_mask"] == 0].tolist()) == {tokenizer.pad_token_id}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": "max_length"}, "padding='max_length' is not supported. Use True or 'longest', or leave it out."),
+        ({"padding": False}, "padding=False is not supported."),
+        ({"max_length": 512}, "max_length=512 is not supported. Use None, or leave it out."),
+        ({"label_pad_token_id": 0}, "label_pad_token_id=0 is not supported. Use -100, or leave it out."),
+        ({"return_tensors": "np"}, "return_tensors='np' is not supported. Use 'pt', or leave it out."),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be a whole number, at least 1; found 0."),
+        ({"pad_token_id": -1}, "pad_token_id must be a whole number, at least 0; found -1."),
+        ({"tokenizer": 0}, "tokenizer is 0. Write pad_token_id=0."),
+        (
+            {"tokenizer": "gpt2"},
+            "tokenizer is a str, not a tokenizer. Pass what AutoTokenizer.from_pretrained returns.",
+        ),
+        ({"model": SimpleNamespace(prepare_decoder_input_ids_from_labels=len)}, "isopref trains causal models."),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        DataCollatorForSeq2SeqDPO(**options)
+    assert str(refusal.value).startswith("DataCollatorForSeq2SeqDPO: ")
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chosen_labels": [IGNORE, 8]}, "chosen_input_ids has 3 tokens, chosen_labels 2."),
+        (
+            {"rejected_input_ids": [5.0, 4.0]},
+            "rejected_input_ids must be a non-empty list of whole numbers; found (2,) ",
+        ),
+        ({"rejected_input_ids": []}, "rejected_input_ids must be a non-empty list of whole numbers"),
+        ({"rejected_input_ids": [[5, 4]]}, "found (1, 2) of torch.int64."),
+        ({"rejected_input_ids": "54"}, "rejected_input_ids is not a list of tokens"),
+        ({"rejected_input_ids": [5, -100]}, "rejected_input_ids has a token -100; only labels may be negative."),
+        ({"index": -1}, "index is -1; it is the pair's row in the reference's table, from 0."),
+        ({"index": 0.5}, "index must be a whole number"),
+        ({"weight": math.inf}, "weight is inf; it must be positive and finite."),
+        ({"weight": math.nan}, "weight is nan; it must be positive and finite."),
+        ({"weight": 0.0}, "weight is 0.0; it must be positive and finite."),
+        ({"weight": "heavy"}, "weight a number"),
+    ],
+)
+def test_a_malformed_instance_is_named(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"chosen_input_ids": [5, 6, 8], "rejected_input_ids": [5, 4], "index": 1}
+    good |= {"chosen_labels": [IGNORE, IGNORE, 8], "rejected_labels": [IGNORE, 4]}
+    DataCollatorForSeq2SeqDPO()([good])
+    with pytest.raises(DataError) as refusal:
+        DataCollatorForSeq2SeqDPO()([good, {**good, **change}])
+    assert str(refusal.value).startswith("DataCollatorForSeq2SeqDPO: instance 1")
+    assert message in str(refusal.value)
+
+
+def test_an_instance_without_a_key_is_named() -> None:
+    with pytest.raises(DataError, match=r"instance 0 has no chosen_labels, rejected_labels\. It has .*index"):
+        DataCollatorForSeq2SeqDPO()([{"chosen_input_ids": [1, 2], "rejected_input_ids": [1, 3], "index": 0}])
+
+
+# --- batches that no collator made -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index": torch.tensor([0, -1])}, r"batch\['index'\] has -1; .* \(0 to 1\)"),
+        ({"index": torch.tensor([0, 2])}, r"batch\['index'\] has 2; .* \(0 to 1\)"),
+        (
+            {"index": torch.tensor([0.0, 1.0])},
+            r"batch\['index'\] must be a tensor of whole numbers; found torch.float32",
+        ),
+        ({"index": [0, 1]}, r"batch\['index'\] must be a tensor of whole numbers; found list"),
+        ({"weight": torch.tensor([1.0, math.inf])}, r"batch\['weight'\] must be positive and finite; found inf"),
+        ({"weight": torch.tensor([-1.0, 1.0])}, r"batch\['weight'\] must be positive and finite; found -1.0"),
+        ({"chosen_input_ids": torch.ones(2, 4)}, r"batch\['chosen_input_ids'\] must be a tensor of whole numbers"),
+        ({"chosen_labels": torch.ones(2, 3).long()}, "the tensors of 'chosen' must have one shape"),
+    ],
+)
+def test_a_malformed_batch_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        padded_to_step({**tiny(), **change}, 100, "token", device=CPU, num_references=2)

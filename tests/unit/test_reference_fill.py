@@ -132,7 +132,7 @@ def test_a_pair_that_is_too_long_is_named(tmp_path: Path) -> None:
     longest = int(totals.argmax())
     missing = find(store, table(), device=CPU)
     budget = Budget("shared", int(totals.max()) - 1)
-    with pytest.raises(ConfigError, match=rf"layout\.score_tokens is {budget.tokens}, but pair {longest} takes "):
+    with pytest.raises(ConfigError, match=rf"Budget\.tokens is {budget.tokens}, but pair {longest} takes "):
         fill(store, table(), missing, model, budget, device=CPU)
     assert model.num_pairs == 0
 

@@ -8,9 +8,8 @@ from isopref.errors import ConfigError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.policy import Policy
 from isopref.testing import oracle
-from isopref.testing.counting import padded_batch
 from isopref.testing.equations import CASES, by_equation
-from isopref.testing.exactness import StubTrainer, batch, full_gradient
+from isopref.testing.exactness import StubTrainer, batch, full_gradient, padded_batch
 from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 
@@ -18,7 +17,7 @@ from isopref.types import PairLogps
 def module(objective: PairLoss) -> DPOTrainModule:
     policy = Policy(tiny_model("gpt2", dtype=torch.float64))
     return DPOTrainModule(
-        policy, torch.optim.SGD(policy.parameters()), objective=objective, rank_microbatch_size=120, weighting="pair"
+        policy, torch.optim.SGD(policy.parameters()), objective=objective, rank_microbatch_size=150, weighting="pair"
     )
 
 

@@ -207,7 +207,7 @@ def _fit(run: Run, trainer: Trainer, store: Store | None, beginning: Beginning) 
     except FirstStepError as error:
         beginning.forget_values()
         again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
-        raise FirstStepError(f"{error}{again}") from error
+        raise FirstStepError(error.what, f"Try layout.rows: padded.{again}") from error
 
 
 @contextmanager

@@ -25,7 +25,8 @@ def check_train_budget(run: Run, table: PairTable) -> None:
     """Raise ConfigError early where a pair is longer than the microbatch that was asked for."""
     layout = run.config.layout
     if layout.microbatch_tokens != "auto":
-        check_budget(table.lengths, Budget(layout.rows, layout.microbatch_tokens), name=table.origin)
+        budget = Budget(layout.rows, layout.microbatch_tokens)
+        check_budget(table.lengths, budget, setting="layout.microbatch_tokens", name=table.origin)
 
 
 def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:

@@ -253,7 +253,7 @@ class Planner:
         asked = self.config.layout
         tokens = None if asked.microbatch_tokens == "auto" else asked.microbatch_tokens
         if tokens is not None:
-            check_budget(self.lengths, self._budget(tokens))
+            check_budget(self.lengths, self._budget(tokens), setting="layout.microbatch_tokens")
         if tokens is not None and asked.checkpointing != "auto":
             return layout, Fit(tokens, layout.recompute, ""), None
         most = self.shape.layers if asked.checkpointing == "auto" else layout.recompute

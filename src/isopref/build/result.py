@@ -17,10 +17,10 @@ from isopref.build.run import Run
 from isopref.build.trainer import checkpointer
 from isopref.data.surprises import special_token_pattern
 from isopref.data.table import PairTable
-from isopref.engine.guard import bad_weights
 from isopref.engine.restore import weights_of
 from isopref.errors import RunError
 from isopref.models import conversion, hf
+from isopref.models.finite import bad_weights
 from isopref.models.generate import Answer, answers
 from isopref.models.parallel import unwrap
 from isopref.models.policy import Policy
@@ -72,7 +72,7 @@ def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) ->
         return
     run.display.say(f"best  {checkpoint.name} has the lowest eval/loss; its model is {folder}")
     with weights_of(trainer.train_module, checkpoint):
-        if bad := bad_weights(model):  # of a version that did not look before it saved
+        if bad := bad_weights(unwrap(model).model, trained_only=True):  # of a version that did not look before it saved
             raise RunError(
                 f"run.keep_best: the weights in {checkpoint} contain NaN or Inf ({bad[0]}). Remove that checkpoint and "
                 "use --resume again."

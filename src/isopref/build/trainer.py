@@ -179,7 +179,6 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
         model,
         _optimizer(run, model),
         objective=run.loss,
-        rank_microbatch_size=run.train_budget.tokens,
         reference=reference,
         weighting=objective.weighting,
         scheduler=_scheduler(run, steps),

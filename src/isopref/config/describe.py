@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from isopref.config.schema import Config
 from isopref.config.section import Section
 from isopref.config.values import AdapterConfig, SourceConfig
+from isopref.objectives import LIMIT_WORDS
 
 _WORDS = {
     bool: "true or false",
@@ -17,7 +18,6 @@ _WORDS = {
     str: "text",
     types.NoneType: "null",
 }
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def sections() -> dict[str, type[Section]]:
@@ -90,5 +90,7 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         words = _WORDS[annotation]
     non_empty = "non-empty " * any(hasattr(limit, "min_length") for limit in limits)
     words = f"{'a ' * (origin in (list, dict))}{non_empty}{words}"
-    bounds = [f"{_LIMITS[name]} {getattr(one, name)}" for one in limits for name in _LIMITS if hasattr(one, name)]
+    bounds = [
+        f"{LIMIT_WORDS[name]} {getattr(one, name)}" for one in limits for name in LIMIT_WORDS if hasattr(one, name)
+    ]
     return ", ".join([words, *bounds])

@@ -1,15 +1,20 @@
 """The section `objective`: what is minimised over a global batch. Imports no torch."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from isopref import objectives
-from isopref.config.section import Count, NonNegative, Positive, Section
+from isopref.config.section import Count, Positive, Section
 
 LOSS_PARAMS = ("beta", "label_smoothing", "gamma", "divergence")  # null: the loss's own default
 Weighting = Literal["token", "completion", "pair"]
+
+
+def _within(param: str) -> Any:
+    """The bounds of a parameter."""
+    return Field(**objectives.LIMITS[param])
 
 
 class ObjectiveConfig(Section):
@@ -18,37 +23,35 @@ class ObjectiveConfig(Section):
         description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
         "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
     )
-    beta: Positive | None = Field(
+    beta: Annotated[float, _within("beta")] | None = Field(
         default=None,
         description="How strongly the model is held to the reference; higher: it stays closer. For some losses a scale "
         "of their own. null: the loss's default, which is 0.1 for sigmoid.",
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
+    label_smoothing: Annotated[float, _within("label_smoothing")] | None = Field(
         default=None,
         description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust, exo_pair, aot and "
         "aot_unpaired. null: the loss's default, which is 0 for sigmoid.",
     )
-    gamma: NonNegative | None = Field(
+    gamma: Annotated[float, _within("gamma")] | None = Field(
         default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."
     )
-    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] | Annotated[float, Field(gt=0, lt=1)] | None = (
-        Field(
-            default=None,
-            description="What holds the model to the reference; a number is the alpha of the alpha-divergence. For "
-            "sigmoid. null: reverse_kl, as in the DPO paper.",
-        )
+    divergence: objectives.Divergence | Annotated[float, _within("divergence")] | None = Field(
+        default=None,
+        description="What holds the model to the reference; a number is the alpha of the alpha-divergence. For "
+        "sigmoid. null: reverse_kl, as in the DPO paper.",
     )
-    nll_weight: NonNegative = Field(
+    nll_weight: Annotated[float, _within("nll_weight")] = Field(
         default=0.0,
         description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
         "per token over the global batch (fine-tuning on them, as in RPO).",
     )
-    balance_weight: NonNegative = Field(
+    balance_weight: Annotated[float, _within("balance_weight")] = Field(
         default=0.0,
         description="Weight of a term that is added for mixtures of experts: the balance of their experts over the "
         "tokens of the global batch. Takes a forward pass more.",
     )
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
+    ld_alpha: Annotated[float, _within("ld_alpha")] = Field(
         default=1.0,
         description="What a token beyond the length of the pair's shorter answer counts for, in model and reference "
         "alike (LD-DPO): below 1, length weighs less. 1: all tokens alike.",

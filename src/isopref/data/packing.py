@@ -9,7 +9,7 @@ import bisect
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Budget:
     pairs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(RowKind):
+            raise ConfigError(f"Budget: kind must be one of {', '.join(get_args(RowKind))}; found {self.kind!r}.")
         if self.tokens < 1 or (self.pairs is not None and self.pairs < 1):
             raise ConfigError(
                 f"a microbatch of {self.tokens} tokens and {self.pairs} pairs holds nothing; use 1 or more."
@@ -64,21 +66,24 @@ def check_budget(
     lengths_N3: IntArray,
     budget: Budget,
     *,
-    setting: str = "layout.microbatch_tokens (rank_microbatch_size)",
+    setting: str | None = None,
     name: Callable[[int], str] = "pair {}".format,
 ) -> None:
     """Raise ConfigError if the longest pair does not fit into a microbatch alone.
 
-    `setting` is what the budget comes from, `name` what a pair is called in the message.
+    `setting` is the config's field that the budget comes from (None: a script's own Budget), `name` what a pair is
+    called in the message.
     """
     totals = tokens_alone(lengths_N3, budget.kind)
     worst = int(totals.argmax())
     if totals[worst] > budget.tokens:
         prompt, chosen, rejected = (int(n) for n in lengths_N3[worst])
+        rows = f"{budget.kind} rows" if setting is None else f"layout.rows: {budget.kind}"
+        shorten = "shorten the pair." if setting is None else f"shorten the pairs: {shorter_pairs()}"
         raise ConfigError(
-            f"{setting} is {budget.tokens}, but {name(worst)} takes {int(totals[worst])} tokens in layout.rows: "
-            f"{budget.kind} (prompt {prompt}, chosen {chosen}, rejected {rejected}). Raise it to at least "
-            f"{int(totals[worst])}, or shorten the pairs: {shorter_pairs()}"
+            f"{setting or 'Budget.tokens'} is {budget.tokens}, but {name(worst)} takes {int(totals[worst])} tokens in "
+            f"{rows} (prompt {prompt}, chosen {chosen}, rejected {rejected}). Raise it to at least "
+            f"{int(totals[worst])}, or {shorten}"
         )
 
 

@@ -24,9 +24,10 @@ from olmo_core.train.callbacks import CheckpointerCallback
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.engine.callbacks import EvaluateCallback
-from isopref.engine.guard import bad_weights
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, is_echo
+from isopref.models.finite import bad_weights
+from isopref.models.parallel import unwrap
 from isopref.places import write_whole
 from isopref.ranks import num_ranks, own_rank
 
@@ -116,7 +117,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
     def check_weights(self) -> None:
         """Raise RunError if a trained weight is NaN or Inf. All ranks call this together."""
         module: Any = self.trainer.train_module
-        bad = bad_weights(module.model)
+        bad = bad_weights(unwrap(module.model).model, trained_only=True)
         if bad:
             more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
             raise self.refusal(f"the weights contain NaN or Inf ({bad[0]}{more})")

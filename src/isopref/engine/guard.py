@@ -2,27 +2,28 @@
 
 A loss that is not finite makes its own gradient NaN, the reduction over ranks hands that to all of them, and so the
 norm of the gradient tells every rank the same: the step is skipped. Nothing is sent for it, and the host learns of it
-only when a step logs. An update itself may still overflow, as with a huge learning rate: `bad_weights` looks at the
-weights where they are saved. P: pairs of a microbatch.
+only when a step logs. An update itself may still overflow, as with a huge learning rate: the
+weights are checked where they are saved (checkpoints.py). P: pairs of a microbatch.
 """
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from olmo_core.train.callbacks import Callback
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 
 from isopref.engine.display import Display
 from isopref.engine.loader import PairLoader
 from isopref.engine.step import Step
-from isopref.models.parallel import unwrap
-from isopref.ranks import num_ranks
+from isopref.ranks import num_ranks, own_rank
+
+log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
@@ -31,18 +32,6 @@ NO_PAIR = torch.iinfo(torch.int64).max
 def poisoned(loss: Tensor, loss_P: Tensor) -> Tensor:
     """The same loss, bit for bit; where it or that of a pair is not finite, its gradient is NaN."""
     return loss * (1 + 0 * loss.detach() + (0 * loss_P.detach()).sum())
-
-
-def bad_weights(model: nn.Module) -> list[str]:
-    """Names of the trained tensors that contain NaN or Inf. All ranks call this together. Waits for the device."""
-    named = [(name, p.detach()) for name, p in unwrap(model).named_parameters() if p.requires_grad]
-    local = [p.to_local() if isinstance(p, DTensor) else p for _, p in named]
-    # The largest magnitude is NaN or Inf where any number is. A rank may have no part of a small tensor.
-    largest = [torch.linalg.vector_norm(p, ord=torch.inf) if p.numel() else p.new_zeros(()) for p in local]
-    bad = torch.stack([~torch.isfinite(one) for one in largest]).int()
-    if num_ranks() > 1:
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-    return [name.removeprefix("model.") for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
 
 
 class Skipped(NamedTuple):
@@ -97,10 +86,13 @@ class Guard:
 class GuardCallback(Callback):
     """Says which steps were skipped and why, and stops the run when there is no end to them.
 
+    A train module adds one to a trainer that has none.
+
+    :param display: where it is said. None: in the log, as is usual in a script.
     :param origin: what a pair of the table is called.
     """
 
-    display: Display = field(default_factory=Display)
+    display: Display | None = None
     origin: Callable[[int], str] = "pair {}".format
     gave_up: bool = False
     _step: Step | None = None
@@ -114,10 +106,16 @@ class GuardCallback(Callback):
         if found is None:
             return
         more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
-        self.display.say(f"warning: step {found.first} was skipped{more}: {self._cause(found)}")
+        self._warn(f"step {found.first} was skipped{more}: {self._cause(found)}")
         if found.in_a_row >= MOST_IN_A_ROW:
             self.gave_up = True
             self.trainer.cancel_run(f"{found.in_a_row} steps in a row were skipped", no_sync=True)
+
+    def _warn(self, text: str) -> None:
+        if self.display is not None:
+            self.display.say(f"warning: {text}")
+        elif own_rank() == 0:
+            log.warning(text)
 
     def _cause(self, found: Skipped) -> str:
         if found.pair is not None:

@@ -7,7 +7,7 @@ a place in it, and resumes on any number of ranks.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,18 +16,33 @@ from olmo_core.data import DataLoaderBase
 from isopref.data import schedule
 from isopref.data.packing import Budget, check_budget, plan_step
 from isopref.data.table import PairTable
+from isopref.engine.arguments import check_choice, check_count, check_kind
 from isopref.engine.step import Step, build_step
-from isopref.errors import RunError
+from isopref.errors import ConfigError, RunError
 from isopref.normalize import Weighting
+from isopref.ranks import num_ranks, own_rank
 from isopref.types import IntArray
 
+WHERE = "PairLoader"
 STEPS_AHEAD = 2
 
 
 class PairLoader(DataLoaderBase):
-    """Yields {"step": Step}. The batch size is in pairs, over all ranks.
+    """Yields {"step": Step}: this rank's share of each global batch, in packed or padded rows.
 
-    A thread plans and builds a few steps ahead. `pin_memory` puts them where a GPU copies from without a wait.
+    :param table: the pairs. The reference is scored for the same table.
+    :param batch_pairs: pairs of a global batch, over all ranks. The last batch of an epoch may have fewer.
+    :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
+        on it.
+    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair".
+    :param seed: of the order of the pairs, which differs from epoch to epoch.
+    :param work_dir: where the Trainer works.
+    :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor parallelism,
+        ranks of one group take the same.
+    :param attention_share: how much attention costs, see `plan_step`; it evens out the work of ranks.
+    :param pin_memory: build steps where a GPU copies from without a wait. None: if there is a GPU.
+
+    A thread plans and builds a few steps ahead. Raises ConfigError.
     """
 
     def __init__(
@@ -36,22 +51,34 @@ class PairLoader(DataLoaderBase):
         *,
         batch_pairs: int,
         budget: Budget,
-        weighting: Weighting,
-        seed: int,
         work_dir: str,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
+        weighting: Weighting = "token",
+        seed: int = 0,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
         attention_share: float = 0.0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
     ):
-        super().__init__(work_dir=work_dir, global_batch_size=batch_pairs, dp_world_size=dp_world_size, dp_rank=dp_rank)
-        check_budget(table.lengths, budget)
+        check_kind(WHERE, "table", table, PairTable, "a PairTable, as in PairTable.from_tokens(pairs)")
+        check_kind(WHERE, "budget", budget, Budget, 'a Budget, as in Budget("shared", 8192)')
+        check_count(WHERE, "batch_pairs", batch_pairs)
+        check_count(WHERE, "seed", seed, least=0)
+        check_choice(WHERE, "weighting", weighting, get_args(Weighting))
+        if not len(table):
+            raise ConfigError(f"{WHERE}: the table has no pairs.")
+        super().__init__(
+            work_dir=work_dir,
+            global_batch_size=batch_pairs,
+            dp_world_size=num_ranks() if dp_world_size is None else dp_world_size,
+            dp_rank=own_rank() if dp_rank is None else dp_rank,
+        )
+        check_budget(table.lengths, budget, name=table.origin)
         self.table = table
         self.budget = budget
         self.weighting: Weighting = weighting
         self.seed = seed
         self.attention_share = attention_share
-        self.pin_memory = pin_memory
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
 
     @property
     def total_batches(self) -> int:
@@ -112,8 +139,8 @@ class PairLoader(DataLoaderBase):
         for name, value in self._identity().items():
             if state_dict[name] != value:
                 raise RunError(
-                    f"--resume: the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. Use "
-                    "the data and the settings of the first run (its config.yaml), or start anew in another run.folder."
+                    f"the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. "
+                    "Resume with the data and settings of the first run, or start a new run in another folder."
                 )
         self._epoch = state_dict["epoch"]
         self.batches_processed = state_dict["batches_processed"]

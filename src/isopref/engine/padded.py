@@ -5,8 +5,10 @@ outside the completion), `index` (P), `token_count` (P) and, if pairs have weigh
 P: pairs, T: tokens.
 """
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,9 @@ from isopref.normalize import Weighting, coefficients, pair_weights, token_coeff
 from isopref.ranks import num_ranks
 from isopref.types import CHOSEN, FloatArray, IntArray, PairTokens
 
+COLLATOR = "DataCollatorForSeq2SeqDPO"
 IGNORE_INDEX = -100
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SIDES = ("chosen", "rejected")
 KEYS = {
     *(f"{side}_{part}" for side in SIDES for part in ("input_ids", "attention_mask", "labels")),
@@ -33,30 +37,110 @@ KEYS = {
 
 @dataclass(frozen=True)
 class DataCollatorForSeq2SeqDPO:
-    """Pads both sides of all pairs to one length and counts each pair's real tokens. No pairs give an empty batch.
+    """Pads both sides of all pairs to one length, on the right, and counts each pair's real tokens.
 
     An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers, `index` (its row in the reference's
-    table) and, where it has one, a `weight`.
+    table) and, if it has one, a `weight`. No instances give an empty batch. Raises DataError for one that is malformed.
+
+    The arguments are those of transformers' DataCollatorForSeq2Seq, and a setting that would do nothing here raises
+    ConfigError. Which token pads never matters, as padding is masked: it is `pad_token_id`, or else the tokenizer's,
+    or else 0.
     """
 
-    pad_token_id: int = 0
-    pad_to_multiple_of: int = 1
+    tokenizer: Any = field(default=None, repr=False)
+    model: Any = field(default=None, repr=False)
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORE_INDEX
+    return_tensors: str = "pt"
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokenizer, int):
+            raise ConfigError(f"{COLLATOR}: tokenizer is {self.tokenizer}. Write pad_token_id={self.tokenizer}.")
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "pad_token_id"):
+            raise ConfigError(
+                f"{COLLATOR}: tokenizer is a {type(self.tokenizer).__name__}, not a tokenizer. Pass what "
+                "AutoTokenizer.from_pretrained returns."
+            )
+        if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+            raise ConfigError(f"{COLLATOR}: model has a decoder of its own; isopref trains causal models. Pass None.")
+        honoured: dict[str, tuple[Any, ...]] = {
+            "padding": (True, "longest"),
+            "max_length": (None,),
+            "label_pad_token_id": (IGNORE_INDEX,),
+            "return_tensors": ("pt",),
+        }
+        for name, values in honoured.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(
+                    f"{COLLATOR}: {name}={getattr(self, name)!r} is not supported. Use "
+                    f"{' or '.join(map(repr, values))}, or leave it out."
+                )
+        for name, least in (("pad_to_multiple_of", 1), ("pad_token_id", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ConfigError(f"{COLLATOR}: {name} must be a whole number, at least {least}; found {value!r}.")
 
     def __call__(self, instances: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        longest = max((len(one[f"{side}_input_ids"]) for one in instances for side in SIDES), default=1)
-        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        pairs = [_instance(one, f"{COLLATOR}: instance {n}") for n, one in enumerate(instances)]
+        longest = max((len(one[f"{side}_input_ids"]) for one in pairs for side in SIDES), default=1)
+        multiple = self.pad_to_multiple_of or 1
+        width = -(-longest // multiple) * multiple
         batch: dict[str, Tensor] = {}
         for side in SIDES:
-            ids = [torch.as_tensor(one[f"{side}_input_ids"], dtype=torch.long) for one in instances]
-            labels = [torch.as_tensor(one[f"{side}_labels"], dtype=torch.long) for one in instances]
-            batch[f"{side}_input_ids"] = _pad(ids, width, self.pad_token_id)
+            ids = [one[f"{side}_input_ids"] for one in pairs]
+            batch[f"{side}_input_ids"] = _pad(ids, width, self._padding_token())
             batch[f"{side}_attention_mask"] = _pad([torch.ones_like(x) for x in ids], width, 0)
-            batch[f"{side}_labels"] = _pad(labels, width, IGNORE_INDEX)
+            batch[f"{side}_labels"] = _pad([one[f"{side}_labels"] for one in pairs], width, IGNORE_INDEX)
         batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
-        batch["index"] = torch.tensor([int(one["index"]) for one in instances], dtype=torch.long)
+        batch["index"] = torch.tensor([one["index"] for one in pairs], dtype=torch.long)
         if any("weight" in one for one in instances):
-            batch["weight"] = torch.tensor([float(one.get("weight", 1.0)) for one in instances])
+            # In float64, as a table has them.
+            batch["weight"] = torch.tensor([one["weight"] for one in pairs], dtype=torch.float64)
         return batch
+
+    def _padding_token(self) -> int:
+        of_tokenizer = getattr(self.tokenizer, "pad_token_id", None)
+        return next((token for token in (self.pad_token_id, of_tokenizer) if token is not None), 0)
+
+
+def _instance(one: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What the collator takes of an instance: tensors of tokens, index and weight. Raises DataError."""
+    needed = [*(f"{side}_{part}" for side in SIDES for part in ("input_ids", "labels")), "index"]
+    missing = [key for key in needed if key not in one]
+    if missing:
+        raise DataError(f"{where} has no {', '.join(missing)}. It has {', '.join(one)}.")
+    found: dict[str, Any] = {}
+    for side in SIDES:
+        ids, labels = (_tokens(one, f"{side}_{part}", where) for part in ("input_ids", "labels"))
+        if len(ids) != len(labels):
+            raise DataError(f"{where}: {side}_input_ids has {len(ids)} tokens, {side}_labels {len(labels)}.")
+        if int(ids.min()) < 0:
+            raise DataError(f"{where}: {side}_input_ids has a token {int(ids.min())}; only labels may be negative.")
+        found |= {f"{side}_input_ids": ids, f"{side}_labels": labels}
+    try:
+        found["index"], found["weight"] = operator.index(one["index"]), float(one.get("weight", 1.0))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: index must be a whole number and weight a number ({error}).") from error
+    if found["index"] < 0:
+        raise DataError(f"{where}: index is {found['index']}; it is the pair's row in the reference's table, from 0.")
+    if not 0 < found["weight"] < math.inf:
+        raise DataError(f"{where}: weight is {found['weight']}; it must be positive and finite.")
+    return found
+
+
+def _tokens(one: Mapping[str, Any], key: str, where: str) -> Tensor:
+    try:
+        tokens = torch.as_tensor(one[key])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{where}: {key} is not a list of tokens ({error}).") from error
+    if tokens.ndim != 1 or not len(tokens) or tokens.dtype not in INTEGERS:
+        raise DataError(
+            f"{where}: {key} must be a non-empty list of whole numbers; found {tuple(tokens.shape)} of {tokens.dtype}."
+        )
+    return tokens.long()
 
 
 def _pad(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
@@ -94,16 +178,15 @@ def padded_to_step(
     weighting: Weighting,
     *,
     device: torch.device,
+    num_references: int | None = None,
 ) -> Step:
     """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
 
     Ranks know only their own part here, so the denominators cost one small collective. Ranks with fewer microbatches
-    than others get empty ones.
+    than others get empty ones. `num_references`: pairs of the reference's table, which `index` must not exceed.
     """
-    missing = sorted(KEYS - batch.keys())
-    if missing:
-        raise DataError(f"the batch has no {missing}. DataCollatorForSeq2SeqDPO makes batches that have all keys.")
-    width = batch["chosen_input_ids"].shape[1]
+    _check(batch, num_references)
+    width = max(batch[f"{side}_input_ids"].shape[1] for side in SIDES)
     cut = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
     pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
@@ -140,11 +223,42 @@ def padded_to_step(
     return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
 
 
+def _check(batch: Mapping[str, Any], num_references: int | None) -> None:
+    """Raise DataError for a batch that is not as the module's docstring says."""
+    missing = sorted(KEYS - batch.keys())
+    if missing:
+        raise DataError(f"the batch has no {', '.join(missing)}. {COLLATOR} makes batches that have all keys.")
+    for key in sorted(KEYS):
+        value = batch[key]
+        if not isinstance(value, Tensor) or value.dtype not in (*INTEGERS, torch.bool):
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise DataError(f"batch['{key}'] must be a tensor of whole numbers; found {kind}.")
+    for side in SIDES:
+        shapes = {key: tuple(batch[key].shape) for key in sorted(KEYS) if key.startswith(side)}
+        if len(set(shapes.values())) != 1 or batch[f"{side}_input_ids"].ndim != 2:
+            raise DataError(f"the tensors of '{side}' must have one shape, pairs by tokens; found {shapes}.")
+    _check_index(batch["index"], num_references)
+
+
+def _check_index(index_P: Tensor, num_references: int | None) -> None:
+    """Raise DataError where the reference has no such pair. An index of -1 would silently be its last one."""
+    if not len(index_P):
+        return
+    low, high = int(index_P.min()), int(index_P.max())
+    if low < 0 or (num_references is not None and high >= num_references):
+        rows = "from 0" if num_references is None else f"0 to {num_references - 1}"
+        raise DataError(
+            f"batch['index'] has {low if low < 0 else high}; it must be the pair's row in the table that `reference` "
+            f"was scored for ({rows})."
+        )
+
+
 def _own(piece: Mapping[str, Tensor]) -> FloatArray:
     """The weights that the data gives its pairs."""
     own: FloatArray = piece["weight"].double().cpu().numpy() if "weight" in piece else np.ones(len(piece["index"]))
-    if not (own > 0).all():
-        raise DataError(f"batch['weight'] must be positive; the smallest is {own.min()}.")
+    bad = own[~((own > 0) & np.isfinite(own))]
+    if len(bad):
+        raise DataError(f"batch['weight'] must be positive and finite; found {bad[0]}.")
     return own
 
 

@@ -15,18 +15,19 @@ import torch.distributed.checkpoint.state_dict as checkpoint_state
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train.train_module import EvalBatchSpec, TrainModule
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from isopref.engine.arguments import check_choice
 from isopref.engine.coupling import Coupling
-from isopref.engine.guard import Guard, poisoned
+from isopref.engine.guard import Guard, GuardCallback, poisoned
+from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Before, Memory
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
+from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.losses import PairLoss, log_likelihood
@@ -46,13 +47,16 @@ class DPOTrainModule(TrainModule):
 
     :param model: a `Policy`, or what `parallelize` made of one.
     :param objective: one loss per pair, from `isopref.losses.pair_loss`.
-    :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included.
-    :param weighting: what a pair counts for in the loss.
+    :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included. Padded batches need
+        it; a PairLoader brings its own budget.
+    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair". A PairLoader's is the same.
     :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. Or one that
         moves (moving.py). None for an objective without a reference.
-    :param grad_sync: reduce gradients after the last microbatch of a step or after every one.
+    :param grad_sync: reduce gradients after the "last" microbatch of a step or after "every" one.
     :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
     :param compute_dtype: what the model computes in, where that is not its weights' dtype.
+
+    Raises ConfigError for arguments that cannot work.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class DPOTrainModule(TrainModule):
         optim: Optimizer,
         *,
         objective: PairLoss,
-        rank_microbatch_size: int,
+        rank_microbatch_size: int | None = None,
         reference: TableLogps | MovingReference | None = None,
         weighting: Weighting = "token",
         scheduler: Scheduler | None = None,
@@ -71,8 +75,17 @@ class DPOTrainModule(TrainModule):
         compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
-        if rank_microbatch_size < 1:
-            raise ConfigError(f"rank_microbatch_size is {rank_microbatch_size}; it needs at least 1 token.")
+        check_arguments(
+            model=model,
+            optim=optim,
+            objective=objective,
+            rank_microbatch_size=rank_microbatch_size,
+            reference=reference,
+            weighting=weighting,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            grad_sync=grad_sync,
+        )
         self.model = model
         self.optim = optim
         for group in optim.param_groups:  # now, since a checkpoint brings back the rate it was saved at
@@ -85,10 +98,11 @@ class DPOTrainModule(TrainModule):
         self.grad_sync: GradSync = grad_sync
         self.check_first_step = check_first_step and objective.needs_reference
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
+        check_choice(WHERE, "compute_dtype", self.compute_dtype, tuple(FIRST_STEP_TOLERANCE))
         self.device = device_of(model)
         self.group = data_group(model)
         self.num_ranks = num_ranks(self.group)
-        self._check_model()
+        check_model(model, optim, objective, self.num_ranks)
         self.moving = reference if isinstance(reference, MovingReference) else None
         if self.moving is not None:
             self.moving.check(model)
@@ -99,22 +113,16 @@ class DPOTrainModule(TrainModule):
         self._sums = self._window.sums  # this rank's, of the last step
         self.memory: Memory | None = None  # does a step again in smaller microbatches, where it runs out of memory
 
-    def _check_model(self) -> None:
-        """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
-        if self.num_ranks > 1 and not isinstance(self.model, (DistributedDataParallel, FSDPModule)):
-            raise ConfigError(
-                f"{self.num_ranks} ranks, but the model is not spread over them, so their gradients would never meet. "
-                'Pass what parallelize(policy, "ddp", ...) or "fsdp" returns.'
-            )
-        if self.objective.balance_weight and not unwrap(self.model).experts_per_token:
-            raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
-        reshard(self.model)
-        own = {id(parameter) for parameter in self.model.parameters()}
-        if not all(id(parameter) in own for group in self.optim.param_groups for parameter in group["params"]):
-            raise ConfigError(
-                "the optimizer holds parameters that are not the model's, and would train nothing. Make it after "
-                "parallelize, from what that returned."
-            )
+    def on_attach(self) -> None:
+        """Refuse a loader with other settings, and have someone say which steps were skipped."""
+        loader = self.trainer.data_loader
+        origin: dict[str, Any] = {}
+        if isinstance(loader, PairLoader):
+            references = None if self.reference_2N is None else self.reference_2N.shape[1]
+            check_loader(loader, self.weighting, self.rank_microbatch_size, references)
+            origin = {"origin": loader.table.origin}
+        if not self.trainer.has_callback(GuardCallback):
+            self.trainer.add_callback("isopref_guard", GuardCallback(**origin))
 
     def _table(self, reference: TableLogps | MovingReference | None) -> Tensor | None:
         if isinstance(reference, MovingReference) and not self.objective.needs_reference:
@@ -134,6 +142,8 @@ class DPOTrainModule(TrainModule):
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
+        if self.rank_microbatch_size is None:
+            raise ConfigError(f"{WHERE}: OLMo-core's evaluators need a batch size. Pass rank_microbatch_size (tokens).")
         return EvalBatchSpec(rank_batch_size=self.rank_microbatch_size)
 
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
@@ -173,10 +183,16 @@ class DPOTrainModule(TrainModule):
             step: Step = batch["step"]
             return step
         if self.group is not None:  # see docs/decisions.md
-            raise ConfigError(
-                "tensor parallelism needs packed rows, and the batch is padded. Use isopref's PairLoader."
-            )
-        return padded_to_step(batch, self.rank_microbatch_size, self.weighting, device=self.device)
+            raise ConfigError("tensor parallelism needs packed rows, and the batch is padded. Use isopref.PairLoader.")
+        if self.rank_microbatch_size is None:
+            raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
+        return padded_to_step(
+            batch,
+            self.rank_microbatch_size,
+            self.weighting,
+            device=self.device,
+            num_references=None if self.reference_2N is None else self.reference_2N.shape[1],
+        )
 
     @contextmanager
     def _train_microbatch_context(self, number: int, count: int) -> Iterator[None]:
@@ -253,8 +269,9 @@ class DPOTrainModule(TrainModule):
                 "first step: policy and reference are the same model, so the loss should be "
                 f"{means['loss_at_reference']:.6f} and rewards 0. But the loss is {means['loss']:.6f}, and their "
                 f"log-probabilities differ by {means['gap_per_token']:.2g} nats per token. Something scores the two "
-                "differently: a layout this model does not support (try layout.rows: padded), weights that changed, or "
-                "randomness in the forward pass. (In a script with another reference: check_first_step=False.)"
+                "differently: rows that this model does not support, weights that changed, or randomness in the "
+                "forward pass.",
+                "Try padded rows. If the reference is another model on purpose, pass check_first_step=False.",
             )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:

@@ -14,8 +14,7 @@ def check_finite(model: nn.Module, name: str) -> None:
 
     `name` is what the model is called in the message.
     """
-    bad = bad_weights(model)
-    if bad:
+    if bad := bad_weights(model):
         more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
         raise ModelError(
             f"{name}: the weights contain NaN or Inf, in {bad[0]}{more}. The files are damaged, or training had "
@@ -23,9 +22,9 @@ def check_finite(model: nn.Module, name: str) -> None:
         )
 
 
-def bad_weights(model: nn.Module) -> list[str]:
+def bad_weights(model: nn.Module, *, trained_only: bool = False) -> list[str]:
     """Names of the parameters that contain NaN or Inf on any rank. One pass over memory; waits for the device."""
-    named = list(model.named_parameters())
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad or not trained_only]
     device = named[0][1].device
     bad = torch.stack([_is_bad(parameter.detach()).to(device) for _, parameter in named]).int()
     if num_ranks() > 1:

@@ -185,10 +185,20 @@ class Policy(nn.Module):
         named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         if self.native is None:
             with self.plain() as model:  # the folder must not name our attention
-                yield model, named
+                yield model, _tied_again(model, named)
         else:
             with self.native.as_hf(named) as model:
                 yield model, model.state_dict()
+
+
+def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for all names of a tied weight, which a state gathered from shards has a copy of for each name."""
+    first: dict[int, str] = {}
+    tied = dict(state)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            tied[name] = state[first.setdefault(id(parameter), name)]
+    return tied
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from isopref.data.packing import Budget, plan_step
 from isopref.data.table import PairTable
-from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
@@ -31,6 +30,7 @@ from isopref.testing.exactness import (
     build_module,
     expected,
     full_gradient,
+    padded_batch,
     pair_objective,
     plan,
 )
@@ -141,19 +141,6 @@ def padded_gradient_error(cell: Cell, shares: list[list[int]], rank_microbatch_s
     module.train_batch(padded_batch(shares[dist.get_rank() if cell.ranks > 1 else 0], cell.num_pairs))
     assert abs(trainer.metrics["train/loss"] - loss) < 1e-6
     return oracle.relative_error(full_gradient(module.model), gradient)
-
-
-def padded_batch(share: list[int], num_pairs: int) -> dict[str, torch.Tensor]:
-    """Some pairs of the batch, collated."""
-    instances = []
-    for index in share:
-        pair = batch(num_pairs)[0][index]
-        one: dict[str, Any] = {"index": index}
-        for side, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            one[f"{side}_input_ids"] = [*pair.prompt, *completion]
-            one[f"{side}_labels"] = [*([-100] * len(pair.prompt)), *completion]
-        instances.append(one)
-    return DataCollatorForSeq2SeqDPO()(instances)
 
 
 def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]:

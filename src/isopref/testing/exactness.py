@@ -16,8 +16,9 @@ from olmo_core.nn.hf.convert import get_converter_to_hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from isopref.data.packing import Budget, Group, RowKind, plan_step
+from isopref.data.packing import Budget, Group, RowKind, plan_step, tokens_alone
 from isopref.data.table import PairTable
+from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import PairLoss, pair_loss
@@ -63,6 +64,7 @@ class Cell:
     balance_weight: float = 0.0
     quantize: bool = False  # the base in four bits
     offload: bool = False
+    collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
 
     def __str__(self) -> str:
         default = Cell()
@@ -89,6 +91,10 @@ class StubTrainer:
         self.metrics_collect_interval = 1
         self.max_steps = 100
         self.metrics: dict[str, float] = {}
+        self.data_loader = None
+
+    def has_callback(self, _kind: type) -> bool:
+        return True
 
     def record_metric(self, name: str, value: Any, **_options: Any) -> None:
         self.metrics[name] = float(value)
@@ -96,8 +102,8 @@ class StubTrainer:
 
 @cache
 def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
-    """Pairs of very different lengths, and weights of their own."""
-    pairs = random_pairs(num_pairs, seed=3, longest=30)
+    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
+    pairs = random_pairs(num_pairs, seed=3, longest=36)
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
@@ -187,11 +193,7 @@ def measure(cell: Cell) -> Found:
     loss, gradient, metrics, reference = expected(cell)
     module, trainer = build_module(cell, reference)
     rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
-    pairs, own = batch(cell.num_pairs)
-    table = PairTable.from_tokens(pairs, own if cell.own_weights else None)
-    index = np.arange(cell.num_pairs)[:: -1 if cell.reverse else 1].copy()
-    step = build_step(table, index, plan(cell, table.lengths[index]), cell.rows, cell.weighting, rank=rank)
-    module.train_batch({"step": step})
+    module.train_batch(_collated(cell, module, rank) if cell.collated else _planned(cell, rank))
     found = full_gradient(module.model)
     # The oracle has a zero where a parameter takes no part, as all of a vision tower; that may be frozen.
     gradient = {name: one for name, one in gradient.items() if name in found or one.any()}
@@ -202,6 +204,41 @@ def measure(cell: Cell) -> Found:
         metric_error=worst,
         metrics=trainer.metrics,
     )
+
+
+def _planned(cell: Cell, rank: int) -> dict[str, Any]:
+    """A rank's share of the batch as PairLoader makes it."""
+    pairs, own = batch(cell.num_pairs)
+    table = PairTable.from_tokens(pairs, own if cell.own_weights else None)
+    index = np.arange(cell.num_pairs)[:: -1 if cell.reverse else 1].copy()
+    cut = plan(cell, table.lengths[index])
+    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank)}
+
+
+def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
+    """A rank's share of the batch as a script's collator makes it. The train module cuts it."""
+    pairs, _ = batch(cell.num_pairs)
+    lengths = np.array([[len(part) for part in pair] for pair in pairs])
+    share = [pair for group in plan(cell, lengths)[rank] for pair in group]
+    longest = int(tokens_alone(lengths, "padded").max())
+    module.rank_microbatch_size = {"pair": longest, "tokens": 180, "whole": 4096}[cell.cut]
+    return padded_batch(share, cell.num_pairs, own_weights=cell.own_weights)
+
+
+def padded_batch(share: list[int], num_pairs: int, *, own_weights: bool = False) -> dict[str, Tensor]:
+    """Some pairs of the batch, collated."""
+    pairs, own = batch(num_pairs)
+    instances = []
+    for index in share:
+        pair = pairs[index]
+        one: dict[str, Any] = {"index": index}
+        for side, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            one[f"{side}_input_ids"] = [*pair.prompt, *completion]
+            one[f"{side}_labels"] = [*([-100] * len(pair.prompt)), *completion]
+        if own_weights:
+            one["weight"] = own[index]
+        instances.append(one)
+    return DataCollatorForSeq2SeqDPO()(instances)
 
 
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:

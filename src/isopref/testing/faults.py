@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from isopref.data.packing import Budget
 from isopref.data.table import PairTable
 from isopref.engine import train_module
-from isopref.engine.guard import Skipped, bad_weights
+from isopref.engine.guard import Skipped
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Memory
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
+from isopref.models.finite import bad_weights
 from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy, full
 from isopref.ranks import num_ranks, own_rank
@@ -65,12 +66,12 @@ def bad_step(mode: Parallel, fused: bool, fault: float, pair: int, loss: str = "
 def bad_weight(mode: Parallel, fault: float) -> tuple[list[str], list[str]]:
     """What is found in weights that are fine, and after the last rank put a fault into its part of one."""
     module = _module(mode, fused=False)
-    before = bad_weights(module.model)
+    before = bad_weights(unwrap(module.model).model, trained_only=True)
     weights = dict(unwrap(module.model).named_parameters())
     weight = weights["model.model.layers.0.mlp.up_proj.weight"].detach()
     if own_rank() == num_ranks() - 1:
         (weight.to_local() if isinstance(weight, DTensor) else weight)[-1, -1] = fault
-    return before, bad_weights(module.model)
+    return before, bad_weights(unwrap(module.model).model, trained_only=True)
 
 
 def _module(mode: Parallel, fused: bool, loss: str = "hinge") -> DPOTrainModule:

@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from isopref.data import rows, schedule
-from isopref.engine import step, train_module
+from isopref.engine import padded, step, train_module
+from isopref.ranks import num_ranks
 from isopref.types import IntArray
 
 
@@ -98,6 +99,57 @@ def leaking_attention() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shifted_long_answers() -> Iterator[None]:
+    """The positions of a rejected answer of more than 30 tokens in a shared row are off by one."""
+    segment = rows._Row.segment
+
+    def shift(self: Any, tokens: IntArray, positions: IntArray, seen_before: IntArray) -> IntArray:
+        is_long_answer = len(seen_before) > 0 and len(tokens) > 30
+        return segment(self, tokens, positions + is_long_answer, seen_before)
+
+    with patch.object(rows._Row, "segment", shift):
+        yield
+
+
+# --- in batches of a script's collator ---------------------------------------------------------------
+
+
+@contextmanager
+def rank_local_token_mean() -> Iterator[None]:
+    """The likelihood of chosen answers is a mean over each rank's own tokens; the ranks' means are averaged."""
+    exchange = padded._over_ranks
+
+    def local(sums: list[float], *rest: Any) -> Any:
+        totals, before, largest = exchange(sums, *rest)
+        totals[1] = sums[1] * num_ranks()
+        return totals, before, largest
+
+    with patch.object(padded, "_over_ranks", local):
+        yield
+
+
+@contextmanager
+def likelihood_with_the_weights_of_the_loss() -> Iterator[None]:
+    """The likelihood of a chosen answer is a mean over its own tokens, and counts as much as the pair's loss."""
+
+    def weighed(
+        microbatch: Any, index: Tensor, place: Tensor, loss_share: Tensor, mean_share: Tensor, _: Tensor
+    ) -> Any:
+        nll_share = loss_share / microbatch.num_completion_tokens[0]
+        return step.Work(microbatch, index, place, loss_share, mean_share, nll_share)
+
+    with patch.object(padded, "Work", weighed):
+        yield
+
+
+@contextmanager
+def ignored_weights() -> Iterator[None]:
+    """The weights that the data gives its pairs are ignored."""
+    with patch.object(padded, "_own", lambda piece: np.ones(len(piece["index"]))):
+        yield
+
+
 GRADIENT = {
     m.__name__: m
     for m in (
@@ -106,12 +158,14 @@ GRADIENT = {
         rank_local_denominator,
         token_mean_of_each_microbatch,
         leaking_attention,
+        shifted_long_answers,
     )
 }
+COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **SCHEDULE}[name]():
+    with {**GRADIENT, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

@@ -1,0 +1,102 @@
+"""Packed rows with shared prompts in a training script of your own, on OLMo-core's Trainer.
+
+PairLoader packs pairs into rows without padding, and a row holds the prompt of a pair once for both its answers. The
+gradient is that of padded batches (olmo_core_trainer.py); it only takes less time.
+
+    python examples/olmo_core_packed.py /path/to/model pairs.jsonl out/            # one process
+    torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # any number of them
+
+A line of pairs.jsonl has the texts `prompt`, `chosen` and `rejected`. The script logs the metrics of every step, and
+leaves checkpoints and out/model, which `from_pretrained` loads.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from olmo_core.distributed.utils import get_rank, get_world_size, is_distributed
+from olmo_core.optim import LinearWithWarmup
+from olmo_core.train import Duration, TrainerConfig, prepare_training_environment, teardown_training_environment
+from olmo_core.train.callbacks import CheckpointerCallback, ConsoleLoggerCallback
+from olmo_core.utils import get_default_device
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isopref import (
+    Budget,
+    DPOTrainModule,
+    PairLoader,
+    PairTable,
+    PairTokens,
+    Policy,
+    pair_loss,
+    parallelize,
+    score_table,
+)
+
+
+def read_pairs(path: Path, tokenizer: Any) -> PairTable:
+    """Tokenise the pairs of a file: the prompt by the chat template, each answer with the token that ends it."""
+
+    def tokens(text: str) -> np.ndarray:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tokenise(pair: dict[str, str]) -> PairTokens:
+        turns = [{"role": "user", "content": pair["prompt"]}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        chosen, rejected = (pair[side] + tokenizer.eos_token for side in ("chosen", "rejected"))
+        return PairTokens(tokens(prompt), tokens(chosen), tokens(rejected))
+
+    return PairTable.from_tokens(tokenise(json.loads(line)) for line in path.read_text().splitlines())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--microbatch-tokens", type=int, default=8192, help="of one rank; any number gives the same")
+    arguments = parser.parse_args()
+    prepare_training_environment(seed=0, backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    device = get_default_device()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    table = read_pairs(arguments.pairs, tokenizer)
+    budget = Budget("shared", tokens=arguments.microbatch_tokens)
+    loader = PairLoader(table, batch_pairs=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
+
+    policy = Policy(AutoModelForCausalLM.from_pretrained(arguments.model)).to(device)
+    reference = score_table(policy, table, budget, device=device)  # the model before training; ranks share the work
+    spread = parallelize(policy, "ddp" if is_distributed() else "single", device=device, world_size=get_world_size())
+    train_module = DPOTrainModule(
+        spread,
+        torch.optim.AdamW(spread.parameters(), lr=1e-5),
+        objective=pair_loss("sigmoid", beta=0.1, nll_weight=0.2),
+        reference=reference,
+        weighting="pair",
+        scheduler=LinearWithWarmup(warmup=2, alpha_f=0.0),
+        max_grad_norm=1.0,
+    )
+    trainer = TrainerConfig(
+        save_folder=str(arguments.folder),
+        save_overwrite=True,
+        max_duration=Duration.epochs(2),
+        metrics_collect_interval=1,
+        callbacks={
+            "checkpointer": CheckpointerCallback(pre_train_checkpoint=False, save_async=False),
+            "console_logger": ConsoleLoggerCallback(metrics=["train/*", "optim/*"]),
+        },
+    ).build(train_module, loader)
+    trainer.fit()
+
+    if get_rank() == 0:
+        with policy.plain() as model:  # with its own attention, not ours
+            model.save_pretrained(arguments.folder / "model")
+        tokenizer.save_pretrained(arguments.folder / "model")
+    teardown_training_environment()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What a train module refuses: arguments that cannot work, and parts that do not belong together."""
+
+from types import NoneType
+from typing import Any, get_args
+
+from olmo_core.optim.scheduler import Scheduler
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
+from isopref.engine.loader import PairLoader
+from isopref.engine.moving import MovingReference
+from isopref.errors import ConfigError
+from isopref.losses import PairLoss
+from isopref.models.parallel import GradSync, reshard, unwrap
+from isopref.normalize import Weighting
+from isopref.score import TableLogps
+
+WHERE = "DPOTrainModule"
+
+
+def check_arguments(
+    *,
+    model: Any,
+    optim: Any,
+    objective: Any,
+    rank_microbatch_size: Any,
+    reference: Any,
+    weighting: Any,
+    scheduler: Any,
+    max_grad_norm: Any,
+    grad_sync: Any,
+) -> None:
+    """Raise ConfigError for an argument that is none."""
+    references = (TableLogps, MovingReference, NoneType)
+    check_policy(WHERE, model)
+    check_kind(WHERE, "optim", optim, Optimizer, "a torch optimizer of the model's parameters")
+    check_kind(WHERE, "objective", objective, PairLoss, 'what pair_loss returns, as in pair_loss("sigmoid")')
+    check_kind(WHERE, "reference", reference, references, "what score_table returns, or None")
+    check_kind(WHERE, "scheduler", scheduler, (Scheduler, NoneType), "a scheduler of OLMo-core, or None")
+    check_choice(WHERE, "weighting", weighting, get_args(Weighting))
+    check_choice(WHERE, "grad_sync", grad_sync, get_args(GradSync))
+    if rank_microbatch_size is not None:
+        check_count(WHERE, "rank_microbatch_size", rank_microbatch_size)
+    if max_grad_norm is not None:
+        check_positive(WHERE, "max_grad_norm", max_grad_norm)
+
+
+def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ranks: int) -> None:
+    """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
+    if num_ranks > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
+        raise ConfigError(
+            f"{num_ranks} ranks, but the model is not spread over them, so their gradients would never meet. "
+            'Pass what parallelize(policy, "ddp", ...) or "fsdp" returns.'
+        )
+    if objective.balance_weight and not unwrap(model).experts_per_token:
+        raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
+    reshard(model)
+    own = {id(parameter) for parameter in model.parameters()}
+    if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "the optimizer holds parameters that are not the model's, and would train nothing. Make it after "
+            "parallelize, from what that returned."
+        )
+
+
+def check_loader(
+    loader: PairLoader, weighting: Weighting, rank_microbatch_size: int | None, num_references: int | None
+) -> None:
+    """Refuse a loader that says otherwise: it weighs and cuts batches, by its own settings alone."""
+    if loader.weighting != weighting:
+        raise ConfigError(
+            f"{WHERE}: weighting is {weighting!r}, but the PairLoader's is {loader.weighting!r}. Pass the same to both."
+        )
+    if rank_microbatch_size not in (None, loader.budget.tokens):
+        raise ConfigError(
+            f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the PairLoader cuts batches by its own "
+            f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
+        )
+    if num_references not in (None, len(loader.table)):
+        raise ConfigError(
+            f"{WHERE}: reference has {num_references} pairs, but the PairLoader's table has {len(loader.table)}. Score "
+            "the table that is trained on: score_table(policy, table, ...)."
+        )
