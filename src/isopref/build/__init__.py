@@ -150,7 +150,7 @@ def _train(run: Run, resume: bool) -> bool:
     models = Models(ref.identity, reference.frozen_identity(run, policy)) if store is None else Models(store.identity)
     beginning.check(models)
     add_adapter(run, policy)  # after the store: its key is that of the model without
-    prompts, before = result.first_answers(run, policy, tokenizer, eval_table)
+    before = result.first_answers(run, policy, tokenizer, eval_table)
     model = spread(run, policy)
     moving = None if config.objective.reference_moves is None else reference.moving(run)
     run = fit_layout(run, model, table)
@@ -174,7 +174,7 @@ def _train(run: Run, resume: bool) -> bool:
         if config.run.export:
             result.export_best(run, trainer, model, tokenizer)
             result.export(run, model, tokenizer)
-            result.say_answers(run, model, tokenizer, prompts, before)
+            result.say_answers(run, model, tokenizer, before)
     return True
 
 
