@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
-	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind"
+	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
 	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
@@ -50,7 +50,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py
 
 # In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
 audit: $(READY)
