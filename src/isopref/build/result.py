@@ -92,8 +92,9 @@ class Before:
 def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: PairTable | None) -> Before:
     """Answers before training; none of a model that is never whole."""
     prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
-    if (prompts or checks) and from_host(run, policy):
-        run.display.say("note: no sample answers or spot checks, as the model as a whole does not fit on one device")
+    asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]
+    if asked and from_host(run, policy):
+        run.display.say(f"note: no {' or '.join(asked)}, as the model as a whole does not fit on one device")
         prompts, checks = [], None
     with policy.plain() as model:
         answers = sample(run, model, tokenizer, prompts)
