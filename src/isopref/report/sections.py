@@ -139,7 +139,7 @@ def cost(every: Sequence[Entry]) -> Html | None:
         if found.lost and len(every) > 1:
             lost.append(element("tr", element("th", _key(entry), colspan=3)))
         lost += [_cells(one["prompt"], " or ".join(one["expect"]), one["after"]) for one in found.lost]
-    rule = "Spot checks: questions with known answers, and plain text. An answer is correct if it contains what is expected."
+    rule = "Questions with known answers, and plain text. An answer is correct if it contains what is expected."
     return join(
         element("h2", "What it cost"),
         element("p", rule, class_="soft"),
