@@ -20,7 +20,7 @@ help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
 	@echo "make lowest   a short smoke test with the lowest versions that pyproject.toml allows, in .venv-lowest"
-	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind"
+	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
 	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
@@ -69,7 +69,7 @@ lowest:
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(SMOKE)
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py
 
 # In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
 audit: $(READY)

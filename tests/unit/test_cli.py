@@ -373,12 +373,18 @@ def test_init_demo_writes_a_config_and_its_data(isopref: Isopref, tmp_path: Path
     result = isopref("init", "--demo", "some/where")
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "some/where"
-    assert sorted(path.name for path in folder.iterdir()) == ["demo.yaml", "eval.jsonl", "train.jsonl"]
-    data = load_config(folder / "demo.yaml").data
-    assert (data.train, data.eval) == ("some/where/train.jsonl", "some/where/eval.jsonl")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "demo.yaml",
+        "eval.jsonl",
+        "spot_checks.jsonl",
+        "train.jsonl",
+    ]
+    config = load_config(folder / "demo.yaml")
+    assert (config.data.train, config.data.eval) == ("some/where/train.jsonl", "some/where/eval.jsonl")
+    assert config.run.spot_checks == "some/where/spot_checks.jsonl"
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "train.jsonl", "eval.jsonl"])
+@pytest.mark.parametrize("name", ["demo.yaml", "train.jsonl", "eval.jsonl", "spot_checks.jsonl"])
 def test_init_demo_overwrites_nothing(isopref: Isopref, tmp_path: Path, name: str) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / name).write_text("mine")

@@ -170,13 +170,14 @@ def test_reference_has_one_row_for_each_field() -> None:
 @pytest.mark.parametrize("folder", ["demo", "my: folder #1"])
 def test_demo_reads_its_data_from_the_folder(file: Path, folder: str) -> None:
     file.write_text(demo(Path(folder)))
-    data = load_config(file).data
-    assert (data.train, data.eval) == (f"{folder}/train.jsonl", f"{folder}/eval.jsonl")
+    config = load_config(file)
+    named = config.data.train, config.data.eval, config.run.spot_checks
+    assert named == (f"{folder}/train.jsonl", f"{folder}/eval.jsonl", f"{folder}/spot_checks.jsonl")
     assert "examples/demo" not in file.read_text()
 
 
 def test_every_field_is_described_and_there_are_not_too_many() -> None:
-    assert len(ALL_FIELDS) <= 60
+    assert len(ALL_FIELDS) <= 61
     every = [field for section in sections() for field in fields(section).items()]
     for name, field in [*every, *source_fields().items(), *adapter_fields().items()]:
         description = field.description or ""

@@ -355,6 +355,7 @@ def test_override_that_is_not_yaml(file: Path) -> None:
             "layout.score_tokens",
             "or remove score_tokens.",
         ),
+        (["run.spot_checks=s.jsonl", "run.export=false"], "run.spot_checks", "or remove spot_checks."),
         (["run.sample_tokens=9"], "run.sample_tokens", "Set these, or remove sample_tokens."),
         (["data.eval=e", "run.sample_tokens=9", "run.samples=0"], "run.sample_tokens", "or remove sample_tokens."),
         (["data.eval=e", "run.sample_tokens=9", "run.export=false"], "run.sample_tokens", "or remove sample_tokens."),

@@ -170,7 +170,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
     models = Models(ref.identity, reference.frozen_identity(run, policy)) if store is None else Models(store.identity)
     beginning.check(models)
     add_adapter(run, policy)  # after the store: its key is that of the model without
-    prompts, before = result.first_answers(run, policy, tokenizer, eval_table)
+    before = result.first_answers(run, policy, tokenizer, eval_table)
     model = spread(run, policy)
     moving = None if config.objective.reference_moves is None else reference.moving(run)
     run = fit_layout(run, model, table)
@@ -196,7 +196,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
             checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
             result.export_best(run, trainer, model, tokenizer)
             result.export(run, model, tokenizer)
-            result.say_answers(run, model, tokenizer, prompts, before)
+            result.say_answers(run, model, tokenizer, before)
     return None
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from olmo_core.train import Trainer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from isopref.build import spot_checks
 from isopref.build.data import sample_prompts
 from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
+from isopref.build.spot_checks import Measured, Tokenised
 from isopref.build.trainer import checkpointer
 from isopref.data.surprises import special_token_pattern
 from isopref.data.table import PairTable
@@ -83,32 +86,52 @@ def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) ->
             _write(run, model, state, tokenizer, folder)
 
 
-def first_answers(
-    run: Run, policy: Policy, tokenizer: Any, held_out: PairTable | None
-) -> tuple[list[IntArray], list[Answer]]:
-    """Some held-out prompts and the model's answers before it is trained; none of a model that is never whole."""
-    prompts = sample_prompts(run, held_out)
-    if prompts and from_host(run, policy):
-        run.display.say("note: no sample answers, as the model as a whole does not fit on one device")
-        prompts = []
+@dataclass(frozen=True)
+class Before:
+    """What the model says before it is trained: to some held-out prompts, and to the spot checks."""
+
+    prompts: list[IntArray]
+    answers: list[Answer]
+    checks: Tokenised | None
+    measured: Measured | None  # on the first rank
+
+
+def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: PairTable | None) -> Before:
+    """Answers before training; none of a model that is never whole."""
+    prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
+    asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]
+    if asked and from_host(run, policy):
+        run.display.say(f"note: no {' or '.join(asked)}, as the model as a whole does not fit on one device")
+        prompts, checks = [], None
     with policy.plain() as model:
-        return prompts, sample(run, model, tokenizer, prompts)
+        answers = sample(run, model, tokenizer, prompts)
+    measured = None
+    if checks is not None and run.env.is_first:
+        measured = spot_checks.measure(run, policy, tokenizer, checks)
+    return Before(prompts, answers, checks, measured)
 
 
-def say_answers(
-    run: Run, model: nn.Module, tokenizer: Any, prompts: Sequence[IntArray], before: Sequence[Answer]
-) -> None:
-    """Answers of the exported model, loaded as a user would load it, beside those from before.
+def say_answers(run: Run, model: nn.Module, tokenizer: Any, before: Before) -> None:
+    """Answers of the exported model, loaded as a user would load it, beside those from before; and the spot checks.
 
     The model that was trained leaves the device to it.
     """
-    if not prompts or not run.env.is_first:
+    if not run.env.is_first or not (before.prompts or before.checks):
         return
     model.to("cpu")
     exported: Any = load_exported(run)
-    after = sample(run, exported.to(run.env.device), tokenizer, prompts)
-    questions = [last_turn(tokenizer, prompt) for prompt in prompts]
-    every = list(zip(questions, before, after, strict=True))
+    exported.to(run.env.device)
+    if before.prompts:
+        _say_samples(run, exported, tokenizer, before)
+    if before.checks is not None and before.measured is not None:
+        after = spot_checks.measure(run, Policy(exported), tokenizer, before.checks)
+        spot_checks.say_cost(run, before.checks, before.measured, after)
+
+
+def _say_samples(run: Run, exported: Any, tokenizer: Any, before: Before) -> None:
+    after = sample(run, exported, tokenizer, before.prompts)
+    questions = [last_turn(tokenizer, prompt) for prompt in before.prompts]
+    every = list(zip(questions, before.answers, after, strict=True))
     with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
         for question, old, new in every:
             line = {

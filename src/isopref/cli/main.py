@@ -347,14 +347,14 @@ def init(
         print(f"Then: isopref train {path}")
         return
 
-    from isopref.demo import write as write_data
+    from isopref.demo import FILES, write
 
     folder = path or Path("demo")
     config_file = folder / "demo.yaml"
-    _refuse_existing(config_file, folder / "train.jsonl", folder / "eval.jsonl")
+    _refuse_existing(config_file, *(folder / name for name in FILES))
     _write(config_file, demo(folder))
-    write_data(folder)
-    print(f"Wrote {config_file}, train.jsonl and eval.jsonl. Now: isopref train {config_file}")
+    write(folder)
+    print(f"Wrote {config_file}, {', '.join(FILES)}. Now: isopref train {config_file}")
 
 
 @app.command()

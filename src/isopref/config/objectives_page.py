@@ -75,6 +75,20 @@ sums go over the global batch. It is the loss of fine-tuning on the chosen answe
 logged as `train/nll`; `train/loss` is what is minimised, this term included. RPO (Pang et al. 2024, 2404.19733, eq. 1)
 adds a mean over each answer's own tokens; here a token counts the same in every answer.
 
+Without it, a loss of the margin alone can fall while the chosen answers become less likely too: only the difference
+counts. The demo shows what that does to a small model. Two runs that differ in nothing but this field, one each (155
+pairs, 20 steps, `lr` 1e-5, `beta` 0.1), with the demo's [spot checks](reports.md#what-it-cost):
+
+| `nll_weight` | held-out accuracy | mean reward margin | of 32 facts, still correct | text, log-prob per token |
+|---|---|---|---|---|
+| 4 | 0.975 | +1.31 | 29 | +0.022 |
+| 0 | 1.000 | +2.27 | 20 | +0.020 |
+
+The accuracy and the margin are better without the term, and the model is worse: "The capital of Russia is Russia.",
+"The planet is called the red planet.", and "A volcano is a volcano is a volcano" up to the limit. With it: "The capital
+of Russia is Moscow.", "The planet is called Mars.", "A volcano is a volcano that erupts and creates lava." Plain text
+stays as likely in both, so it takes questions to see the difference.
+
 ## The balance of experts
 
 `objective.balance_weight` adds, for a mixture of experts, the auxiliary loss of the Switch Transformer (Fedus et al.

@@ -1,5 +1,6 @@
 """Texts made from the schema: the starter file, the demo's file, and the reference for the docs."""
 
+import re
 import textwrap
 from importlib import resources
 from pathlib import Path
@@ -45,8 +46,7 @@ def starter() -> str:
 def demo(folder: Path) -> str:
     """The demo's config, with its data in `folder`."""
     text = resources.files("isopref.config").joinpath("demo.yaml").read_text(encoding="utf-8")
-    for name in ("train.jsonl", "eval.jsonl"):
-        text = text.replace(f": {_DEMO_FOLDER}/{name}", f": {to_yaml(str(folder / name))}")
+    text = re.sub(rf"(?<=: ){_DEMO_FOLDER}/(\S+)", lambda file: to_yaml(str(folder / file[1])), text)
     return text.replace(f"{_DEMO_FOLDER}/demo.yaml", str(folder / "demo.yaml"))  # in the comments
 
 

@@ -132,6 +132,16 @@ class PairEncoder:
             for pair, item in zip(pairs, written, strict=True)
         ]
 
+    def encode_prompts(self, prompts: Sequence[str]) -> list[IntArray]:
+        """Questions of a user alone, ready to be answered. Raises DataError where the template refuses one."""
+        return self._tokenize([prompt if self.options.raw else self._write_prompt(prompt) for prompt in prompts])
+
+    def _write_prompt(self, prompt: str) -> str:
+        try:
+            return self._template.render(as_messages(prompt, "user"), None, add_generation_prompt=True)
+        except DefectError as defect:
+            raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
+
     def _write(self, pair: PreferencePair) -> Written:
         if not self.options.raw:
             chosen, rejected = (as_messages(side, "assistant")[-1] for side in (pair.chosen, pair.rejected))

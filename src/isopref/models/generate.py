@@ -11,6 +11,8 @@ from isopref.data.content import prompt_id
 from isopref.models.hf import context_length
 from isopref.types import IntArray
 
+BATCH = 32  # prompts answered at once
+
 
 class Answer(NamedTuple):
     """What a model says to a prompt."""
@@ -48,12 +50,31 @@ def answers(
     """
     if not prompts:
         return []
-    rows = [*prompts, *prompts]
+    noise = LogitsProcessorList([_Gumbel([_generator(prompt, seed) for prompt in prompts])])
+    texts = _generate(model, tokenizer, [*prompts, *prompts], max_new_tokens, noise)
+    return [Answer(*both) for both in zip(texts[: len(prompts)], texts[len(prompts) :], strict=True)]
+
+
+@torch.no_grad()
+def greedy_answers(model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int) -> list[str]:
+    """A greedy answer for each tokenised prompt, in batches."""
+    batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
+    return [text for batch in batches for text in _generate(model, tokenizer, batch, max_new_tokens)]
+
+
+def _generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[IntArray],
+    max_new_tokens: int,
+    processors: LogitsProcessorList | None = None,
+) -> list[str]:
+    """What the model writes after each prompt, all as one left-padded batch."""
     device = next(model.parameters()).device
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(rows), width), tokenizer.eos_token_id)
+    ids = torch.full((len(prompts), width), tokenizer.eos_token_id)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(rows):
+    for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
         mask[row, width - len(prompt) :] = 1
     room = (context_length(model.config) or width + max_new_tokens) - width
@@ -65,11 +86,10 @@ def answers(
         max_new_tokens=max(1, min(max_new_tokens, room)),
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,
-        logits_processor=LogitsProcessorList([_Gumbel([_generator(prompt, seed) for prompt in prompts])]),
+        logits_processor=processors,
     )
     model.train(was_training)
-    texts = [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in out]
-    return [Answer(*both) for both in zip(texts[: len(prompts)], texts[len(prompts) :], strict=True)]
+    return [tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in out]
 
 
 def _generator(prompt: IntArray, seed: int) -> torch.Generator:

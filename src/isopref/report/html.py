@@ -28,6 +28,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         sections.head(every),
         sections.math_that_differs(every),
         sections.evaluation(every),
+        sections.cost(every),
         over_steps,
         sections.rewards(every),
         sections.answers(every),

@@ -7,6 +7,7 @@ from html import escape
 from isopref import __version__
 from isopref.engine.display import visible
 from isopref.report.compare import final_figures, math_that_differs
+from isopref.report.cost import cost_of
 from isopref.report.elements import fixed, number
 from isopref.report.figures import Entry, Interval, entries, field_rows, figure_rows, is_default, range_text, shown
 from isopref.report.read import RunRecord
@@ -26,6 +27,10 @@ def markdown(runs: Sequence[RunRecord]) -> str:
             whose = f": {_text(entry.label)}" if len(every) > 1 else ""
             pairs = entry.run.evaluation["after"]["pairs"]
             lines += [f"### {pairs} held-out pairs, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
+    for entry in every:
+        if entry.run.spot_checks:
+            whose = f": {_text(entry.label)}" if len(every) > 1 else ""
+            lines += [f"### What it cost{whose}", "", *_cost(entry.run), ""]
     lines += [*_math(every), *_answers(every), f"Made by isopref {__version__}."]
     return "\n".join(lines) + "\n"
 
@@ -49,6 +54,15 @@ def _evaluation(run: RunRecord) -> Iterator[str]:
     yield from _table_head(["", "before", "after"])
     for row in figure_rows(run):
         yield _row([row.label, _cell(row.before, row.sign), _cell(row.after, row.sign)])
+
+
+def _cost(run: RunRecord) -> Iterator[str]:
+    cost = cost_of(run.spot_checks)
+    yield from _table_head(["", "before", "after"])
+    for row in cost.rows():
+        yield _row(row)
+    for one in cost.lost:
+        yield _row([f"lost: {one['prompt']}", _cut(one["before"]), _cut(one["after"])])
 
 
 def _cell(figure: Interval | None, sign: str) -> str:

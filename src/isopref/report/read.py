@@ -25,6 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.json"
 REWARDS_FILE = "rewards.npz"
 SAMPLES_FILE = "samples.jsonl"
+SPOT_CHECKS_FILE = "spot_checks.json"
 STARTS_FILE = "starts.jsonl"
 REPORT_FILE = "report.html"
 MODEL_FOLDER = "model"
@@ -62,6 +63,7 @@ class RunRecord:
     evaluation: dict[str, Values]  # before, after; empty without held-out pairs
     rewards: Rewards | None
     samples: list[dict[str, str]]
+    spot_checks: dict[str, Any]  # questions, text; empty without run.spot_checks
 
     @property
     def name(self) -> str:
@@ -110,6 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         evaluation=_json(folder / EVALUATION_FILE),
         rewards=_rewards(folder / REWARDS_FILE),
         samples=_lines(folder / SAMPLES_FILE),
+        spot_checks=_json(folder / SPOT_CHECKS_FILE),
     )
 
 

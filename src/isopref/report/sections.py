@@ -7,6 +7,7 @@ import numpy as np
 
 from isopref.report import charts, compare
 from isopref.report.charts import Side
+from isopref.report.cost import cost_of
 from isopref.report.elements import Html, element, fixed, join, number
 from isopref.report.figures import (
     LABELS,
@@ -61,6 +62,7 @@ def _tiles(run: RunRecord) -> Html:
             sign = LABELS[name][1]
             was = f"from {fixed(before['value'], 2, sign)}; " if before is not None else ""
             tiles.append(_tile(title, fixed(after["value"], 2, sign), f"{was}95%: {range_text(after, sign, digits=2)}"))
+    tiles += _cost_tiles(run)
     loss = run.metrics.get("train/loss")
     if loss is not None:
         tiles.append(_tile("training loss", number(loss.values[-1]), f"from {number(loss.values[0])}"))
@@ -73,6 +75,15 @@ def _tiles(run: RunRecord) -> Html:
     since = " since the last start" * bool(took and len(run.starts) > 1)
     tiles.append(_tile("steps", f"{run.last_step:,}", f"of {steps:,}{took}{since}"))
     return element("dl", *tiles, class_="tiles")
+
+
+def _cost_tiles(run: RunRecord) -> Iterator[Html]:
+    found = cost_of(run.spot_checks)
+    if found.known:
+        yield _tile("answers still correct", f"{found.num_kept} of {len(found.known)}", "of those correct before")
+    if found.text is not None and found.text_change is not None:
+        before, after = (fixed(found.text[name], 2) for name in ("logp_before", "logp_after"))
+        yield _tile("text log-prob per token", fixed(found.text_change, 3, "+"), f"from {before} to {after}")
 
 
 def _tile(title: str, value: str, note: str) -> Html:
@@ -112,6 +123,38 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
     title = f"{evaluated[0].run.evaluation['after']['pairs']:,} held-out pairs"
     return join(element("h2", title), element("div", table, class_="wide"))
+
+
+def cost(every: Sequence[Entry]) -> Html | None:
+    """Spot checks before and after, with the answers that were lost."""
+    checked = [entry for entry in every if entry.run.spot_checks]
+    if not checked:
+        return None
+    body, lost = [], []
+    for entry in checked:
+        found = cost_of(entry.run.spot_checks)
+        if len(every) > 1:
+            body.append(element("tr", element("th", _key(entry), colspan=3)))
+        body += [_cells(*row) for row in found.rows()]
+        if found.lost and len(every) > 1:
+            lost.append(element("tr", element("th", _key(entry), colspan=3)))
+        lost += [_cells(one["prompt"], " or ".join(one["expect"]), one["after"]) for one in found.lost]
+    rule = "Questions with known answers, and plain text. An answer is correct if it contains what is expected."
+    return join(
+        element("h2", "What it cost"),
+        element("p", rule, class_="soft"),
+        _plain_table(("", "before", "after"), body),
+        _plain_table(("answers lost", "expected", "answer after"), lost) if lost else None,
+    )
+
+
+def _cells(name: str, *cells: str) -> Html:
+    return element("tr", element("th", name), *(element("td", cell) for cell in cells))
+
+
+def _plain_table(columns: Sequence[str], rows: Sequence[Html]) -> Html:
+    head = element("thead", element("tr", *(element("th", text) for text in columns)))
+    return element("div", element("table", head, element("tbody", *rows)), class_="wide spaced")
 
 
 def _figure_row(name: str, row: FigureRow, style: str, low: float, high: float) -> Html:

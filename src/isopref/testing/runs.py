@@ -14,6 +14,7 @@ from isopref.report.read import (
     EVALUATION_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    SPOT_CHECKS_FILE,
     STARTS_FILE,
     write_rewards,
 )
@@ -29,6 +30,7 @@ def make_run(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     state: State | None = None,
     samples: Lines = (),
+    spot_checks: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
     """A folder with these metrics: one line for each step."""
@@ -39,6 +41,8 @@ def make_run(
     (folder / CONFIG_FILE).write_text(dump_config(config))
     _write_lines(folder / METRICS_FILE, metrics)
     _write_lines(folder / SAMPLES_FILE, samples)
+    if spot_checks is not None:
+        (folder / SPOT_CHECKS_FILE).write_text(json.dumps(spot_checks))
     start = {"time": "2026-01-31T12:00:00+0000", "run_id": run_id(config), "data": "d1", "reference": "r1", "pairs": 64}
     _write_lines(folder / STARTS_FILE, [{**start, "ranks": 1, "device": "CPU", "isopref": "0", "torch": "2"}])
     with held_state(folder) as write:

@@ -1,0 +1,56 @@
+"""Spot checks: questions with known answers, and plain texts, that show what training cost a model.
+
+Owns the form of the file and the rule by which an answer is correct. Nothing here reaches the loss.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from isopref.data.sources import Record, read_source
+from isopref.errors import DataError
+
+FORMS = '{"prompt": "...", "expect": "..."}, where expect may be a list, or {"text": "..."}'
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and what a correct answer contains: one of these strings."""
+
+    prompt: str
+    expect: tuple[str, ...]
+
+    def is_answered_by(self, answer: str) -> bool:
+        """Whether an answer contains an expected string as whole words, ignoring case."""
+        return any(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", answer, re.IGNORECASE) for one in self.expect)
+
+
+@dataclass(frozen=True)
+class SpotChecks:
+    questions: list[Question] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+def read_spot_checks(spec: str) -> SpotChecks:
+    """The spot checks of a file, in order. Raises DataError, with the place of the first record that is none."""
+    checks = SpotChecks()
+    for record in read_source(spec):
+        if set(record.fields) == {"text"}:
+            checks.texts.append(_text(record, "text", record.fields["text"]))
+        elif set(record.fields) == {"prompt", "expect"}:
+            checks.questions.append(_question(record))
+        else:
+            raise DataError(f"{record.origin}: has the fields {sorted(record.fields)}. A spot check is {FORMS}.")
+    return checks
+
+
+def _question(record: Record) -> Question:
+    prompt, expect = _text(record, "prompt", record.fields["prompt"]), record.fields["expect"]
+    every = expect if isinstance(expect, list) and expect else [expect]
+    return Question(prompt, tuple(_text(record, "expect", one) for one in every))
+
+
+def _text(record: Record, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{record.origin}: '{name}' is {value!r}, not text. A spot check is {FORMS}.")
+    return value

@@ -1,0 +1,61 @@
+"""Spot checks: what is read, what is refused, and when an answer is correct."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isopref.data.spot_checks import Question, SpotChecks, read_spot_checks
+from isopref.errors import DataError
+
+
+def write(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_questions_and_texts(tmp_path: Path) -> None:
+    one, other = {"prompt": "2 + 2?", "expect": ["4", "four"]}, {"prompt": "Capital of Peru?", "expect": "Lima"}
+    found = read_spot_checks(write(tmp_path / "p.jsonl", one, {"text": "It rained."}, other))
+    assert found == SpotChecks(
+        [Question("2 + 2?", ("4", "four")), Question("Capital of Peru?", ("Lima",))], ["It rained."]
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a"}, r"has the fields \['prompt'\]"),
+        ({"prompt": "a", "expect": "b", "text": "c"}, r"has the fields \['expect', 'prompt', 'text'\]"),
+        ({"text": " "}, "'text' is ' ', not text"),
+        ({"prompt": 3, "expect": "b"}, "'prompt' is 3, not text"),
+        ({"prompt": "a", "expect": []}, r"'expect' is \[\], not text"),
+        ({"prompt": "a", "expect": ["b", 4]}, "'expect' is 4, not text"),
+    ],
+)
+def test_what_is_no_spot_check_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "p.jsonl", {"text": "fine"}, record)
+    with pytest.raises(DataError, match=rf"p\.jsonl:2: {message}.* A spot check is "):
+        read_spot_checks(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "correct"),
+    [
+        ("4", True),
+        ("It is 4.", True),
+        ("FOUR, I think", True),
+        ("14", False),
+        ("4th", False),
+        ("fourteen", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_correct_if_it_contains_an_expected_string_as_words(answer: str, correct: bool) -> None:
+    assert Question("2 + 2?", ("4", "four")).is_answered_by(answer) == correct
+
+
+def test_an_expected_string_is_no_pattern() -> None:
+    assert Question("?", ("a.b (c)",)).is_answered_by("So: a.b (c)!")
+    assert not Question("?", ("a.b",)).is_answered_by("axb")
