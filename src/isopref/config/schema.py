@@ -236,7 +236,7 @@ class RunConfig(Section):
         "temperature 1 (needs run.export). null: 3 where that is possible; 0: none.",
     )
     sample_tokens: Count = Field(default=64, description="Most tokens of such an answer, and of one to a spot check.")
-    spot_checks: Text | None = Field(
+    spot_checks: PathText | None = Field(
         default=None,
         description="File of questions with known answers and of plain texts, measured before and after training to "
         'show what it cost (docs/reports.md). A record is {"prompt": ..., "expect": ...} or {"text": ...}. null: none.',
