@@ -37,7 +37,7 @@ def compared(readout: Readout, microbatch: Microbatch, *, ld_alpha: float = 1.0)
     select = (microbatch.compared, microbatch.compared_copies)
     logp_2M = take(readout.logp, *select).view(2, -1)
     num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
-    found = PairLogps(*logp_2M, num_chosen, num_rejected)
+    found = PairLogps(logp_2M[0], logp_2M[1], num_chosen, num_rejected)
     if readout.confidence is not None:
         weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
         found = replace(found, weight=weight)

@@ -69,10 +69,10 @@ def test_a_pair_that_gives_nan_is_named_and_skipped(
 def break_gradient(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[Any], bool]) -> None:
     """The gradient of a microbatch becomes infinite where `breaks` says so; its loss is as it was."""
 
-    def score(model: Any, microbatch: Any, **options: Any) -> Any:
-        found = ours(model, microbatch, **options)
-        if breaks(microbatch) and found.chosen.requires_grad:
-            found.chosen.register_hook(lambda gradient: gradient + math.inf)
+    def score(model: Any, microbatch: Any, needs: Any) -> Any:
+        found = ours(model, microbatch, needs)
+        if breaks(microbatch) and found.logp.requires_grad:
+            found.logp.register_hook(lambda gradient: gradient + math.inf)
         return found
 
     monkeypatch.setattr(train_module, "score", score)

@@ -184,7 +184,8 @@ def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
 
 def _shared_path(one: _Sequence, alike: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
     """Where the row has the longest beginning of a sequence that an earlier one with the same prompt has too."""
-    best, path = 0, np.arange(0)
+    best = 0
+    path: IntArray = np.arange(0)
     for tokens, where in alike:
         shared = _common(one.tokens, tokens)
         shared = shared if shared >= len(one.prompt) + FEWEST_SHARED else len(one.prompt)

@@ -60,7 +60,8 @@ def token_mean_of_each_microbatch() -> Iterator[None]:
     def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
         whole = build(table, index, plan, kind, weighting, rank=rank)
         for work in whole.work:
-            num_tokens = int(work.microbatch.num_completion_tokens[0].sum())
+            chosen = work.microbatch.compared[: work.microbatch.num_comparisons]
+            num_tokens = int(work.microbatch.num_tokens[chosen].sum())
             work.nll_share.fill_(1 / max(1, num_tokens) / (len(whole.work) * len(plan)))
         return whole
 
