@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from isopref.data.rows import _copies, build_microbatch
+from isopref.data.rows import build_microbatch, copies_of
 from isopref.ops.attention import segment_attention
-from isopref.testing.models import random_pairs
+from isopref.testing.models import examples, random_pairs
 from isopref.testing.ranks import RankError, Ranks
 from isopref.types import Segments
 
@@ -34,7 +34,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 def _row(tokens: int = TOKENS) -> tuple[Segments, list[Tensor]]:
     """A row of pairs with shared prompts; its queries, keys and values, and a weight: the loss is the weighted sum."""
-    (one,) = build_microbatch(random_pairs(8), "shared", row_tokens=tokens).passes
+    (one,) = build_microbatch(examples(random_pairs(8)), "shared", row_tokens=tokens).passes
     assert one.segments is not None
     generator = torch.Generator().manual_seed(0)
     return one.segments, [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(4)]
@@ -172,7 +172,7 @@ def _part(whole: Segments, start: int, stop: int) -> Segments:
         query_offsets=torch.tensor(queries, dtype=torch.int32),
         key_offsets=torch.tensor(keys, dtype=torch.int32),
         key_index=taken,
-        key_copies=torch.from_numpy(_copies(taken.numpy(), TOKENS)),
+        key_copies=torch.from_numpy(copies_of(taken.numpy(), TOKENS)),
         query_bounds=tuple(queries),
         key_bounds=tuple(keys),
         longest=TOKENS,

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from isopref.data.rows import build_microbatch
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy, full
-from isopref.testing.models import random_pairs, tiny_folder
+from isopref.testing.models import examples, random_pairs, tiny_folder
 from isopref.testing.ranks import Ranks
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gemma3", "qwen3_moe")
@@ -78,8 +78,9 @@ def applied(folder: Path) -> Policy:
 def _outputs(model: nn.Module, first: int, count: int) -> tuple[Tensor, Tensor]:
     """What the model says of some sequences (of pairs, where it is a policy), and its loss for them."""
     if isinstance(model, Policy):
-        logps = model(build_microbatch(random_pairs(SEQUENCES)[first : first + count], "shared"))
-        return logps.T, -logps.sum() / SEQUENCES
+        some = examples(random_pairs(SEQUENCES)[first : first + count])
+        logps = model(build_microbatch(some, "shared")).logp
+        return logps.view(2, -1).T, -logps.sum() / SEQUENCES
     ids = torch.randint(3, 90, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0))[first : first + count]
     logits = full(model(input_ids=ids, use_cache=False).logits)
     logp = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])

@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from isopref import objectives
 from isopref.errors import ConfigError
-from isopref.types import PairLogps
+from isopref.types import Needs, PairLogps
 
 EXP_LIMIT = 30.0  # beyond, e^x goes on as its tangent
 DISCOPOP_TAU = 0.05
@@ -69,6 +69,11 @@ class PairLoss:
         first, *others = (term(policy, ref, whole) for term in self.terms)
         loss_P = sum(others, first)
         return loss_P if policy.weight is None else policy.weight * loss_P
+
+    @property
+    def needs(self) -> Needs:
+        """What it has to know of a microbatch besides log-probabilities."""
+        return Needs(heads=self.ld_alpha != 1, confidence=self.wpo, routing=self.balance_weight > 0)
 
     @property
     def needs_reference(self) -> bool:

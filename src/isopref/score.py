@@ -4,7 +4,7 @@ P: pairs of a microbatch, N: pairs of a table.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,23 +16,37 @@ from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.models.parallel import data_group, reshard, speaks
+from isopref.ops.take import take
 from isopref.ranks import num_ranks, own_rank
-from isopref.types import FloatArray, IntArray, Microbatch, PairLogps
+from isopref.types import LOGPS_ALONE, FloatArray, IntArray, Microbatch, Needs, PairLogps, Readout
 
 WINDOW = 256  # pairs planned together when a whole table is scored
 
 
-def score(
-    policy: nn.Module, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
-) -> PairLogps:
-    """Log-probabilities of a microbatch, with gradient where gradients are on. The options are Policy.forward's."""
-    found = policy(microbatch, ld_alpha=ld_alpha, wpo=wpo, routed=routed)
-    rows, routing = found if routed else (found, None)
-    chosen, rejected, *more = rows
-    whole_chosen = more[0] if ld_alpha != 1 else None
-    weight = more[-1].detach() if wpo else None
-    num_chosen, num_rejected = microbatch.num_completion_tokens
-    return PairLogps(chosen, rejected, num_chosen, num_rejected, whole_chosen, weight, routing)
+def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
+    """What a policy says of a microbatch, with gradient where gradients are on."""
+    found: Readout = policy(microbatch, needs)
+    return found
+
+
+def compared(readout: Readout, microbatch: Microbatch, *, ld_alpha: float = 1.0) -> PairLogps:
+    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected.
+
+    `ld_alpha`: what the tokens of an answer beyond the length of the other one count for (LD-DPO, Liu et al. 2024);
+    below 1 it needs the readout's heads.
+    """
+    select = (microbatch.compared, microbatch.compared_copies)
+    logp_2M = take(readout.logp, *select).view(2, -1)
+    num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
+    found = PairLogps(logp_2M[0], logp_2M[1], num_chosen, num_rejected)
+    if readout.confidence is not None:
+        weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
+        found = replace(found, weight=weight)
+    if ld_alpha == 1:
+        return found
+    assert readout.head_logp is not None, "not asked for"
+    chosen, rejected = readout.head_logp + ld_alpha * (logp_2M - readout.head_logp)
+    return replace(found, chosen=chosen, rejected=rejected, whole_chosen=logp_2M[0])
 
 
 @dataclass(frozen=True, init=False)
@@ -84,10 +98,13 @@ def score_table(
         check_budget(table.lengths, budget, name=table.origin)
     group = data_group(policy)
     ranks = num_ranks(group)
-    # With an ld_alpha, what chosen is without it comes third (see Policy.forward).
+    needs = Needs(heads=ld_alpha != 1)  # then what chosen is without it comes third
     logps_KN = torch.zeros(2 if ld_alpha == 1 else 3, len(table), dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, own_rank(group), ranks):
-        logps_KP = policy(microbatch.to(device), ld_alpha=ld_alpha).double()
+        on_device = microbatch.to(device)
+        pairs = compared(score(policy, on_device, needs), on_device, ld_alpha=ld_alpha)
+        columns = (pairs.chosen, pairs.rejected, pairs.whole_chosen)
+        logps_KP = torch.stack([column.double() for column in columns if column is not None])
         logps_KN[:, torch.from_numpy(index).to(device)] = logps_KP
         if scored is not None and speaks(policy):
             scored(index, logps_KP[:2])
@@ -105,4 +122,4 @@ def _microbatches(table: PairTable, budget: Budget, rank: int, num_ranks: int) -
         window = by_length[start : start + WINDOW * num_ranks]
         for group in plan_step(table.lengths[window], budget, num_ranks=num_ranks)[rank]:
             index = window[group] if group else window[:0]
-            yield index, build_microbatch([table.tokens(int(i)) for i in index], budget.kind)
+            yield index, build_microbatch([table.tokens(int(i)).example for i in index], budget.kind)

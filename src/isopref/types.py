@@ -1,6 +1,7 @@
 """Value types shared by all layers. No behaviour beyond moving between devices, no I/O, no torch at import.
 
-Dimensions: P pairs, B sequences, T tokens of a sequence, C completion tokens, S segments, K gathered keys.
+Dimensions: A answers, M comparisons, P pairs, B sequences, T tokens of a sequence, C tokens of answers, S segments,
+K gathered keys, R times that something is taken at most.
 """
 
 from __future__ import annotations
@@ -22,17 +23,53 @@ FloatArray = NDArray[np.floating[Any]]
 PROMPT, CHOSEN, REJECTED = 0, 1, 2  # columns of a table of lengths
 
 
+class Example(NamedTuple):
+    """Token ids of one prompt and its answers. Each answer follows the prompt directly."""
+
+    prompt: IntArray
+    answers: tuple[IntArray, ...]
+    comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
+
+
 class PairTokens(NamedTuple):
-    """Token ids of one pair. Each completion follows the prompt directly."""
+    """Token ids of one pair: an example with two answers, the first of which is better."""
 
     prompt: IntArray
     chosen: IntArray
     rejected: IntArray
 
+    @property
+    def example(self) -> Example:
+        return Example(self.prompt, (self.chosen, self.rejected), ((0, 1),))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective has to know of a microbatch besides the log-probability of every answer."""
+
+    heads: bool = False  # log-probabilities of the first tokens of compared answers, as many as the shorter one has
+    confidence: bool = False  # how likely an answer's tokens are compared with the policy's own samples
+    routing: bool = False  # where the routers of a mixture of experts sent the tokens
+
+
+LOGPS_ALONE = Needs()
+
+
+class Readout(NamedTuple):
+    """What a policy says of a microbatch: float32 or wider. What was not asked for is None.
+
+    A tuple, since FSDP looks for tensors in those, and not in dataclasses.
+    """
+
+    logp: Tensor  # A: summed log-probability (natural log) of each answer
+    head_logp: Tensor | None = None  # 2, M: the same of the first tokens of better and worse (Needs.heads)
+    confidence: Tensor | None = None  # A: mean over tokens of log p(token) - log sum_v p(v)^2, without gradient
+    routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
+
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Summed log-probabilities (natural log) of the completions of P pairs, with their token counts."""
+    """Summed log-probabilities (natural log) of the answers of P pairs, with their token counts."""
 
     chosen: Tensor  # P
     rejected: Tensor  # P
@@ -40,7 +77,6 @@ class PairLogps:
     num_rejected: Tensor  # P
     whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
     weight: Tensor | None = None  # P: WPO's weight of the pair, where it was asked for
-    routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
 
 
 @dataclass(frozen=True)
@@ -48,14 +84,14 @@ class Segments:
     """Which keys the queries of a packed row see.
 
     Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
-    `key_index`, so that two segments can share keys (a prompt); None takes them in order. The bounds are the offsets
-    on the host, so that nobody has to ask the device for them.
+    `key_index`, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the
+    offsets on the host, so that nobody has to ask the device for them.
     """
 
     query_offsets: Tensor  # S+1, int32
     key_offsets: Tensor  # S+1, int32
     key_index: Tensor | None  # K, int64
-    key_copies: Tensor | None  # 2, T, int64: where among the K keys each token is; -1 for a copy there is not
+    key_copies: Tensor | None  # R, T, int64: where among the K keys each token is (see ops/take.py)
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
     longest: int  # no segment has more queries or keys
@@ -75,11 +111,11 @@ class Pass:
     position_ids: Tensor | None  # B, T
     segments: Segments | None
     predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token
-    predict_copies: Tensor  # 2, B*T: where among the C each position is, twice at most; -1 for a copy there is not
+    predict_copies: Tensor  # R, B*T: where among the C each position is (see ops/take.py)
     target: Tensor  # C: the token
-    completion: Tensor  # C: which completion it belongs to; pair p's chosen is p, its rejected is P + p
-    times: Tensor  # B*T: of how many sequences the token is a part: 2 in a shared prompt, 0 in the padding
-    is_tail: Tensor  # C: whether the token is beyond the length of the pair's shorter completion
+    answer: Tensor  # C: which answer it belongs to
+    place: Tensor  # C: its place in that answer
+    times: Tensor  # B*T: of how many sequences the token is a part: 2 in the prompt of a pair, 0 in the padding
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -87,14 +123,20 @@ class Pass:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward and backward takes: whole pairs, in one pass or in several. P may be 0 (a filler)."""
+    """What one forward and backward takes: whole examples, in one pass or in several. None at all make a filler."""
 
     passes: tuple[Pass, ...]
-    num_completion_tokens: Tensor  # 2, P: chosen, rejected
+    num_tokens: Tensor  # A: tokens of each answer
+    compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse
+    compared_copies: Tensor  # R, A: where among the 2 M each answer is (see ops/take.py)
 
     @property
-    def num_pairs(self) -> int:
-        return int(self.num_completion_tokens.shape[1])
+    def num_answers(self) -> int:
+        return int(self.num_tokens.shape[0])
+
+    @property
+    def num_comparisons(self) -> int:
+        return int(self.compared.shape[0]) // 2
 
     def to(self, device: torch.device) -> Microbatch:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

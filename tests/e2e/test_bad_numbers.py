@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -49,10 +48,10 @@ def test_a_pair_that_gives_nan_is_named_and_skipped(
     mark(project)
     before = load_weights(project.model)
 
-    def score(model: Any, microbatch: Any, **options: Any) -> Any:
-        found = ours(model, microbatch, **options)
+    def score(model: Any, microbatch: Any, needs: Any) -> Any:
+        found = ours(model, microbatch, needs)
         broken = bool((microbatch.passes[0].input_ids == TOKEN).any())
-        return replace(found, chosen=found.chosen * math.nan) if broken else found
+        return found._replace(logp=found.logp * math.nan) if broken else found
 
     monkeypatch.setattr(train_module, "score", score)
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "layout.microbatch_pairs=1")
@@ -73,10 +72,10 @@ def test_a_pair_that_gives_nan_is_named_and_skipped(
 def break_gradient(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[Any], bool]) -> None:
     """The gradient of a microbatch becomes infinite where `breaks` says so; its loss is as it was."""
 
-    def score(model: Any, microbatch: Any, **options: Any) -> Any:
-        found = ours(model, microbatch, **options)
-        if breaks(microbatch) and found.chosen.requires_grad:
-            found.chosen.register_hook(lambda gradient: gradient + math.inf)
+    def score(model: Any, microbatch: Any, needs: Any) -> Any:
+        found = ours(model, microbatch, needs)
+        if breaks(microbatch) and found.logp.requires_grad:
+            found.logp.register_hook(lambda gradient: gradient + math.inf)
         return found
 
     monkeypatch.setattr(train_module, "score", score)

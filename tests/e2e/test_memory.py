@@ -36,11 +36,11 @@ from isopref.score import score
 
 count = itertools.count()
 
-def limited(model, microbatch, **options):
+def limited(model, microbatch, needs):
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     if last and model.training and next(count) >= FIRST and microbatch.passes[0].input_ids.numel() > 150:
         raise torch.OutOfMemoryError("planted")
-    return score(model, microbatch, **options)
+    return score(model, microbatch, needs)
 
 train_module.score = limited
 from isopref.cli.main import main
@@ -60,10 +60,10 @@ LACKS = {
 def limit(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception = LACKS["torch"]) -> None:
     """A device that has room for microbatches of so many tokens."""
 
-    def limited(model: Any, microbatch: Any, **options: Any) -> Any:
+    def limited(model: Any, microbatch: Any, needs: Any) -> Any:
         if microbatch.passes[0].input_ids.numel() > tokens:
             raise error
-        return ours(model, microbatch, **options)
+        return ours(model, microbatch, needs)
 
     monkeypatch.setattr(train_module, "score", limited)
 

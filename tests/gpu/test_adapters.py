@@ -12,7 +12,7 @@ from isopref.models.adapter import quantize_nf4
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
-from isopref.testing.models import random_pairs, tiny_model, with_adapter
+from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command
@@ -44,10 +44,10 @@ def test_a_step_of_compiled_layers_in_four_bits_holds_no_layer_unpacked() -> Non
     compile_layers(policy)
     for seed, pairs in enumerate((2, 3, 4, 5)):  # the last row compiles nothing, which would take memory too
         policy.zero_grad()
-        row = build_microbatch(random_pairs(pairs, seed=seed), "shared").to(CUDA)
+        row = build_microbatch(examples(random_pairs(pairs, seed=seed)), "shared").to(CUDA)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        policy(row).sum().backward()
+        policy(row).logp.sum().backward()
     most = torch.cuda.max_memory_allocated() - before
     largest, layer = 2 * 2048 * 8192, 2 * (4 * 2048 * 2048 + 3 * 2048 * 8192)
     assert largest < most < layer

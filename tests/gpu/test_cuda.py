@@ -20,7 +20,7 @@ from isopref.ops.logprob import (
 )
 from isopref.testing import oracle
 from isopref.testing.exactness import KINDS
-from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.models import examples, random_pairs, tiny_model
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command
@@ -54,7 +54,7 @@ def test_varlen_attention_is_the_portable_one(
         monkeypatch.setattr(flash, "has_flash", lambda _device: False)
     elif not flash.has_flash(CUDA):
         pytest.skip("flash-attn-4 is not installed, or not for this card")
-    row = build_microbatch(random_pairs(7, seed=5, longest=90), kind, row_tokens=2000).passes[0].to(CUDA)
+    row = build_microbatch(examples(random_pairs(7, seed=5, longest=90)), kind, row_tokens=2000).passes[0].to(CUDA)
     generator = torch.Generator(CUDA).manual_seed(0)
     shapes = ((8, 2000, width), (2, 2000, width), (2, 2000, width), (2000, 8, width))
     *inputs, grad = (torch.randn(shape, generator=generator, device=CUDA, dtype=torch.float64) for shape in shapes)
@@ -109,7 +109,7 @@ def test_scores(architecture: str, kind: str) -> None:
         expected = oracle.pair_logps(tiny_model(architecture, dtype=torch.float64, **WIDE), pairs)
         for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             policy = Policy(tiny_model(architecture, dtype=dtype, **WIDE)).to(CUDA)
-            found = policy(build_microbatch(pairs, kind).to(CUDA))  # type: ignore[arg-type]
+            found = policy(build_microbatch(examples(pairs), kind).to(CUDA)).logp.view(2, -1)  # type: ignore[arg-type]
             assert relative(found, torch.stack([expected.chosen, expected.rejected])) < bound
             check_layout(policy, kind)  # type: ignore[arg-type]
 

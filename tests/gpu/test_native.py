@@ -13,7 +13,7 @@ from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
-from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.models import examples, random_pairs, tiny_model
 
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command
@@ -36,7 +36,7 @@ def test_scores(architecture: str, kind: RowKind) -> None:
         answers = torch.stack([expected.chosen, expected.rejected])
         for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
             policy = Policy(from_hf(tiny_model(architecture, dtype=dtype, **shape))).to(CUDA)
-            found = policy(build_microbatch(pairs, kind).to(CUDA)).double().cpu()
+            found = policy(build_microbatch(examples(pairs), kind).to(CUDA)).logp.view(2, -1).double().cpu()
             assert (found - answers).norm() / answers.norm() < bound
             check_layout(policy, kind)
 

@@ -14,7 +14,7 @@ from isopref.engine.loader import PairLoader
 from isopref.models.parallel import checkpoint_layers, compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
-from isopref.testing.models import random_pairs, tiny_model
+from isopref.testing.models import examples, random_pairs, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
     for layers in (0, 8):
         line = _measure(policy, table, "shared", "last", layers)
         assert line is not None
-        row = build_microbatch([table.tokens(i) for i in range(len(table))], "shared")
+        row = build_microbatch(examples([table.tokens(i) for i in range(len(table))]), "shared")
         tokens = row.passes[0].input_ids.shape[1]
         assert tokens > 20000
         assert _peak(policy, row, "last") == pytest.approx(line.at(tokens), rel=0.1)
@@ -71,7 +71,7 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
 
 def test_recomputing_layers_take_less_memory() -> None:
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=8, **WIDE)).to(CUDA).train()
-    row = build_microbatch(random_pairs(100, seed=1, longest=120), "shared")
+    row = build_microbatch(examples(random_pairs(100, seed=1, longest=120)), "shared")
     peaks = []
     for count in (0, 4, 8):
         checkpoint_layers(policy, count)

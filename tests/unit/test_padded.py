@@ -145,10 +145,10 @@ def test_the_microbatches_hold_the_pairs_tokens() -> None:
         for side, name in enumerate(("chosen", "rejected")):
             for p, index in enumerate(work.index.tolist()):
                 prompt, answer = pairs[index].prompt, getattr(pairs[index], name)
-                row = one.input_ids[side * work.microbatch.num_pairs + p].tolist()
+                row = one.input_ids[side * work.microbatch.num_comparisons + p].tolist()
                 end = len(prompt) + len(answer)
                 assert row == [*prompt, *answer] + [0] * (len(row) - end)
-                assert one.target[one.completion == side * work.microbatch.num_pairs + p].tolist() == answer.tolist()
+                assert one.target[one.answer == side * work.microbatch.num_comparisons + p].tolist() == answer.tolist()
 
 
 def test_padding_is_what_the_microbatches_hold() -> None:

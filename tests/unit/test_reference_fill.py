@@ -38,9 +38,9 @@ class Counted(torch.nn.Module):
         super().__init__()
         self.policy, self.num_pairs = policy(), 0
 
-    def forward(self, microbatch: Any, **options: Any) -> Any:
-        self.num_pairs += microbatch.num_pairs
-        return self.policy(microbatch, **options)
+    def forward(self, microbatch: Any, *needs: Any) -> Any:
+        self.num_pairs += microbatch.num_comparisons
+        return self.policy(microbatch, *needs)
 
 
 def filled(store: Store, pairs: PairTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
@@ -142,10 +142,10 @@ def test_a_pair_that_is_too_long_is_named(tmp_path: Path) -> None:
 
 def test_a_value_that_is_no_number_is_refused_and_not_stored(tmp_path: Path) -> None:
     class Broken(Counted):
-        def forward(self, microbatch: Any, **options: Any) -> Any:
-            logps = super().forward(microbatch, **options)
-            logps[1, 0] = float("nan")
-            return logps
+        def forward(self, microbatch: Any, *needs: Any) -> Any:
+            readout = super().forward(microbatch, *needs)
+            readout.logp[microbatch.num_comparisons] = float("nan")  # the first rejected answer's
+            return readout
 
     store = open_store(tmp_path)
     known = fill(store, table(), find(store, table(), device=CPU), Broken(), Budget("shared", 4096, 30), device=CPU)
@@ -282,10 +282,10 @@ def test_a_store_that_vanishes_while_it_is_filled(tmp_path: Path, undisturbed: T
     known = find(store, table(), device=CPU)
 
     class Vanishing(Counted):
-        def forward(self, microbatch: Any, **options: Any) -> Any:
+        def forward(self, microbatch: Any, *needs: Any) -> Any:
             if self.num_pairs == 30:
                 shutil.rmtree(store.folder)
-            return super().forward(microbatch, **options)
+            return super().forward(microbatch, *needs)
 
     budget = Budget("shared", 4096, pairs=1)
     logps = proven(fill(store, table(), known, Vanishing(), budget, device=CPU, shard_s=0.0), table())

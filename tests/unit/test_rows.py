@@ -8,7 +8,8 @@ import torch
 
 from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
-from isopref.types import Microbatch, PairTokens, Pass
+from isopref.testing.models import examples
+from isopref.types import Example, IntArray, Microbatch, PairTokens, Pass
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 
@@ -60,7 +61,7 @@ SEPARATE = [
 
 
 def predictions(one: Pass) -> list[tuple[int, ...]]:
-    columns = (one.predict_index, one.target, one.completion)
+    columns = (one.predict_index, one.target, one.answer)
     assert len({len(column) for column in columns}) == 1
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -96,19 +97,21 @@ def check(one: Pass, expected: Expected) -> None:
     [("shared", [SHARED]), ("packed", [PACKED]), ("padded", [PADDED]), ("padded_separate", SEPARATE)],
 )
 def test_structure_by_hand(kind: RowKind, expected: list[Expected]) -> None:
-    microbatch = build_microbatch(PAIRS, kind)
+    microbatch = build_microbatch(examples(PAIRS), kind)
     for one, by_hand in zip(microbatch.passes, expected, strict=True):
         check(one, by_hand)
-    assert microbatch.num_pairs == 2
-    assert microbatch.num_completion_tokens.tolist() == [[2, 1], [1, 2]]
+    assert microbatch.num_tokens.tolist() == [2, 1, 1, 2]
+    assert microbatch.compared.tolist() == [0, 1, 2, 3]
+    assert (microbatch.num_answers, microbatch.num_comparisons) == (4, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_filler_runs_the_model_and_scores_nothing(kind: RowKind) -> None:
     filler = build_microbatch([], kind)
-    assert filler.num_pairs == 0
-    assert filler.num_completion_tokens.shape == (2, 0)
-    assert len(filler.passes) == len(build_microbatch(PAIRS, kind).passes)  # as many forwards as on other ranks
+    assert (filler.num_answers, filler.num_comparisons) == (0, 0)
+    assert len(filler.passes) == len(
+        build_microbatch(examples(PAIRS), kind).passes
+    )  # as many forwards as on other ranks
     for one in filler.passes:
         assert one.input_ids.numel() > 0
         assert predictions(one) == []
@@ -121,7 +124,7 @@ def test_a_filler_runs_the_model_and_scores_nothing(kind: RowKind) -> None:
 def test_padding_of_a_row_is_a_segment_of_its_own(kind: RowKind, by_hand: Expected) -> None:
     assert by_hand.positions is not None
     used, keys = by_hand.query_bounds[-1], by_hand.key_bounds[-1]
-    (one,) = build_microbatch(PAIRS, kind, row_tokens=used + 3).passes
+    (one,) = build_microbatch(examples(PAIRS), kind, row_tokens=used + 3).passes
     padding = list(range(used, used + 3))
     padded = by_hand._replace(
         ids=[by_hand.ids[0] + [0] * 3],
@@ -135,8 +138,8 @@ def test_padding_of_a_row_is_a_segment_of_its_own(kind: RowKind, by_hand: Expect
 
 @pytest.mark.parametrize("kind", ["shared", "packed"])
 def test_a_row_that_is_full_gets_no_padding(kind: RowKind) -> None:
-    plain = build_microbatch(PAIRS, kind).passes[0]
-    full = build_microbatch(PAIRS, kind, row_tokens=plain.input_ids.numel()).passes[0]
+    plain = build_microbatch(examples(PAIRS), kind).passes[0]
+    full = build_microbatch(examples(PAIRS), kind, row_tokens=plain.input_ids.numel()).passes[0]
     assert full.segments is not None
     assert plain.segments is not None
     assert full.segments.query_bounds == plain.segments.query_bounds
@@ -149,13 +152,13 @@ def test_a_filler_has_the_rows_length_too() -> None:
 @pytest.mark.parametrize(("kind", "row_tokens"), [("shared", 8), ("packed", 11), ("padded", 64)])
 def test_row_tokens_that_cannot_be_had_are_refused(kind: RowKind, row_tokens: int) -> None:
     with pytest.raises(ValueError, match="row_tokens"):
-        build_microbatch(PAIRS, kind, row_tokens=row_tokens)
+        build_microbatch(examples(PAIRS), kind, row_tokens=row_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_prompt_is_refused(kind: RowKind) -> None:
     with pytest.raises(ValueError, match="prompt needs at least one token"):
-        build_microbatch([*PAIRS, pair([], [1], [2])], kind)
+        build_microbatch(examples([*PAIRS, pair([], [1], [2])]), kind)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +172,17 @@ def test_an_empty_prompt_is_refused(kind: RowKind) -> None:
 )
 def test_an_empty_answer_is_scored_as_nothing(kind: RowKind) -> None:
     """log p of no tokens is 0 in every layout (or it would have to be refused in every layout)."""
-    microbatch = build_microbatch([pair([1, 2], [3], []), pair([4], [], [5, 6])], kind)
+    microbatch = build_microbatch(examples([pair([1, 2], [3], []), pair([4], [], [5, 6])]), kind)
     found = [triple for one in microbatch.passes for triple in predictions(one)]
     assert sorted(completion for _, _, completion in found) == [0, 3, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moving_keeps_everything(kind: RowKind) -> None:
-    microbatch = build_microbatch(PAIRS, kind)
+    microbatch = build_microbatch(examples(PAIRS), kind)
     moved: Microbatch = microbatch.to(torch.device("meta"))
     for one in moved.passes:
-        tensors = [one.input_ids, one.predict_index, one.target, one.completion, moved.num_completion_tokens]
+        tensors = [one.input_ids, one.predict_index, one.target, one.answer, moved.num_tokens, moved.compared]
         if one.segments is not None and one.position_ids is not None:
             tensors += [one.position_ids, one.segments.query_offsets, one.segments.key_offsets]
             tensors += [] if one.segments.key_index is None else [one.segments.key_index]
@@ -187,8 +190,58 @@ def test_moving_keeps_everything(kind: RowKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tail_is_what_is_beyond_the_shorter_answer(kind: RowKind) -> None:
-    passes = build_microbatch(PAIRS, kind).passes
-    tails = {int(token) for one in passes for token in one.target[one.is_tail]}
-    assert tails == {13, 23}
-    assert not build_microbatch([], kind).passes[0].is_tail.any()
+def test_tokens_know_their_place_in_their_answer(kind: RowKind) -> None:
+    passes = build_microbatch(examples(PAIRS), kind).passes
+    places = {int(token): int(place) for one in passes for token, place in zip(one.target, one.place, strict=True)}
+    assert places == {12: 0, 13: 1, 14: 0, 21: 0, 22: 0, 23: 1}
+
+
+def array(*tokens: int) -> IntArray:
+    return np.array(tokens, dtype=np.int32)
+
+
+COMMON = tuple(range(50, 58))  # as many as answers must share for a row to hold them once
+TREE = [
+    Example(array(10, 11), (array(*COMMON, 1, 2), array(3), array(*COMMON, 4)), ((0, 1), (2, 1))),
+    Example(array(20), (array(21),)),
+    Example(array(10, 11), (array(*COMMON, 1, 2), array(3, 5)), ((0, 1),)),
+]
+
+
+def test_a_shared_row_is_a_prefix_tree() -> None:
+    """Sequences of one prompt, also those of another example, leave out what an earlier one has."""
+    microbatch = build_microbatch(TREE, "shared")
+    (row,) = microbatch.passes
+    assert row.segments is not None
+    assert row.input_ids[0].tolist() == [10, 11, *COMMON, 1, 2, 3, 4, 20, 21, 3, 5]
+    assert row.position_ids is not None
+    assert row.position_ids[0].tolist() == [*range(12), 2, 10, 0, 1, 2, 3]
+    assert row.segments.query_bounds == (0, 12, 13, 14, 16, 18)
+    assert row.segments.key_bounds == (0, 12, 15, 26, 28, 32)
+    assert row.segments.key_index is not None
+    assert row.segments.key_index.tolist()[12:26] == [0, 1, 12, *range(10), 13]
+    # Answers are numbered round by round: the first ones (0, 1, 2), the second ones (3, 4), the third (5).
+    assert microbatch.num_tokens.tolist() == [10, 1, 10, 1, 2, 9]
+    assert microbatch.compared.tolist() == [0, 5, 2, 3, 3, 4]
+    by_answer: dict[int, list[tuple[int, int]]] = {}
+    for at, target, answer in predictions(row):
+        by_answer.setdefault(answer, []).append((at, target))
+    assert by_answer[0] == by_answer[2] == list(zip(range(1, 11), (*COMMON, 1, 2), strict=True))
+    assert by_answer[5] == [*zip(range(1, 9), COMMON, strict=True), (9, 4)]
+    assert by_answer[3] == [(1, 3)]
+    assert by_answer[4] == [(1, 3), (16, 5)]
+    # Five sequences have the first prompt; the common tokens are part of three of them.
+    assert row.times.tolist() == [5, 5, *[3] * 8, 2, 2, 1, 1, 1, 1, 1, 1]
+
+
+def test_fewer_common_tokens_are_not_shared() -> None:
+    first, second = array(*COMMON[:-1], 1), array(*COMMON[:-1], 2)
+    (row,) = build_microbatch([Example(array(10), (first, second), ((0, 1),))], "shared").passes
+    assert row.input_ids.numel() == 1 + 8 + 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_run_as_many_passes_as_the_longest_list_needs(kind: RowKind) -> None:
+    short: list[Example] = [Example(array(1), (array(2),))]
+    passes = [len(build_microbatch(some, kind, num_passes=4).passes) for some in (TREE, short, [])]
+    assert passes == [4 if kind == "padded_separate" else 1] * 3

@@ -11,6 +11,7 @@ from isopref.data.chat import PairEncoder, TokenizeOptions
 from isopref.data.packing import RowKind
 from isopref.data.rows import build_microbatch
 from isopref.data.shapes import PreferencePair
+from isopref.testing.models import examples
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from isopref.types import PairTokens, Pass
 
@@ -39,7 +40,7 @@ def predictions(one: Pass) -> dict[int, list[Prediction]]:
     keys = list(range(len(ids))) if segments.key_index is None else segments.key_index.tolist()
     found: dict[int, list[Prediction]] = {}
     for at, target, completion in zip(
-        one.predict_index.tolist(), one.target.tolist(), one.completion.tolist(), strict=True
+        one.predict_index.tolist(), one.target.tolist(), one.answer.tolist(), strict=True
     ):
         segment = int(np.searchsorted(segments.query_bounds, at, side="right")) - 1
         of_segment = keys[segments.key_bounds[segment] : segments.key_bounds[segment + 1]]
@@ -63,5 +64,5 @@ def expected(tokens: list[PairTokens]) -> dict[int, list[Prediction]]:
 @settings(max_examples=100, deadline=None)
 @given(tokens=pairs())
 def test_every_answer_token_is_predicted_from_its_own_prompt(kind: RowKind, tokens: list[PairTokens]) -> None:
-    (row,) = build_microbatch(tokens, kind).passes
+    (row,) = build_microbatch(examples(tokens), kind).passes
     assert predictions(row) == expected(tokens)

@@ -10,7 +10,7 @@ from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import indexers, is_inside
-from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION, random_pairs, tiny_model
+from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION, examples, random_pairs, tiny_model
 
 VISION = ("model.vision_tower", "model.multi_modal_projector")
 TEXT, IMAGES = ARCHITECTURES["llama"][1], ARCHITECTURES["gemma3_vision"][1]["vision_config"]
@@ -41,7 +41,7 @@ def test_what_is_frozen_is_what_has_no_gradient() -> None:
     assert policy.unused == VISION
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == without == {name for name, _ in model.named_parameters() if is_inside(name, VISION)} != set()
-    assert policy(build_microbatch(random_pairs(2), "shared")).requires_grad
+    assert policy(build_microbatch(examples(random_pairs(2)), "shared")).logp.requires_grad
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -55,7 +55,7 @@ def test_what_chooses_keys_has_none_either(monkeypatch: pytest.MonkeyPatch, adap
     policy = Policy(model)
     assert indexers(model) == ("model.layers.0.self_attn.indexer", "model.layers.1.self_attn.indexer")
     assert policy.unused == ()
-    policy(build_microbatch(random_pairs(6, longest=30), "padded")).sum().backward()
+    policy(build_microbatch(examples(random_pairs(6, longest=30)), "padded")).logp.sum().backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert without == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert {name for name in without if is_inside(name, indexers(model))} == {

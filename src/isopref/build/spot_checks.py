@@ -20,7 +20,7 @@ from isopref.models.policy import Policy
 from isopref.report.cost import cost_of
 from isopref.report.read import SPOT_CHECKS_FILE
 from isopref.score import score
-from isopref.types import IntArray, PairTokens
+from isopref.types import Example, IntArray
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ def text_logp(policy: Policy, texts: Sequence[IntArray], kind: RowKind) -> float
     device = next(policy.parameters()).device
     total = 0.0
     for tokens in texts:
-        # The one score path takes pairs: the text is the chosen side; the other, one token long, is not looked at.
-        pair = PairTokens(tokens[:1], tokens[1:], tokens[1:2])
-        total += score(policy, build_microbatch([pair], kind).to(device)).chosen.item()
+        alone = Example(tokens[:1], (tokens[1:],))
+        total += score(policy, build_microbatch([alone], kind).to(device)).logp.item()
     return total / sum(len(tokens) - 1 for tokens in texts)
 
 

@@ -1,63 +1,94 @@
-"""Pairs to tensors: packed rows and padded batches. Every layout ends in the same Microbatch, and so in one score path.
+"""Examples to tensors: packed rows and padded batches. All layouts end in a Microbatch, and so in one score path.
 
-A packed row holds whole pairs. With a shared prompt a pair is [prompt | chosen | rejected]: the rejected answer's
-positions restart after the prompt, and it attends to the prompt and itself, never to the chosen one. Without, all
-sequences [prompt | answer] follow one another, first the chosen ones.
+A packed row holds whole examples. In a `shared` row their sequences [prompt | answer] form a prefix tree: the first
+sequence is there completely, and each later one leaves out what it shares with an earlier one of the same prompt. Its
+own tokens continue the positions of what they follow, and attend to that and to themselves, never to another answer.
+In a `packed` row all sequences follow one another, the first answers of all examples before the second ones.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from isopref.data.packing import RowKind
-from isopref.types import IntArray, Microbatch, PairTokens, Pass, Segments
+from isopref.types import Example, IntArray, Microbatch, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
+FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
+FEWEST_COPIES = 2  # rows of pairs have tables of one shape, shared or not
 
 
-def build_microbatch(pairs: Sequence[PairTokens], kind: RowKind, *, row_tokens: int | None = None) -> Microbatch:
-    """One microbatch of the given pairs, on the CPU. No pairs give a filler, which has no completions.
+@dataclass(frozen=True)
+class _Sequence:
+    """A prompt with one of its answers, which has a number in the microbatch."""
 
-    `row_tokens` pads a packed row to that length; the padding is a segment of its own.
+    example: int
+    prompt: IntArray
+    own: IntArray
+    answer: int
+
+    @property
+    def tokens(self) -> IntArray:
+        return np.concatenate([self.prompt, self.own])
+
+
+def build_microbatch(
+    examples: Sequence[Example], kind: RowKind, *, row_tokens: int | None = None, num_passes: int = 2
+) -> Microbatch:
+    """One microbatch of the given examples, on the CPU. No examples give a filler, which has no answers.
+
+    `row_tokens` pads a packed row to that length; the padding is a segment of its own. `num_passes` is for
+    padded_separate: the most answers of an example in the global batch, so that ranks stay in step.
     """
     if row_tokens is not None and kind not in ("shared", "packed"):
         raise ValueError(f"row_tokens is for packed rows, not for {kind}")
-    if any(len(pair.prompt) == 0 for pair in pairs):
-        raise ValueError("a prompt needs at least one token: something must predict the first completion token")
-    counts = torch.tensor([[len(p.chosen) for p in pairs], [len(p.rejected) for p in pairs]], dtype=torch.long)
+    if any(len(example.prompt) == 0 for example in examples):
+        raise ValueError("a prompt needs at least one token: something must predict the first token of an answer")
+    rounds = _rounds(examples, num_passes)
+    sequences = [one for of_round in rounds for one in of_round]
     if kind == "shared":
-        passes = [_shared_row(pairs, row_tokens)]
+        passes = [_shared_row(sorted(sequences, key=lambda one: one.example), row_tokens)]
     elif kind == "packed":
-        passes = [_packed_row(pairs, row_tokens)]
+        passes = [_packed_row(sequences, row_tokens)]
     elif kind == "padded":
-        passes = [_padded(_sides(pairs, (0, 1)))]
+        passes = [_padded(sequences)]
     else:
-        passes = [_padded(_sides(pairs, (0,))), _padded(_sides(pairs, (1,)))]
-    return Microbatch(tuple(passes), counts.view(2, len(pairs)))
+        passes = [_padded(of_round) for of_round in rounds]
+    compared = _compared(examples, sequences)
+    return Microbatch(
+        tuple(passes),
+        num_tokens=torch.tensor([len(one.own) for one in sequences], dtype=torch.long),
+        compared=torch.from_numpy(compared),
+        compared_copies=torch.from_numpy(copies_of(compared, len(sequences))),
+    )
 
 
-class _Sequence(NamedTuple):
-    prompt: IntArray
-    completion: IntArray
-    number: int  # which completion it is
-    tail: NDArray[np.bool_]  # of the completion
+def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence]]:
+    """The first answers of all examples, then the second ones, and so on; numbered in this order."""
+    rounds: list[list[_Sequence]] = []
+    number = 0
+    for k in range(max([num_rounds, *(len(example.answers) for example in examples)])):
+        rounds.append([])
+        for e, example in enumerate(examples):
+            if k < len(example.answers):
+                rounds[-1].append(_Sequence(e, example.prompt, example.answers[k], number))
+                number += 1
+    return rounds
 
 
-def _sides(pairs: Sequence[PairTokens], sides: tuple[int, ...]) -> list[_Sequence]:
-    return [
-        _Sequence(pair.prompt, pair[1 + side], side * len(pairs) + p, _tails(pair)[side])
-        for side in sides
-        for p, pair in enumerate(pairs)
+def _compared(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> IntArray:
+    """The numbers of the answers that are compared: all the better ones, then the worse ones."""
+    numbers: list[list[int]] = [[] for _ in examples]
+    for one in sequences:
+        numbers[one.example].append(one.answer)
+    pairs = [
+        (numbers[e][better], numbers[e][worse])
+        for e, example in enumerate(examples)
+        for better, worse in example.comparisons
     ]
-
-
-def _tails(pair: PairTokens) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which tokens of chosen and of rejected are beyond the length of the shorter one."""
-    shorter = min(len(pair.chosen), len(pair.rejected))
-    return np.arange(len(pair.chosen)) >= shorter, np.arange(len(pair.rejected)) >= shorter
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.ravel()
 
 
 class _Row:
@@ -66,10 +97,11 @@ class _Row:
     def __init__(self) -> None:
         self.tokens: list[IntArray] = []
         self.positions: list[IntArray] = []
+        self.paths: list[IntArray] = []
         self.predict: list[IntArray] = []
         self.target: list[IntArray] = []
-        self.completion: list[IntArray] = []
-        self.tail: list[NDArray[np.bool_]] = []
+        self.answer: list[IntArray] = []
+        self.place: list[IntArray] = []
         self.keys: list[IntArray] = []
         self.query_bounds = [0]
         self.key_bounds = [0]
@@ -86,17 +118,25 @@ class _Row:
         self.key_bounds.append(self.key_bounds[-1] + len(seen_before) + len(tokens))
         return where
 
-    def predicts(self, where: IntArray, target: IntArray, completion: int, tail: NDArray[np.bool_]) -> None:
-        self.predict.append(where)
-        self.target.append(target)
-        self.completion.append(np.full(len(target), completion))
-        self.tail.append(tail)
+    def append(self, sequence: _Sequence, seen_before: IntArray) -> IntArray:
+        """Append what a sequence has beyond the tokens at `seen_before`. Returns where all its tokens are."""
+        tokens, shared = sequence.tokens, len(seen_before)
+        path = seen_before
+        if shared < len(tokens):
+            path = np.append(path, self.segment(tokens[shared:], np.arange(shared, len(tokens)), seen_before))
+        start = len(sequence.prompt)
+        self.paths.append(path)
+        self.predict.append(path[start - 1 : -1])  # the last token before an answer predicts its first one
+        self.target.append(sequence.own)
+        self.answer.append(np.full(len(sequence.own), sequence.answer))
+        self.place.append(np.arange(len(sequence.own)))
+        return path
 
     def finish(self, row_tokens: int | None) -> Pass:
         wanted = row_tokens or max(self.length, FILLER_TOKENS if self.length == 0 else 0)
-        real, padding = self.length, wanted - self.length
+        padding = wanted - self.length
         if padding < 0:
-            raise ValueError(f"row_tokens is {row_tokens}, but the pairs of the row take {self.length}")
+            raise ValueError(f"row_tokens is {row_tokens}, but the examples of the row take {self.length}")
         if padding:
             nothing = np.zeros(padding, np.int64)  # position 0 too: a long padding must not run out of positions
             self.segment(nothing, nothing, nothing[:0])
@@ -110,82 +150,91 @@ class _Row:
                 query_offsets=torch.tensor(self.query_bounds, dtype=torch.int32),
                 key_offsets=torch.tensor(self.key_bounds, dtype=torch.int32),
                 key_index=None if in_order else torch.from_numpy(keys),
-                key_copies=None if in_order else torch.from_numpy(_copies(keys, self.length)),
+                key_copies=None if in_order else torch.from_numpy(copies_of(keys, self.length)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
                 longest=int(np.diff(self.key_bounds).max()),
             ),
             predict_index=torch.from_numpy(predict),
-            predict_copies=torch.from_numpy(_copies(predict, self.length)),
+            predict_copies=torch.from_numpy(copies_of(predict, self.length)),
             target=_tensor(self.target),
-            completion=_tensor(self.completion),
-            # A token is a key once for every sequence it is a part of; but the padding is part of none.
-            times=torch.from_numpy(np.bincount(keys, minlength=self.length) * (np.arange(self.length) < real)),
-            is_tail=_tensor(self.tail).bool(),
+            answer=_tensor(self.answer),
+            place=_tensor(self.place),
+            times=torch.from_numpy(np.bincount(_flat(self.paths), minlength=self.length)),
         )
 
 
-def _copies(index_K: IntArray, size: int) -> IntArray:
-    """Where each of `size` rows is in `index`: 2, size; -1 for a copy there is not."""
+def copies_of(index_K: IntArray, size: int) -> IntArray:
+    """Where each of `size` rows is in `index`, copy by copy: R, size; -1 for a copy that does not exist."""
     counts = np.bincount(index_K, minlength=size)
-    assert counts.max(initial=0) <= 2, "a row is taken more than twice"
-    order = np.append(np.argsort(index_K, kind="stable"), [0, 0])
     first = np.cumsum(counts) - counts
-    return np.stack([np.where(counts > copy, order[first + copy], -1) for copy in (0, 1)])
+    order = np.append(np.argsort(index_K, kind="stable"), 0)
+    copies = range(max(FEWEST_COPIES, counts.max(initial=0)))
+    return np.stack([np.where(counts > n, order[(first + n).clip(max=len(index_K))], -1) for n in copies])
 
 
-def _shared_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
+def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
     row = _Row()
-    for p, pair in enumerate(pairs):
-        prompt, chosen, rejected = pair
-        tails = _tails(pair)
-        length = len(prompt)
-        first = row.segment(np.concatenate([prompt, chosen]), np.arange(length + len(chosen)), prompt[:0])
-        second = row.segment(rejected, np.arange(length, length + len(rejected)), first[:length])
-        end = first[length - 1 : length]  # the prompt's last token predicts the first token of both answers
-        row.predicts(first[length - 1 : -1], chosen, p, tails[0])
-        row.predicts(np.concatenate([end, second])[: len(rejected)], rejected, len(pairs) + p, tails[1])
+    placed: dict[bytes, list[tuple[IntArray, IntArray]]] = {}  # by prompt: tokens of sequences, and where they are
+    for one in sequences:
+        alike = placed.setdefault(one.prompt.tobytes(), [])
+        alike.append((one.tokens, row.append(one, _shared_path(one, alike))))
     return row.finish(row_tokens)
 
 
-def _packed_row(pairs: Sequence[PairTokens], row_tokens: int | None) -> Pass:
+def _shared_path(one: _Sequence, alike: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
+    """Where the row has the longest beginning of a sequence that an earlier one with the same prompt has too."""
+    best = 0
+    path: IntArray = np.arange(0)
+    for tokens, where in alike:
+        shared = _common(one.tokens, tokens)
+        shared = shared if shared >= len(one.prompt) + FEWEST_SHARED else len(one.prompt)
+        if shared > best:
+            best, path = shared, where[:shared]
+    return path
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """How many tokens two sequences begin with alike."""
+    shorter = min(len(a), len(b))
+    different = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _packed_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
     row = _Row()
-    for prompt, completion, number, tail in _sides(pairs, (0, 1)):
-        tokens = np.concatenate([prompt, completion])
-        where = row.segment(tokens, np.arange(len(tokens)), tokens[:0])
-        row.predicts(where[len(prompt) - 1 : -1], completion, number, tail)
+    for one in sequences:
+        row.append(one, np.arange(0))
     return row.finish(row_tokens)
 
 
-def _padded(sequences: list[_Sequence]) -> Pass:
-    width = max((len(one.prompt) + len(one.completion) for one in sequences), default=FILLER_TOKENS)
+def _padded(sequences: Sequence[_Sequence]) -> Pass:
+    width = max((len(one.tokens) for one in sequences), default=FILLER_TOKENS)
     ids = np.zeros((max(1, len(sequences)), width), np.int64)
     times = np.zeros_like(ids)
-    predict, target, completions = [], [], []
-    for b, (prompt, completion, number, _) in enumerate(sequences):
-        end = len(prompt) + len(completion)
-        ids[b, :end] = np.concatenate([prompt, completion])
+    predict = []
+    for b, one in enumerate(sequences):
+        end = len(one.tokens)
+        ids[b, :end] = one.tokens
         times[b, :end] = 1
-        predict.append(np.arange(b * width + len(prompt) - 1, b * width + end - 1))
-        target.append(completion)
-        completions.append(np.full(len(completion), number))
+        predict.append(np.arange(b * width + len(one.prompt) - 1, b * width + end - 1))
     where = _flat(predict)
     return Pass(
         input_ids=torch.from_numpy(ids),
         position_ids=None,
         segments=None,
         predict_index=torch.from_numpy(where),
-        predict_copies=torch.from_numpy(_copies(where, ids.size)),
-        target=_tensor(target),
-        completion=_tensor(completions),
+        predict_copies=torch.from_numpy(copies_of(where, ids.size)),
+        target=_tensor([one.own for one in sequences]),
+        answer=_tensor([np.full(len(one.own), one.answer) for one in sequences]),
+        place=_tensor([np.arange(len(one.own)) for one in sequences]),
         times=torch.from_numpy(times.ravel()),
-        is_tail=_tensor([one.tail for one in sequences]).bool(),
     )
 
 
-def _tensor(parts: Sequence[IntArray | NDArray[np.bool_]]) -> torch.Tensor:
+def _tensor(parts: Sequence[IntArray]) -> torch.Tensor:
     return torch.from_numpy(_flat(parts))
 
 
-def _flat(parts: Sequence[IntArray | NDArray[np.bool_]]) -> IntArray:
+def _flat(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate([np.arange(0), *parts]).astype(np.int64, copy=False)

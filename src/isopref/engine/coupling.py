@@ -10,6 +10,7 @@ N: pairs of the global batch, P: pairs of a microbatch, L: layers with experts, 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,16 @@ from isopref.losses import PairLoss, Whole
 from isopref.normalize import balance_coefficients
 from isopref.types import PairLogps
 
-Score = Callable[[Work], tuple[PairLogps, PairLogps]]  # work on the device -> policy and reference
+
+class Scored(NamedTuple):
+    """What is known of one microbatch after a forward pass."""
+
+    policy: PairLogps
+    reference: PairLogps
+    routing: Tensor | None  # see Readout
+
+
+Score = Callable[[Work], Scored]  # of work on the device
 
 
 class Coupling:
@@ -61,11 +71,11 @@ class Coupling:
         routings = []
         for one in step.work:
             work = one.to(self.past.device)
-            policy, ref = score(work)
+            policy, ref, routing = score(work)
             columns = (policy.chosen, policy.rejected, ref.chosen, ref.rejected, policy.num_chosen, policy.num_rejected)
             table_7N[:, work.place] = torch.stack([column.double() for column in (*columns, work.loss_share)])
-            if policy.routing is not None:
-                routings.append(policy.routing[0].double())
+            if routing is not None:
+                routings.append(routing[0].double())
         tokens_LE = torch.stack(routings).sum(dim=0) if routings else None
         table_7N = over_ranks(table_7N, self.group)  # every pair is on one rank, and zero on the others
         return table_7N, None if tokens_LE is None else over_ranks(tokens_LE, self.group)

@@ -30,7 +30,9 @@ NAMES = (
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work) -> Tensor:
+def microbatch_sums(
+    policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work, routing: Tensor | None
+) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64."""
     chosen, rejected = objective.gains(policy, ref)
     margin_P = chosen - rejected
@@ -40,8 +42,8 @@ def microbatch_sums(policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, object
     nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
     at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
     balance = nll.new_zeros(())
-    if policy.routing is not None and work.balance_share is not None:
-        balance = (policy.routing[1] * work.balance_share).sum()
+    if routing is not None and work.balance_share is not None:
+        balance = (routing[1] * work.balance_share).sum()
     terms = objective.nll_weight * nll + objective.balance_weight * balance
     weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + terms
     of_pairs = {

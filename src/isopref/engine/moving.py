@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from isopref.errors import ConfigError
 from isopref.models.parallel import reshard, unwrap
-from isopref.score import score
-from isopref.types import Microbatch
+from isopref.score import compared, score
+from isopref.types import Microbatch, Needs, PairLogps
 
 
 class MovingReference:
@@ -29,10 +29,10 @@ class MovingReference:
         self.every, self.mix = every, mix
 
     @torch.no_grad()
-    def score(self, microbatch: Microbatch, *, ld_alpha: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of chosen and rejected: P, P."""
-        logps = score(self.model, microbatch, ld_alpha=ld_alpha)
-        return logps.chosen, logps.rejected
+    def score(self, microbatch: Microbatch, *, ld_alpha: float) -> PairLogps:
+        """Log-probabilities of the pairs of a microbatch."""
+        readout = score(self.model, microbatch, Needs(heads=ld_alpha != 1))
+        return compared(readout, microbatch, ld_alpha=ld_alpha)
 
     def check(self, policy: nn.Module) -> None:
         """Raise ConfigError for a policy that it could not follow."""

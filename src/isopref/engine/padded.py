@@ -210,7 +210,7 @@ def padded_to_step(
     places = torch.arange(mine[2]).add(int(before[2])).split([len(some) for some in pairs])
     work = [
         Work(
-            build_microbatch(some, "padded"),
+            build_microbatch([pair.example for pair in some], "padded"),
             piece["index"],
             place,
             torch.from_numpy(coefficients(weight, total=total)),

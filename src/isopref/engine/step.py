@@ -76,7 +76,7 @@ def build_step(
     nll_share = token_coefficients(table.weights[index], lengths[:, CHOSEN])
     work = [
         Work(
-            build_microbatch([table.tokens(int(i)) for i in index[group]], kind),
+            build_microbatch([table.tokens(int(i)).example for i in index[group]], kind),
             torch.from_numpy(index[group]),
             torch.from_numpy(group),
             torch.from_numpy(loss_share[group]),

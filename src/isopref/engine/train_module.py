@@ -6,7 +6,6 @@ global batch. It accumulates gradients and leaves the optimizer step to the Trai
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.engine.arguments import check_choice
-from isopref.engine.coupling import Coupling
+from isopref.engine.coupling import Coupling, Scored
 from isopref.engine.guard import Guard, GuardCallback, poisoned
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Before, Memory
@@ -35,8 +34,8 @@ from isopref.models.parallel import GradSync, data_group, device_of, gradient_sy
 from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
 from isopref.ranks import num_ranks
-from isopref.score import TableLogps, score
-from isopref.types import PairLogps
+from isopref.score import TableLogps, compared, score
+from isopref.types import Microbatch, Needs, PairLogps
 
 # How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
 FIRST_STEP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -201,7 +200,7 @@ class DPOTrainModule(TrainModule):
 
     def _train_microbatch(self, work: Work) -> Tensor:
         """Forward and backward. Returns what the microbatch adds to the metrics."""
-        policy, ref = self._score(work)
+        policy, ref, routing = self._score(work)
         if work.linear is None:
             loss_P = self.objective(policy, ref)
             share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
@@ -212,37 +211,31 @@ class DPOTrainModule(TrainModule):
         if self.objective.nll_weight:
             nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
-        if policy.routing is not None and work.balance_share is not None:
-            balance = share_of_loss(policy.routing[1], work.balance_share, num_ranks=self.num_ranks)
+        if routing is not None and work.balance_share is not None:
+            balance = share_of_loss(routing[1], work.balance_share, num_ranks=self.num_ranks)
             share = share + self.objective.balance_weight * balance
         poisoned(share, loss_P).backward()
         with torch.no_grad():
             # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
             of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
             self.guard.look(work.index, loss_P if work.linear is None else torch.stack(of_pair).abs().sum(dim=0))
-            return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work)
+            return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work, routing=routing)
 
-    def _score(self, work: Work) -> tuple[PairLogps, PairLogps]:
-        """The log-probabilities of the policy, and those it is compared with."""
-        objective = self.objective
-        policy = score(
-            self.model,
-            work.microbatch,
-            ld_alpha=objective.ld_alpha,
-            wpo=objective.wpo,
-            routed=objective.balance_weight > 0,
-        )
-        return policy, self._reference(policy, work)
+    def _score(self, work: Work) -> Scored:
+        """What the policy says of a microbatch, and what it is compared with."""
+        readout = score(self.model, work.microbatch, self.objective.needs)
+        policy = compared(readout, work.microbatch, ld_alpha=self.objective.ld_alpha)
+        return Scored(policy, self._reference(policy, work), readout.routing)
 
     def _reference(self, policy: PairLogps, work: Work) -> PairLogps:
-        """The reference's log-probabilities; zeros stand for a reference that there is not."""
+        """The reference's log-probabilities; zeros if there is no reference."""
         if self.moving is not None:
-            chosen, rejected = self.moving.score(work.microbatch, ld_alpha=self.objective.ld_alpha)
-        elif self.reference_2N is not None:
+            return self.moving.score(work.microbatch, ld_alpha=self.objective.ld_alpha)
+        if self.reference_2N is not None:
             chosen, rejected = self.reference_2N[:, work.index].to(policy.chosen.dtype)
         else:
             chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
-        return replace(policy, chosen=chosen, rejected=rejected)
+        return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
 
     def logs_now(self) -> bool:
         """Whether this step's metrics are logged."""
@@ -278,12 +271,14 @@ class DPOTrainModule(TrainModule):
         """Log-probabilities of a batch's pairs, by microbatch, without gradients, as the objective takes them."""
         self.model.eval()
         with torch.no_grad():
-            scored = [
-                score(self.model, work.to(self.device).microbatch, ld_alpha=self.objective.ld_alpha)
-                for work in self._step(batch).work
-            ]
+            microbatches = [work.to(self.device).microbatch for work in self._step(batch).work]
+            scored = [self._pairs(microbatch) for microbatch in microbatches]
         reshard(self.model)
         return scored
+
+    def _pairs(self, microbatch: Microbatch) -> PairLogps:
+        readout = score(self.model, microbatch, Needs(heads=self.objective.needs.heads))
+        return compared(readout, microbatch, ld_alpha=self.objective.ld_alpha)
 
     def is_finite(self, step: Step) -> bool:
         """Whether the gradient of a batch is finite; it is not kept. All ranks call this together."""

@@ -3,7 +3,7 @@
 FSDP gathers the parameters outside the decoder layers (embedding, final norm, head) only around the forward of the
 module it wraps, so that forward must be ours and include the head.
 
-Dimensions: P pairs, B sequences, T tokens, C completion tokens, D hidden width.
+Dimensions: A answers, M comparisons, B sequences, T tokens, C tokens of answers, D hidden width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isopref.models.hf import disable_dropout, noisy_modules, own_rates
 from isopref.models.unused import indexers, unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
-from isopref.types import Microbatch, Pass
+from isopref.types import LOGPS_ALONE, Microbatch, Needs, Pass, Readout
 
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
@@ -95,34 +95,27 @@ class Policy(nn.Module):
             module.training = False
         return self
 
-    def forward(
-        self, microbatch: Microbatch, *, ld_alpha: float = 1.0, wpo: bool = False, routed: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Summed log-probabilities of the completions: 2, P (chosen, rejected), float32 or wider.
-
-        With `ld_alpha` below 1, tokens beyond the length of the pair's shorter completion count that much (LD-DPO, Liu
-        et al. 2024), and a third row is the sum for chosen of all tokens alike. With `wpo`, the last row is the weight
-        of each pair (WPO, Zhou et al. 2024), without gradient. With `routed`, a second tensor is what `routing` says of
-        all tokens: 2, L, E.
-        """
-        num_pairs = microbatch.num_pairs
-        sums, routes = [], []
+    def forward(self, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
+        """Log-probabilities of the microbatch's answers, and what else is needed."""
+        num_answers = microbatch.num_answers
+        logp_A = confidence_A = head_2M = routes = None
         for one in microbatch.passes:
-            hidden_BTD, router_logits = self._hidden(one, routed)
-            sums.append(self._completions(full(hidden_BTD).flatten(0, 1), one, 2 * num_pairs, ld_alpha, wpo))
-            if routed:
-                routes.append(routing(router_logits, self.experts_per_token, one.times))
-        sums_K2P = torch.stack(sums).sum(dim=0).unflatten(1, (2, num_pairs))
-        rows = [*sums_K2P[0]]
-        if ld_alpha != 1:
-            rows.append(sums_K2P[1, 0])
-        if wpo:
-            rows.append((sums_K2P[-1] / microbatch.num_completion_tokens).sum(dim=0).exp())
-        found = torch.stack(rows)
-        return (found, torch.stack(routes).sum(dim=0)) if routed else found
+            hidden_BTD, router_logits = self._hidden(one, needs.routing)
+            logp_C, confidence_C = self._tokens(full(hidden_BTD).flatten(0, 1), one, needs.confidence)
+            logp_A = _plus(logp_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, logp_C))
+            if confidence_C is not None:
+                confidence_A = _plus(confidence_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, confidence_C))
+            if needs.heads:
+                head_2M = _plus(head_2M, _head_logps(logp_C, one, microbatch))
+            if needs.routing:
+                routes = _plus(routes, routing(router_logits, self.experts_per_token, one.times))
+        assert logp_A is not None
+        if confidence_A is not None:
+            confidence_A = (confidence_A / microbatch.num_tokens).detach()
+        return Readout(logp_A, head_2M, confidence_A, routes)
 
-    def _completions(self, hidden: Tensor, one: Pass, num_completions: int, ld_alpha: float, wpo: bool) -> Tensor:
-        """Sums over the tokens of each completion: of its log-probabilities, and of what else was asked for: K, 2 P."""
+    def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
+        """Of each token of an answer the log-probability and, if wanted, how far it is above the mean of a sample."""
         head = self.model.get_output_embeddings()
         predictions = (
             take(hidden, one.predict_index, one.predict_copies),
@@ -130,19 +123,10 @@ class Policy(nn.Module):
             one.target,
             getattr(head, "bias", None),
         )
-        if wpo:
-            logp_C, collision_C = token_logprobs_and_collisions(
-                *predictions, scale=self.logit_scale, softcap=self.softcap
-            )
-        else:
-            logp_C = token_logprobs(*predictions, scale=self.logit_scale, softcap=self.softcap)
-        columns = [logp_C]
-        if ld_alpha != 1:
-            columns = [torch.where(one.is_tail, ld_alpha * logp_C, logp_C), logp_C]
-        if wpo:
-            columns.append(logp_C.detach() - collision_C)
-        sums = logp_C.new_zeros(len(columns), num_completions)
-        return sums.index_add(1, one.completion, torch.stack(columns))
+        if not confidence:
+            return token_logprobs(*predictions, scale=self.logit_scale, softcap=self.softcap), None
+        logp_C, collision_C = token_logprobs_and_collisions(*predictions, scale=self.logit_scale, softcap=self.softcap)
+        return logp_C, logp_C.detach() - collision_C
 
     def _hidden(self, one: Pass, routed: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The last hidden states (B, T, D), and what the routers of experts said, where that is asked for."""
@@ -199,6 +183,19 @@ def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
         if name in state:
             tied[name] = state[first.setdefault(id(parameter), name)]
     return tied
+
+
+def _head_logps(logp_C: Tensor, one: Pass, microbatch: Microbatch) -> Tensor:
+    """Summed log-probabilities of the first tokens of better and worse, as many as the shorter one has: 2, M."""
+    length_2M = microbatch.num_tokens[microbatch.compared].view(2, -1)
+    shorter_M = length_2M.amin(dim=0)
+    of_side = one.answer[None] == microbatch.compared[:, None]  # 2 M, C
+    in_head = of_side & (one.place[None] < shorter_M.repeat(2)[:, None])
+    return torch.where(in_head, logp_C[None], 0).sum(dim=1).view(2, -1)
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ A model may ignore our attention (its rejected answers would then see the chosen
 rules, or change its logits after the head. No list of names can know; so two small pairs are scored both ways.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from isopref.errors import ModelError
 from isopref.models.attention import recorded_windows
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
-from isopref.types import PairTokens
+from isopref.types import PairTokens, Readout
 
 PACKED = ("shared", "packed")
 # What two right computations may differ by: nats per completion token, and a share of the log-probability. In half
@@ -63,13 +65,13 @@ def check_layout(
     model.train()
     try:
         with recorded_windows() as windows, torch.compiler.set_stance("force_eager"):
-            model(build_microbatch(pairs, kind).to(device))
-        found = model(build_microbatch(pairs, kind).to(device))
-        again = float((model(build_microbatch(pairs, kind).to(device)) - found).abs().max())
+            _logps(model, pairs, kind, device)
+        found = _logps(model, pairs, kind, device)
+        again = float((_logps(model, pairs, kind, device) - found).abs().max())
         # What the rejected answers get may not move when the chosen ones change.
-        moved = float((model(build_microbatch(changed, kind).to(device)) - found)[1].abs().max())
+        moved = float((_logps(model, changed, kind, device) - found)[1].abs().max())
         # Longer answers, and one pair more: a compiled layer learns what may change from row to row.
-        model(build_microbatch([*_pairs(policy, seed=3, more=1), *other[:1]], kind).to(device))
+        _logps(model, [*_pairs(policy, seed=3, more=1), *other[:1]], kind, device)
     except Exception as error:  # a model is foreign code: it fails as it likes on what it does not expect
         raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
     finally:
@@ -89,6 +91,12 @@ def check_layout(
     window = _window(policy)
     if kind in PACKED and window is not None and window not in windows:
         raise ModelError(_refusal(policy, kind, f"its layers do not pass on their sliding window of {window}"))
+
+
+def _logps(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind, device: torch.device) -> Tensor:
+    """Log-probabilities of chosen and rejected: 2, P."""
+    readout: Readout = model(build_microbatch([pair.example for pair in pairs], kind).to(device))
+    return readout.logp.view(2, -1)
 
 
 def _window(policy: Policy) -> int | None:

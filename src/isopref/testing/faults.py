@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +27,7 @@ from isopref.score import TableLogps, score
 from isopref.testing.exactness import StubTrainer, full_gradient
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.testing.oracle import relative_error
-from isopref.types import Microbatch, PairLogps
+from isopref.types import Microbatch, Needs, Readout
 
 NUM_PAIRS = 6
 
@@ -150,9 +150,9 @@ def out_of_memory(
     module.memory = Memory(module.model, pairs, meets=meets, asked={}, folder=Path(folder), say=said.append)
     left = [microbatch if rank in (own, None) else -1]
 
-    def failing(model: nn.Module, one: Microbatch, **options: Any) -> PairLogps:
+    def failing(model: nn.Module, one: Microbatch, needs: Needs) -> Readout:
         # First: DDP lets ranks meet in a forward pass once, when it learns its buckets.
-        scored = score(model, one, **options)
+        scored = score(model, one, needs)
         left[0] -= 1
         if left[0] == -1:
             raise torch.OutOfMemoryError("planted")

@@ -1,6 +1,6 @@
 """Tiny models of many architectures, built from configs with random weights, and random pairs for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref.models.adapter import Kind, NewAdapter, add_adapter
 from isopref.models.hf import disable_dropout
-from isopref.types import PairTokens
+from isopref.types import Example, PairTokens
 
 VOCABULARY = 97
 
@@ -117,6 +117,11 @@ def with_adapter(model: PreTrainedModel, kind: Kind, *, targets: Sequence[str] |
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data += 0.1 * noise.to(parameter)
     return model
+
+
+def examples(pairs: Iterable[PairTokens]) -> list[Example]:
+    """Pairs as rows take them."""
+    return [pair.example for pair in pairs]
 
 
 def random_pairs(num_pairs: int, *, seed: int = 0, longest: int = 14, vocabulary: int = VOCABULARY) -> list[PairTokens]:

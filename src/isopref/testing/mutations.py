@@ -61,7 +61,8 @@ def token_mean_of_each_microbatch() -> Iterator[None]:
     def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
         whole = build(table, index, plan, kind, weighting, rank=rank)
         for work in whole.work:
-            num_tokens = int(work.microbatch.num_completion_tokens[0].sum())
+            chosen = work.microbatch.compared[: work.microbatch.num_comparisons]
+            num_tokens = int(work.microbatch.num_tokens[chosen].sum())
             work.nll_share.fill_(1 / max(1, num_tokens) / (len(whole.work) * len(plan)))
         return whole
 
@@ -136,7 +137,7 @@ def likelihood_with_the_weights_of_the_loss() -> Iterator[None]:
     def weighed(
         microbatch: Any, index: Tensor, place: Tensor, loss_share: Tensor, mean_share: Tensor, _: Tensor
     ) -> Any:
-        nll_share = loss_share / microbatch.num_completion_tokens[0]
+        nll_share = loss_share / microbatch.num_tokens[microbatch.compared[: microbatch.num_comparisons]]
         return step.Work(microbatch, index, place, loss_share, mean_share, nll_share)
 
     with patch.object(padded, "Work", weighed):
