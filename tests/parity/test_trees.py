@@ -53,7 +53,7 @@ EXAMPLES = [
     everyone_against_the_next(3, PROMPT),
     nested(tokens(9)),
     everyone_against_the_next(MOST, tokens(2)),
-    everyone_against_the_next(2, PROMPT),  # a prompt that the row has already
+    everyone_against_the_next(2, PROMPT),  # the prompt of another example too
     nested(PROMPT),
 ]
 

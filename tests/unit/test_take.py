@@ -24,3 +24,14 @@ def test_what_is_not_taken_keeps_its_distance_from_what_is_not_a_number() -> Non
     copies = torch.from_numpy(copies_of(torch.tensor([1, 1]).numpy(), 3))
     (gradient,) = torch.autograd.grad(take(x, torch.tensor([1, 1]), copies), x, torch.full((2, 1), torch.nan))
     assert gradient.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("times", [2, 8, 128])
+def test_a_sum_of_many_in_half_precision_is_as_exact_as_a_sum_of_two(times: int) -> None:
+    where = torch.zeros(times, dtype=torch.long)
+    copies = torch.from_numpy(copies_of(where.numpy(), 1))
+    upstream = torch.rand(times, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.zeros(1, 512, dtype=torch.bfloat16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(take(x, where, copies), x, upstream)
+    exact = upstream.double().sum(dim=0)
+    assert float((gradient[0].double() - exact).norm() / exact.norm()) < 0.0025  # a bfloat16 has 8 bits

@@ -1,8 +1,8 @@
 """Examples to tensors: packed rows and padded batches. All layouts end in a Microbatch, and so in one score path.
 
-A packed row holds whole examples. In a `shared` row their sequences [prompt | answer] form a prefix tree: the first
-sequence is there completely, and each later one leaves out what it shares with an earlier one of the same prompt. Its
-own tokens continue the positions of what they follow, and attend to that and to themselves, never to another answer.
+A packed row holds whole examples. In a `shared` row the sequences [prompt | answer] of an example form a prefix tree:
+the first one is there completely, and each later one leaves out what it shares with an earlier one. Its own tokens
+continue the positions of what they follow, and attend to that and to themselves, never to another answer.
 In a `packed` row all sequences follow one another, the first answers of all examples before the second ones.
 """
 
@@ -25,13 +25,10 @@ class _Sequence:
     """A prompt with one of its answers, which has a number in the microbatch."""
 
     example: int
+    answer: int
     prompt: IntArray
     own: IntArray
-    answer: int
-
-    @property
-    def tokens(self) -> IntArray:
-        return np.concatenate([self.prompt, self.own])
+    tokens: IntArray  # of both
 
 
 def build_microbatch(
@@ -73,7 +70,9 @@ def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence
         rounds.append([])
         for e, example in enumerate(examples):
             if k < len(example.answers):
-                rounds[-1].append(_Sequence(e, example.prompt, example.answers[k], number))
+                own = example.answers[k]
+                tokens = np.concatenate([example.prompt, own])
+                rounds[-1].append(_Sequence(e, number, example.prompt, own, tokens))
                 number += 1
     return rounds
 
@@ -175,15 +174,15 @@ def copies_of(index_K: IntArray, size: int) -> IntArray:
 
 def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
     row = _Row()
-    placed: dict[bytes, list[tuple[IntArray, IntArray]]] = {}  # by prompt: tokens of sequences, and where they are
+    placed: dict[int, list[tuple[IntArray, IntArray]]] = {}  # by example: tokens of its sequences, and where they are
     for one in sequences:
-        alike = placed.setdefault(one.prompt.tobytes(), [])
+        alike = placed.setdefault(one.example, [])
         alike.append((one.tokens, row.append(one, _shared_path(one, alike))))
     return row.finish(row_tokens)
 
 
 def _shared_path(one: _Sequence, alike: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
-    """Where the row has the longest beginning of a sequence that an earlier one with the same prompt has too."""
+    """Where the row has the longest beginning of a sequence that an earlier one of its example has too."""
     best = 0
     path: IntArray = np.arange(0)
     for tokens, where in alike:

@@ -21,7 +21,7 @@ from isopref.engine.memory import ran_out
 from isopref.errors import ConfigError, shorter_pairs
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.ranks import num_ranks
-from isopref.types import Example, IntArray, Microbatch
+from isopref.types import Microbatch
 
 HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
 PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, for FSDP and DDP do not survive it
@@ -149,18 +149,8 @@ def _rows(table: PairTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
     order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
     count = max(1, int(PROBE_TOKENS / np.median(alone)))
     indices = [np.resize(order, pairs) for pairs in (count, 2 * count)]
-    microbatches = [build_microbatch(_distinct(table, index), kind) for index in indices]
+    microbatches = [build_microbatch([table.tokens(int(i)).example for i in index], kind) for index in indices]
     return [(sum(one.input_ids.numel() for one in microbatch.passes), microbatch) for microbatch in microbatches]
-
-
-def _distinct(table: PairTable, index: IntArray) -> list[Example]:
-    """The pairs of a probe. Where the table's come again, their prompts begin differently, or rows would share them."""
-    examples = [table.tokens(int(i)).example for i in index]
-    num_ids = 1 + max(int(one.prompt.max()) for one in examples)
-    first = [(one.prompt[:1] + n // len(table)) % num_ids for n, one in enumerate(examples)]
-    return [
-        one._replace(prompt=np.concatenate([token, one.prompt[1:]])) for token, one in zip(first, examples, strict=True)
-    ]
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
