@@ -152,7 +152,7 @@ def test_another_version_of_the_score_path(project: Project, monkeypatch: pytest
     monkeypatch.setattr("isopref.reference.key.SCORE_VERSION", 99)
     message = project.refused("run", *SAVE, "optim.max_steps=4", "--resume")
     assert "was scored by another version of isopref when the run in run began" in message
-    assert "Install the first, which run/starts.jsonl has, or start anew" in message
+    assert "Install the first, which run/starts.jsonl has, or start a new run" in message
 
 
 def test_a_run_of_an_earlier_version(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_a_damaged_token_table_is_named_and_built_again(
         monkeypatch.setattr("isopref.data.pairs.CHECKED_AT_ONCE", 0)
         monkeypatch.setattr("isopref.cli.main.start_again", starts.append)
         stopped = project.isopref("train", "my.yaml", "run.folder=second", *options)
-        assert stopped.err.startswith(f"warning: {damage}. It is removed; the next start builds it again and resumes")
+        assert stopped.err.startswith(f"warning: {damage}. isopref deleted it and rebuilds it on restart.")
         assert len(starts) == 1
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *options, "--resume", "auto")
     assert outcome.code == 0, outcome.err
@@ -409,12 +409,12 @@ def test_ls_verify_rm(project: Project) -> None:
     assert set(found) == {path.name[:12] for path in stores(project)}
     assert sorted(int(columns[0]) for columns in found.values()) == [NUM_TRAIN, NUM_TRAIN + NUM_EVAL]
     assert all(columns[3] == str(project.model) for columns in found.values())
-    whole = [f"{path.name[:12]}  whole\n" for path in stores(project)]
-    whole += [f"{path.stem[:12]}  whole  token table\n" for path in tables(project)]
+    whole = [f"{path.name[:12]}  intact\n" for path in stores(project)]
+    whole += [f"{path.stem[:12]}  intact  token table\n" for path in tables(project)]
     assert len(whole) == 2 + 2  # the pairs of data.train are one table, those of data.eval another
     assert project.isopref("cache", "verify").out == "".join(whole)
     key = stores(project)[0].name
-    assert project.isopref("cache", "verify", key[:8]).out == f"{key[:12]}  whole\n"
+    assert project.isopref("cache", "verify", key[:8]).out == f"{key[:12]}  intact\n"
     assert project.isopref("cache", "rm", key[:8]).out == f"removed {key}\n"
     assert len(stores(project)) == 1
     (root / "mine").mkdir()

@@ -42,7 +42,7 @@ def test_same_weights(project: Project, usual: Path, load_weights: Callable[[Pat
     done = project.isopref("train", "my.yaml", *FSDP, "run.folder=run")
     assert done.code == 0, done.err
     assert "is sharded from the host's memory" in done.out
-    assert "note: no sample answers, as the model as a whole does not fit on one device" in done.out
+    assert "note: skipping sample answers: the full model does not fit on one device" in done.out
     assert (usual / "samples.jsonl").exists()
     assert not (project.folder / "run" / "samples.jsonl").exists()
     found, expected = (load_weights(folder / "model") for folder in (project.folder / "run", usual))

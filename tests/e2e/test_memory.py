@@ -188,7 +188,7 @@ def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Policy, "to", full)
     message = project.refused("run")
     assert message.startswith(
-        "CUDA out of memory. Tried to allocate 1.62 GiB. A microbatch would be cut smaller, but this is the model"
+        "CUDA out of memory. Tried to allocate 1.62 GiB. It ran out of memory outside a training step"
     )
     assert message.endswith("isopref plan says what fits.")
 

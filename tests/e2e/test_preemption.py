@@ -55,7 +55,7 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
     code, out, err = command.end()
     assert code == 128 + signal.SIGTERM, err
     assert out.count("\nStopped by SIGTERM after step ") == 1
-    assert out.endswith(" of 30, with a checkpoint. Go on with the same command and --resume.\n")
+    assert out.endswith(" of 30; checkpoint saved. To resume, run the same command with --resume.\n")
     assert command.family() == {}
     (at,) = (int(line.split()[5]) for line in out.splitlines() if line.startswith("Stopped by"))
     assert sealed(project, at).exists()

@@ -198,7 +198,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
         outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
     assert outcome.code == code, outcome.err
     assert outcome.out.endswith(
-        f"\nStopped by {name} after step 5 of 10, with a checkpoint. Go on with the same command and --resume.\n"
+        f"\nStopped by {name} after step 5 of 10; checkpoint saved. To resume, run the same command with --resume.\n"
     )
     run = project.folder / "run"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)) == before
@@ -334,9 +334,7 @@ def test_resume_where_the_run_id_names_the_folder(stopped: Project) -> None:
 def test_a_second_run_in_the_folder(stopped: Project) -> None:
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE)
-    assert message == (
-        "run holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove that one."
-    )
+    assert message == ("run already contains a run. Resume it with --resume, or set run.folder to start a new one.")
     assert snapshot(stopped.folder / "run") == before
 
 
@@ -355,7 +353,7 @@ def test_resume_with_other_math(stopped: Project, override: str, says: str) -> N
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE, override, "--resume")
     assert f"the run in run had another config: {says}." in message
-    assert "Use the first values, or start anew in another run.folder." in message
+    assert "Use the first values, or start a new run in another run.folder." in message
     assert snapshot(stopped.folder / "run") == before
 
 
@@ -389,7 +387,7 @@ def test_a_finished_run(whole: Path, project: Project, arguments: list[str]) -> 
     shutil.copytree(whole, project.folder / "run")
     before = snapshot(project.folder / "run")
     message = project.refused("run", *SAVE, *arguments)
-    assert message == "run holds a finished run. Start in another folder: set run.folder, or remove that one."
+    assert message == "run contains a finished run. Set run.folder to start a new one, or remove that folder."
     assert snapshot(project.folder / "run") == before
 
 
@@ -397,4 +395,4 @@ def test_a_place_that_the_export_would_need(project: Project) -> None:
     """Better said now than after the training."""
     (project.folder / "run" / "model").mkdir(parents=True)
     message = project.refused("run")
-    assert message.startswith("run.folder: run holds no run of isopref, but other files: model.")
+    assert message.startswith("run.folder: run is not an isopref run: it contains model.")

@@ -46,19 +46,19 @@ def test_an_occupied_folder_is_refused(project: Project, resume: tuple[str, ...]
     before = content(project.folder / "home")
     message = project.refused('"~"', *SETTINGS, *resume)  # without quotes YAML reads null
     assert message == (
-        f"run.folder: {project.folder / 'home'} holds no run of isopref, but other files: .ssh, config.yaml, letters. "
-        "Choose a folder that is new or empty."
+        f"run.folder: {project.folder / 'home'} is not an isopref run: it contains .ssh, config.yaml, letters. "
+        "Set run.folder to a new or empty folder."
     )
     assert content(project.folder / "home") == before
     message = project.refused(".", *SETTINGS, *resume)
-    assert message.startswith("run.folder: . holds no run of isopref, but other files: ")
+    assert message.startswith("run.folder: . is not an isopref run: it contains ")
 
 
 def test_many_other_files_are_counted(project: Project) -> None:
     (project.folder / "full").mkdir()
     for number in range(10, 30):
         (project.folder / "full" / f"{number}.txt").write_text("")
-    assert "but other files: 10.txt, 11.txt, 12.txt and 17 more. Choose" in project.refused("full", *SETTINGS)
+    assert "it contains 10.txt, 11.txt, 12.txt and 17 more. Set" in project.refused("full", *SETTINGS)
 
 
 def test_several_processes_refuse_it_with_one_message(project: Project, start: Callable[..., Command]) -> None:
@@ -66,7 +66,7 @@ def test_several_processes_refuse_it_with_one_message(project: Project, start: C
     (project.folder / "mine" / "notes.txt").write_text("")
     code, _, err = start(project, *SETTINGS, "run.folder=mine", *AUTO).end()
     assert code == 1
-    assert err.count("error: run.folder: mine holds no run of isopref, but other files: notes.txt.") == 1
+    assert err.count("error: run.folder: mine is not an isopref run: it contains notes.txt.") == 1
     assert content(project.folder / "mine") == ["notes.txt"]
 
 

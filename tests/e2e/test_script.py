@@ -99,7 +99,7 @@ def test_an_error_is_an_exception_and_the_next_run_goes_on(inside: Project, capf
 
 def test_a_run_that_is_there_is_refused_or_gone_on_with(inside: Project) -> None:
     done = isopref.train("my.yaml", ["run.folder=run"])
-    with pytest.raises(RunError, match="holds a finished run"):
+    with pytest.raises(RunError, match="contains a finished run"):
         isopref.train("my.yaml", ["run.folder=run"])
     assert isopref.train("my.yaml", ["run.folder=run"], resume="auto").metrics == done.metrics
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """A flash_attn on the path in which one file fails."""
+    about = folder / "flash_attn_4-4.0.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
     (folder / "flash_attn" / "cute").mkdir(parents=True)
     for file in FILES:
         (folder / "flash_attn" / file).write_text(f"raise ImportError({SYMBOL!r})\n" if file == broken else "")
@@ -47,7 +51,11 @@ def test_a_package_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monk
     assert flash.load().fault is None
 
 
-def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "find_spec", lambda _name: None)
+def test_another_flash_attention_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    package(tmp_path, monkeypatch, broken="__init__.py")
+    monkeypatch.setattr(flash, "distribution", missing)
     assert not flash.has_flash(torch.device("cuda"))
     assert flash.load() == flash.Package(None, None)

@@ -80,7 +80,7 @@ def test_code_of_a_model_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
     say_trust(load_config(file, ["model.trust_remote_code=true", "model.reference=other"]), Display())
     assert capsys.readouterr().out == (
-        "warning: model.trust_remote_code: code that comes with some/model and other runs here, with your rights\n"
+        "warning: model.trust_remote_code: code from some/model and other will run with your permissions\n"
     )
 
 

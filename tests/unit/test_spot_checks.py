@@ -59,3 +59,8 @@ def test_an_answer_is_correct_if_it_contains_an_expected_string_as_words(answer:
 def test_an_expected_string_is_no_pattern() -> None:
     assert Question("?", ("a.b (c)",)).is_answered_by("So: a.b (c)!")
     assert not Question("?", ("a.b",)).is_answered_by("axb")
+
+
+def test_scripts_without_spaces_have_no_word_borders() -> None:
+    assert Question("?", ("东京",)).is_answered_by("日本的首都是东京。")
+    assert not Question("?", ("東京",)).is_answered_by("日本的首都是东京。")

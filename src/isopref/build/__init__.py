@@ -224,9 +224,9 @@ def _run(config: Config, name: str) -> Iterator[Run]:
                 raise
             what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
             raise RunError(
-                f"{what}. A microbatch would be cut smaller, but this is the model, the optimizer or scoring. Ways "
-                "out: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits (model.adapter.quantize: "
-                "nf4), a smaller layout.score_tokens. isopref plan says what fits."
+                f"{what}. It ran out of memory outside a training step (model, optimizer or scoring), so smaller "
+                "microbatches won't help. Try: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits "
+                "(model.adapter.quantize: nf4), or a smaller layout.score_tokens. isopref plan shows what fits."
             ) from error
 
 

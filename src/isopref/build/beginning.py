@@ -66,7 +66,7 @@ class Beginning:
         key, made_of = read_models(path)[name]
         if key != _key(identity):
             difference = _difference(made_of, identity or {}, self.run.folder)
-            raise RunError(f"--resume: {what} {difference}, or start anew in another run.folder.")
+            raise RunError(f"--resume: {what} {difference}, or start a new run in another run.folder.")
 
     def known(self, table: NamedTable, key: str) -> Known:
         """What the run began with of a table; says what a run that goes on should have and has not.

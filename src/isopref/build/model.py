@@ -237,7 +237,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         tensor_parallel=run.config.layout.tensor_parallel,
     )
     if large:
-        check_finite(unwrap(model).model, policy.name)
+        check_finite(unwrap(model).model, f"model {policy.name}")
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
     _say_precision(run)
     return model

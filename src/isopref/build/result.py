@@ -101,7 +101,7 @@ def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: PairTable 
     prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
     asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]
     if asked and from_host(run, policy):
-        run.display.say(f"note: no {' or '.join(asked)}, as the model as a whole does not fit on one device")
+        run.display.say(f"note: skipping {' and '.join(asked)}: the full model does not fit on one device")
         prompts, checks = [], None
     with policy.plain() as model:
         answers = sample(run, model, tokenizer, prompts)

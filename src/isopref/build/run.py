@@ -170,16 +170,34 @@ def open_folder(run: Run, resume: bool) -> Iterator[None]:
     What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
     no folder behind.
     """
-    _refuse_folder(run, resume)
-    made = run.env.is_first and not run.folder.exists()
-    run.env.barrier()
     try:
-        with _held_folder(run):
-            yield
+        _refuse_folder(run, resume)
+    except OSError as error:
+        raise RunError(f"run.folder: cannot read {run.folder} ({error}). Choose another.") from error
+    run.env.barrier()
+    with _held_folder(run):
+        yield
+
+
+@contextmanager
+def _removed_if_unused(folder: Path) -> Iterator[None]:
+    """Remove a folder that was made for a run which is then refused. It is held meanwhile: nobody else uses it."""
+    try:
+        yield
     except UserError:
-        if made and not others_in(run.folder):
-            shutil.rmtree(run.folder, ignore_errors=True)
+        if not others_in(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; returns whether there was none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager
@@ -187,8 +205,10 @@ def _held_folder(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.env.is_first:
             try:
-                run.folder.mkdir(parents=True, exist_ok=True)
+                made = _make(run.folder)
                 stack.enter_context(locked(run.folder))
+                if made:
+                    stack.enter_context(_removed_if_unused(run.folder))
                 stack.enter_context(_engine_log(run.folder / LOG_FILE))
             except OSError as error:
                 raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
@@ -222,7 +242,7 @@ def say_trust(config: Config, display: Display) -> None:
     """Say aloud that code of the model's authors runs here."""
     if config.model.trust_remote_code:
         named = " and ".join(filter(None, (config.model.path, config.model.reference)))
-        display.say(f"warning: model.trust_remote_code: code that comes with {named} runs here, with your rights")
+        display.say(f"warning: model.trust_remote_code: code from {named} will run with your permissions")
 
 
 def quiet_libraries() -> None:
@@ -248,12 +268,11 @@ def _refuse_folder(run: Run, resume: bool) -> None:
     has_run = holds_run(run.folder)
     if has_run and run.config.run.export and run.model_folder.exists():
         raise RunError(
-            f"{run.folder} holds a finished run. Start in another folder: set run.folder, or remove that one."
+            f"{run.folder} contains a finished run. Set run.folder to start a new one, or remove that folder."
         )
     if has_run and not resume:
         raise RunError(
-            f"{run.folder} holds a run already. Go on with it: --resume. Or start another: set run.folder, or remove "
-            "that one."
+            f"{run.folder} already contains a run. Resume it with --resume, or set run.folder to start a new one."
         )
     if resume and not has_run:
         named = " Its name has the run id, which changes with the math." if run.config.run.folder is None else ""
@@ -263,8 +282,8 @@ def _refuse_folder(run: Run, resume: bool) -> None:
     elif others := others_in(run.folder):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise RunError(
-            f"run.folder: {run.folder} holds no run of isopref, but other files: {', '.join(others[:3])}{more}. Choose "
-            "a folder that is new or empty."
+            f"run.folder: {run.folder} is not an isopref run: it contains {', '.join(others[:3])}{more}. Set "
+            "run.folder to a new or empty folder."
         )
 
 
@@ -283,5 +302,5 @@ def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective"
     if changed:
         raise RunError(
             f"--resume: the run in {run.folder} had another config: {'; '.join(changed)}. Only layout and run may "
-            "change. Use the first values, or start anew in another run.folder."
+            "change. Use the first values, or start a new run in another run.folder."
         )

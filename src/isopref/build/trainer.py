@@ -162,7 +162,7 @@ def fit(run: Run, trainer: Trainer) -> Signals | None:
     if stopped_by is None or trainer.global_step == trainer.max_steps:
         return None
     run.display.say(
-        f"\nStopped by {stopped_by.name} after {done}, with a checkpoint. Go on with the same command and --resume."
+        f"\nStopped by {stopped_by.name} after {done}; checkpoint saved. To resume, run the same command with --resume."
     )
     return stopped_by
 

@@ -3,6 +3,7 @@ torch."""
 
 import sys
 import time
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ app = typer.Typer(cls=_FillByDefault, no_args_is_help=True, rich_markup_mode=Non
 
 @app.callback(subcommand_metavar="CONFIG | COMMAND [ARGS]...")
 def cache() -> None:
-    """Score the reference ahead of a run, and look after what was scored.
+    """Precompute reference log-probabilities and manage the cache.
 
     The reference's log-probabilities are kept between runs, under a key made of the model's numbers and the
     pairs' tokens. Any later run with the same model finds them, whatever its layout, learning rate or folder.
@@ -41,7 +42,7 @@ def cache() -> None:
     \b
     Examples:
       isopref cache my.yaml --nproc 8     score what is not known yet
-      isopref cache ls                    what there is
+      isopref cache ls                    list stores
       isopref cache verify                check every byte
       isopref cache rm 3f9a               remove a store
     """
@@ -51,7 +52,7 @@ def cache() -> None:
 def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcesses = 1) -> None:
     """Score the pairs of a config with its reference. `isopref cache CONFIG` is the same.
 
-    It can be stopped at any time, and goes on where it was.
+    You can stop it at any time; it resumes where it left off.
     """
     config = load_config(config_file, overrides or ())
     start_processes(nproc, ["cache", FILL, str(config_file), *(overrides or ())])
@@ -93,6 +94,9 @@ def verify(
     root = reference_folder()
     chosen = stores(root) if key is None else [find_store(root, key)]
     tables = sorted(table_folder().glob("*.arrow")) if key is None else []
+    for old in (path for path in tables if _is_of_earlier_version(path)):
+        print(f"{old.stem[:12]}  unused: a token table of an earlier version. To remove it: rm {old}")
+    tables = [path for path in tables if not _is_of_earlier_version(path)]
     problems = [_verdict(store.key, store.problems()) for store in chosen]
     problems += [_verdict(path.stem, _table_problems(path), "  token table") for path in tables]
     if not problems:
@@ -103,10 +107,17 @@ def verify(
 
 def _verdict(name: str, problems: list[str], kind: str = "") -> bool:
     """Say whether a store or a table is damaged, and how."""
-    print(f"{name[:12]}  {'damaged' if problems else 'whole'}{kind}")
+    print(f"{name[:12]}  {'damaged' if problems else 'intact'}{kind}")
     for text in problems:
         print(f"error: {text}", file=sys.stderr)
     return bool(problems)
+
+
+def _is_of_earlier_version(path: Path) -> bool:
+    """Whether a table is a plain Arrow file, as tables were before they had digests."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(6) == b"ARROW1"
+    return False
 
 
 def _table_problems(path: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
 own. `python -m isopref.cli.elastic` takes torchrun's arguments. Its exit code is 128 + N if signal N stopped or killed
-the ranks. Ranks that ended only to be started again, are.
+the ranks. Ranks that exit with
+StartAgainError.exit_code are restarted.
 """
 
 import logging

@@ -132,13 +132,13 @@ def train(
         str,
         typer.Option(
             metavar="[auto]",
-            help="Go on from the last whole checkpoint in the run's folder. auto: or start, where there is no run.",
+            help="Resume from the last intact checkpoint. auto: resume the run if it exists, start it otherwise.",
             show_default=False,
         ),
     ] = "no",
     nproc: NumProcesses = 1,
 ) -> None:
-    """Train a model as the config file says.
+    """Train a model from a config file.
 
     \b
     Examples:
@@ -150,9 +150,9 @@ def train(
       isopref train my.yaml --resume
       isopref train my.yaml --resume auto
 
-    A run that a signal stops saves a checkpoint first. Its exit code is then 143 (SIGTERM) or 130 (Ctrl-C).
+    On SIGTERM or Ctrl-C, the run saves a checkpoint and exits with 143 or 130.
 
-    On several machines, start it by torchrun on each of them:
+    To train on several machines, launch it on each of them with torchrun:
 
     \b
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
@@ -289,7 +289,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what a run would take, without a GPU.
+    """Estimate a run's memory, speed and duration; needs no GPU.
 
     Memory by part, rows and balance, expected speed and hours, and what fits where it does not. Tokenises the data as
     train would, and reads the model's config, not its weights.

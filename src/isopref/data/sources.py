@@ -166,7 +166,7 @@ def _lines(name: str, path: Path, zipped: bool) -> Iterator[tuple[int, str]]:
             f"{error.start} of the line). Convert it: iconv -f {written} -t UTF-8, or -f whatever it was written in."
         ) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{name}:{number + 1}: cannot be read on ({error}). Is the file whole?") from error
+        raise DataError(f"{name}:{number + 1}: read failed ({error}). The file may be truncated.") from error
 
 
 def _load_json(text: str, name: str, line: int, way_out: str) -> Any:

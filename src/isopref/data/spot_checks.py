@@ -12,6 +12,8 @@ from isopref.errors import DataError
 
 FORMS = '{"prompt": "...", "expect": "..."}, where expect may be a list, or {"text": "..."}'
 
+FIRST_WITHOUT_SPACES = "\u2e80"  # Chinese, Japanese and others follow
+
 
 @dataclass(frozen=True)
 class Question:
@@ -22,7 +24,13 @@ class Question:
 
     def is_answered_by(self, answer: str) -> bool:
         """Whether an answer contains an expected string as whole words, ignoring case."""
-        return any(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", answer, re.IGNORECASE) for one in self.expect)
+        return any(re.search(_as_words(one), answer, re.IGNORECASE) for one in self.expect)
+
+
+def _as_words(text: str) -> str:
+    """A pattern of the text as whole words; anywhere, where its script has no spaces between words."""
+    pattern = re.escape(text)
+    return pattern if any(character >= FIRST_WITHOUT_SPACES for character in text) else rf"(?<!\w){pattern}(?!\w)"
 
 
 @dataclass(frozen=True)

@@ -238,9 +238,8 @@ class _Store:
                 "ISOPREF_CACHE to another folder, and use the same command with --resume."
             ) from error
         raise StartAgainError(
-            f"{self._path}: {error}. It is removed; the next start builds it again and resumes from the last "
-            "checkpoint. isopref train and torchrun --max-restarts start by themselves; else use the same command "
-            "with --resume."
+            f"{self._path}: {error}. isopref deleted it and rebuilds it on restart. isopref train and torchrun "
+            "--max-restarts restart automatically; otherwise run the same command with --resume."
         ) from error
 
 

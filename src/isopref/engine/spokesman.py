@@ -23,13 +23,13 @@ def announce_failure() -> None:
 
 
 def first_rank_failed(within_s: float) -> bool:
-    """Whether the first rank announces a failure in that time, or is gone altogether. Not without a rank to ask."""
-    if "MASTER_ADDR" not in os.environ:
-        return False
+    """Whether the first rank announces a failure in that time, or takes the store with it. If in doubt, it did not."""
     give_up = time.monotonic() + within_s
     store = _store()
+    if store is None:
+        return False
     try:
-        while store is not None and not store.check([KEY]):
+        while not store.check([KEY]):
             if time.monotonic() > give_up:
                 return False
             time.sleep(POLL_S)
@@ -39,7 +39,7 @@ def first_rank_failed(within_s: float) -> bool:
 
 
 def _store() -> Store | None:
-    """The store in which torchrun's ranks found one another; None if nobody keeps one (any more)."""
+    """The store in which torchrun's ranks found one another; None if there is none to connect to."""
     if "MASTER_ADDR" not in os.environ:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -23,8 +23,12 @@ def check_finite(model: nn.Module, name: str) -> None:
 
 
 def bad_weights(model: nn.Module, *, trained_only: bool = False) -> list[str]:
-    """Names of the parameters that contain NaN or Inf on any rank. One pass over memory; waits for the device."""
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad or not trained_only]
+    """Names of parameters and buffers with NaN or Inf on any rank. One pass over memory; waits for the device."""
+    named: list[tuple[str, Tensor]] = [
+        (name, one) for name, one in model.named_parameters() if one.requires_grad or not trained_only
+    ]
+    if not trained_only:
+        named += [(name, one) for name, one in model.named_buffers() if one.is_floating_point()]
     device = named[0][1].device
     bad = torch.stack([_is_bad(parameter.detach()).to(device) for _, parameter in named]).int()
     if num_ranks() > 1:

@@ -5,6 +5,7 @@ whether there is one; without one transformers looks in its local cache only.
 """
 
 import time
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
@@ -13,6 +14,7 @@ TIMEOUT_S = 10  # for a connection, as huggingface_hub's own
 ATTEMPTS, PAUSE_S = 2, 1
 
 
+@cache
 def unreachable() -> str | None:
     """Why the hub cannot be reached; None where it answers, whatever it says."""
     if constants.HF_HUB_OFFLINE:
@@ -42,8 +44,8 @@ def no_network(path: str, reason: str) -> str:
 def own_code(path: str) -> str:
     """What to say of a model that comes with Python code."""
     return (
-        f"{path} needs Python code that comes with it, and that is not run unless you allow it. Read the code; if you "
-        "trust it, set model.trust_remote_code: true (isopref merge: --trust-remote-code)"
+        f"{path} requires custom Python code, which isopref does not run by default. Review it; if you trust it, set "
+        "model.trust_remote_code: true (isopref merge: --trust-remote-code)"
     )
 
 

@@ -5,7 +5,7 @@ Torch has FlashAttention 2 built in; on a Hopper card these kernels take 0.6 of 
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,10 @@ class Package(NamedTuple):
 def load() -> Package:
     """Import the package, if it is installed. A broken one is no error: torch has a kernel of its own."""
     try:
-        if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
-            return Package(None, None)
+        distribution("flash-attn-4")  # another FlashAttention has the same module, without what is used here
+    except PackageNotFoundError:
+        return Package(None, None)
+    try:
         return Package(import_module("flash_attn.cute.interface"), None)
     except Exception as error:  # of libraries that do not fit each other: an AttributeError as well as an ImportError
         return Package(None, f"{type(error).__name__}: {error}")

@@ -44,7 +44,7 @@ def find(store: Store, table: PairTable, *, device: torch.device, kept: Known | 
     """
     known_N, found, damage = store.look_up(table.ids)
     damage = [f"{text}. Its pairs are looked up elsewhere, or scored again" for text in damage]
-    damage = [*(f"{text}. Written anew" for text in store.repaired), *damage]
+    damage = [*(f"{text}. Rewritten" for text in store.repaired), *damage]
     wrong = known_N & (found["num_tokens"] != table.lengths[:, CHOSEN:]).any(axis=1)
     if wrong.any():
         first = int(np.flatnonzero(wrong)[0])
