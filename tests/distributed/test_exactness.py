@@ -1,42 +1,51 @@
-"""The promise: every layout gives the oracle's gradient, loss and metrics."""
+"""The promise: every layout gives the oracle's gradient, loss and metrics. To select cells: -k "hsdp and aot"."""
+
+import warnings
 
 import pytest
 
 from isopref.testing import matrix
 from isopref.testing.equations import ALL_CASES
-from isopref.testing.exactness import Cell, Found, batch
-from isopref.testing.ranks import Ranks
+from isopref.testing.exactness import Cell, Found, batch, measure
+from isopref.testing.ranks import RankDiedError, Ranks
 
 
-def check(found: dict[Cell, Found]) -> None:
-    assert len(found) == len(set(found)) > 50
-    wrong = [
-        f"{cell}: gradient {one.gradient_error:.1e}, loss {one.loss_error:.1e}, metrics {one.metric_error:.1e}"
-        for cell, one in found.items()
-        if not max(one.gradient_error, one.loss_error, one.metric_error) <= matrix.bound(cell)
-    ]
-    assert not wrong, "\n".join(wrong)
+def check(cell: Cell, found: Found) -> None:
+    bound = matrix.bound(cell)
+    assert found.gradient_error <= bound
+    assert found.loss_error <= bound
+    assert found.metric_error <= bound
 
 
-def test_one_rank() -> None:
-    check(matrix.run(1, "single"))
+def measured(ranks: Ranks, cell: Cell) -> Found:
+    """What the first rank found. A rank that died is named, and the cell is measured once more."""
+    try:
+        found: Found = ranks(measure, cell)[0]
+    except RankDiedError as error:
+        warnings.warn(f"a rank died and the cell is measured again: {error}", stacklevel=2)
+        found = ranks(measure, cell)[0]
+    return found
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("parallel", matrix.SPREADS[2])
-def test_two_ranks(two_ranks: Ranks, parallel: str) -> None:
-    check(matrix.run(2, parallel, two_ranks))
+@pytest.mark.parametrize("cell", matrix.cells(1), ids=str)
+def test_one_rank(cell: Cell) -> None:
+    check(cell, measure(cell))
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("parallel", matrix.SPREADS[4])
-def test_four_ranks(four_ranks: Ranks, parallel: str) -> None:
-    check(matrix.run(4, parallel, four_ranks))
+@pytest.mark.parametrize("cell", matrix.cells(2), ids=str)
+def test_two_ranks(two_ranks: Ranks, cell: Cell) -> None:
+    check(cell, measured(two_ranks, cell))
+
+
+@pytest.mark.parametrize("cell", matrix.cells(4), ids=str)
+def test_four_ranks(four_ranks: Ranks, cell: Cell) -> None:
+    check(cell, measured(four_ranks, cell))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_matrix_covers_what_is_promised(ranks: int) -> None:
     cells = matrix.cells(ranks)
+    assert len(cells) == len(set(cells)) > 50
     for name in (
         "rows",
         "cut",
