@@ -24,8 +24,9 @@ import torch
 from isopref.build import trainer as build_trainer
 from isopref.build.lock import NAME as LOCK
 from isopref.build.lock import locked
-from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.callbacks.evaluation import EvaluateCallback
+from isopref.engine.callbacks.metrics_file import MetricsFileCallback
 from isopref.errors import RunError
 from isopref.testing import oracle
 

@@ -18,7 +18,7 @@ import torch
 from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
-from isopref.engine import checkpoints as checkpointing
+from isopref.engine.callbacks import checkpointer
 from isopref.report.read import read_run
 from isopref.testing import oracle
 
@@ -193,8 +193,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
             press_ctrl_c()
         ours(folder)
 
-    ours = checkpointing.seal
-    with mock.patch.object(checkpointing, "seal", seal):
+    ours = checkpointer.seal
+    with mock.patch.object(checkpointer, "seal", seal):
         outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
     assert outcome.code == code, outcome.err
     assert outcome.out.endswith(

@@ -13,7 +13,7 @@ from olmo_core.train.callbacks import Callback
 
 from isopref import build
 from isopref.build import trainer as build_trainer
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Command, Project

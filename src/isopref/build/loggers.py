@@ -8,7 +8,8 @@ from typing import Any
 from olmo_core.train.callbacks import Callback, CometCallback
 
 from isopref.build.run import Run
-from isopref.engine.loggers import TensorBoardCallback, WandbCallback
+from isopref.engine.callbacks.tensorboard import TensorBoardCallback
+from isopref.engine.callbacks.wandb import WandbCallback
 from isopref.errors import ConfigError
 from isopref.optional import require
 

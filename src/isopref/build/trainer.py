@@ -18,23 +18,27 @@ from isopref.build.model import compute_dtype
 from isopref.build.run import CHECKPOINTS_FOLDER, Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
-from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.callbacks.evaluation import EvaluateCallback
+from isopref.engine.callbacks.guard import GuardCallback
+from isopref.engine.callbacks.metrics_file import MetricsFileCallback
+from isopref.engine.callbacks.progress import ProgressCallback
+from isopref.engine.callbacks.speed import PairSpeedCallback
+from isopref.engine.callbacks.watch import WatchCallback
 from isopref.engine.checkpoints import (
     UNFINISHED,
-    KeepingCheckpointerCallback,
     last_saved,
     newest_whole,
     outlook,
     sweep,
 )
-from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
+from isopref.engine.guard import MOST_IN_A_ROW
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Memory
 from isopref.engine.moving import MovingReference
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
-from isopref.engine.watch import WatchCallback
 from isopref.errors import RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
@@ -73,7 +77,7 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
-        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpoints.py)
+        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpointer.py)
         load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),

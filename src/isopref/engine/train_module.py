@@ -18,8 +18,9 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.engine.arguments import check_choice
+from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.coupling import Coupling, Scored
-from isopref.engine.guard import Guard, GuardCallback, poisoned
+from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import PairLoader
 from isopref.engine.memory import Before, Memory
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
