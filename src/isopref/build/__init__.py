@@ -13,11 +13,11 @@ from signal import Signals
 
 from olmo_core.train import Trainer
 
-from isopref.build import evaluation, reference, result
+from isopref.build import evaluation, export, reference, samples, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
-from isopref.build.fit import check_train_budget, fit_layout
 from isopref.build.loggers import check_loggers
+from isopref.build.microbatch import check_train_budget, settle_layout
 from isopref.build.model import (
     add_adapter,
     check_parallel,
@@ -47,7 +47,7 @@ from isopref.data.table import PairTable
 from isopref.data.templates import NO_TEMPLATE, read_template
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
-from isopref.engine.memory import ran_out
+from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models import hf
 from isopref.models.experts import check_routers
@@ -68,8 +68,8 @@ def train(config: Config, *, name: str, resume: Resume = "no") -> Signals | None
         with open_folder(run, again):
             stopped_by = _train(run, again)
             if stopped_by is None:
-                result.write_report(run)
-                result.say_end(run, time.perf_counter() - started)
+                summary.write_report(run)
+                summary.say_end(run, time.perf_counter() - started)
         if stopped_by is not None:
             # The launcher kills all ranks as soon as one exits with an error, so the first rank must be done writing.
             run.env.barrier()
@@ -170,10 +170,10 @@ def _train(run: Run, resume: bool) -> Signals | None:
     models = Models(ref.identity, reference.frozen_identity(run, policy)) if store is None else Models(store.identity)
     beginning.check(models)
     add_adapter(run, policy)  # after the store: its key is that of the model without
-    before = result.first_answers(run, policy, tokenizer, eval_table)
+    before = samples.first_answers(run, policy, tokenizer, eval_table)
     model = spread(run, policy)
     moving = None if config.objective.reference_moves is None else reference.moving(run)
-    run = fit_layout(run, model, table)
+    run = settle_layout(run, model, table)
 
     # Before a checkpoint can be restored: the reference is the model as it was given, always.
     if store is not None:
@@ -194,9 +194,9 @@ def _train(run: Run, resume: bool) -> Signals | None:
             held_out.say_effect(start, held_out.logps_at(trainer.global_step, model))
         if config.run.export:
             checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
-            result.export_best(run, trainer, model, tokenizer)
-            result.export(run, model, tokenizer)
-            result.say_answers(run, model, tokenizer, before)
+            export.export_best(run, trainer, model, tokenizer)
+            export.export_model(run, model, tokenizer)
+            samples.say_answers(run, model, tokenizer, before)
     return None
 
 

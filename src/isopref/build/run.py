@@ -18,7 +18,7 @@ from isopref.config.schema import Config, run_id
 from isopref.data.packing import Budget
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
-from isopref.engine.memory import FILE as MEMORY_FILE
+from isopref.engine.oom_retry import FILE as MICROBATCH_FILE
 from isopref.errors import RunError, StartAgainError, UserError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
@@ -32,7 +32,7 @@ MODELS_FILE = "reference.json"  # see beginning.py
 VALUES_FOLDER = "reference"
 
 # What a start that fails, or is killed, leaves before `claim_folder`: the folder is still free.
-LEFTOVERS = (LOCK, LOG_FILE, MODELS_FILE, VALUES_FOLDER, MEMORY_FILE, ".seen-*", "*.json.*.tmp", "*.yaml.*.tmp")
+LEFTOVERS = (LOCK, LOG_FILE, MODELS_FILE, VALUES_FOLDER, MICROBATCH_FILE, ".seen-*", "*.json.*.tmp", "*.yaml.*.tmp")
 # What systems and tools put into folders that are empty to their owner.
 SYSTEM_FILES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".nfs*", ".gitkeep")
 
@@ -48,7 +48,7 @@ class Run:
     env: Environment
     display: Display
     longest: int = 0  # tokens of the longest pair, as a microbatch of its own
-    # What the layout's autos have become, once the model is there (fit_layout).
+    # What the layout's autos have become, once the model is there (settle_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"
 
@@ -72,7 +72,7 @@ class Run:
     @property
     def train_budget(self) -> Budget:
         layout = self.config.layout
-        assert self.microbatch_tokens is not None, "fit_layout comes first"
+        assert self.microbatch_tokens is not None, "settle_layout comes first"
         return Budget(layout.rows, self.microbatch_tokens, layout.microbatch_pairs)
 
     @property

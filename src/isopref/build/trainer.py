@@ -34,8 +34,8 @@ from isopref.engine.checkpoints import (
 )
 from isopref.engine.guard import MOST_IN_A_ROW
 from isopref.engine.loader import PairLoader
-from isopref.engine.memory import Memory
 from isopref.engine.moving import MovingReference
+from isopref.engine.oom_retry import OomRetry
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
@@ -83,7 +83,7 @@ def build_trainer(
         callbacks=_callbacks(run, model, table, held_out),
     )
     module, loader = _train_module(run, model, reference, steps), _loader(run, model, table)
-    module.memory = _memory(run, model, loader)
+    module.oom_retry = _oom_retry(run, model, loader)
     trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
@@ -193,11 +193,11 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
     )
 
 
-def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
+def _oom_retry(run: Run, model: nn.Module, loader: PairLoader) -> OomRetry:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
     meets = run.loss.first_pass or run.grad_sync == "every"
-    return Memory(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
+    return OomRetry(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

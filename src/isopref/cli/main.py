@@ -303,7 +303,7 @@ def plan(
     """
     config = load_config(config_file, overrides or ())
     quiet_engine()
-    from isopref.build.plan import Hardware, make_plan
+    from isopref.build.planner import Hardware, make_plan
     from isopref.cli.plan import parse_ranks, show, to_json
     from isopref.engine.display import Display
 

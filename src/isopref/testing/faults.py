@@ -16,7 +16,7 @@ from isopref.data.table import PairTable
 from isopref.engine import train_module
 from isopref.engine.guard import Skipped
 from isopref.engine.loader import PairLoader
-from isopref.engine.memory import Memory
+from isopref.engine.oom_retry import OomRetry
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
 from isopref.models.finite import bad_weights
@@ -147,7 +147,7 @@ def out_of_memory(
     expected = full_gradient(module.model)
     module.zero_grads()
     said: list[str] = []
-    module.memory = Memory(module.model, pairs, meets=meets, asked={}, folder=Path(folder), say=said.append)
+    module.oom_retry = OomRetry(module.model, pairs, meets=meets, asked={}, folder=Path(folder), say=said.append)
     left = [microbatch if rank in (own, None) else -1]
 
     def failing(model: nn.Module, one: Microbatch, needs: Needs) -> Readout:

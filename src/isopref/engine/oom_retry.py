@@ -44,12 +44,12 @@ class AgainError(Exception):
     """A rank ran out of memory before the ranks met: all of them do the step again, cut smaller."""
 
 
-class Memory:
+class OomRetry:
     """Does steps in microbatches that fit: once one did not, in smaller ones.
 
     :param loader: plans batches; its budget is what shrinks.
     :param meets: ranks of DDP meet before a step's last microbatch: gradients are reduced for each, or a first pass
-        without gradient comes before (see coupling.py).
+        without gradient comes before (see first_pass.py).
     :param asked: what the layout was asked to be. What was found to fit it is kept in `folder`, for a later start.
     :param say: tells the user.
     """
