@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 from isopref.config.load import load_config
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, RunError
-from isopref.report.read import RunRecord, read_run
+from isopref.runs.read import RunRecord, read_run
 
 if TYPE_CHECKING:
-    from isopref.build.run import Resume
+    from isopref.build.folder import Resume
 
 LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils._pytree", "torchao")  # that a run sets
 
@@ -51,7 +51,7 @@ def train(
     with untouched_process():
         quiet_engine()
         from isopref import build
-        from isopref.build.run import run_folder
+        from isopref.runs.folder import run_folder
 
         build.train(settings, name=name, resume=resume)
     gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run

@@ -21,7 +21,7 @@ from isopref.engine.display import Display
 from isopref.engine.optim import Kind
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.parallel import unwrap
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.score import score as ours
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer

@@ -13,7 +13,7 @@ import pytest
 
 from isopref.errors import RunError
 from isopref.report.html import page
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.testing.browser import Tab, browser, chromium
 from isopref.testing.runs import make_run, noisy_metrics
 

@@ -20,7 +20,7 @@ from olmo_core.train.callbacks import Callback
 from isopref.build import trainer as build_trainer
 from isopref.engine import checkpoints as checkpoint_files
 from isopref.engine.callbacks import checkpointer
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.testing import oracle
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from olmo_core.train import Trainer
 from isopref.build import evaluation, export, reference, samples, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
+from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
 from isopref.build.loggers import check_loggers
 from isopref.build.microbatch import check_train_budget, settle_layout
 from isopref.build.model import (
@@ -28,17 +29,7 @@ from isopref.build.model import (
     spread,
 )
 from isopref.build.record import recorded
-from isopref.build.run import (
-    Resume,
-    Run,
-    claim_folder,
-    goes_on,
-    is_finished,
-    open_folder,
-    quiet_libraries,
-    run_folder,
-    say_trust,
-)
+from isopref.build.run import Run, quiet_libraries, say_trust
 from isopref.build.trainer import build_trainer, checkpointer, fit
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config
@@ -52,6 +43,8 @@ from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models import hf
 from isopref.models.experts import check_routers
 from isopref.reference.store import Store
+from isopref.runs.folder import run_folder
+from isopref.runs.write import write_json
 
 
 def train(config: Config, *, name: str, resume: Resume = "no") -> Signals | None:
@@ -134,7 +127,7 @@ def evaluate_model(
         evaluation.say_figures(run, found)
         if json_file is not None and run.env.is_first:
             what = {"model": model, "reference": used, "data": list(pairs.source_names)}
-            evaluation.write_json(json_file, {**what, **found.as_json()})
+            write_json(json_file, {**what, **found.as_json()})
 
 
 def _train(run: Run, resume: bool) -> Signals | None:

@@ -1,9 +1,7 @@
 """Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +11,8 @@ from isopref.data.table import PairTable
 from isopref.errors import ConfigError
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
 from isopref.report.figures import LABELS
-from isopref.report.read import EVALUATION_FILE, write_rewards
+from isopref.runs.files import EVALUATION_FILE
+from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
 from isopref.types import CHOSEN
 
@@ -71,14 +70,6 @@ def check_writable(path: Path) -> None:
         path.open("a").close()
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another place.") from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:

@@ -9,15 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isopref.errors import RunError
+from isopref.runs.files import LOCK_FILE
 
-NAME = ".lock"
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder that exists. Raises RunError where another process holds it."""
-    path = folder / NAME
+    path = folder / LOCK_FILE
     descriptor = _hold(path)
     try:
         yield

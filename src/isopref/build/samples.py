@@ -1,6 +1,5 @@
 """Answers before and after training: to some held-out prompts, and to the spot checks."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from isopref.data.surprises import special_token_pattern
 from isopref.data.table import PairTable
 from isopref.models.generate import Answer, answers
 from isopref.models.policy import Policy
-from isopref.report.read import SAMPLES_FILE
+from isopref.runs.write import write_samples
 from isopref.types import IntArray
 
 CELL = 400  # characters
@@ -68,16 +67,17 @@ def _say_samples(run: Run, exported: Any, tokenizer: Any, before: Before) -> Non
     after = sample(run, exported, tokenizer, before.prompts)
     questions = [last_turn(tokenizer, prompt) for prompt in before.prompts]
     every = list(zip(questions, before.answers, after, strict=True))
-    with (run.folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
-        for question, old, new in every:
-            line = {
-                "prompt": question,
-                "greedy_before": old.greedy,
-                "greedy_after": new.greedy,
-                "sampled_before": old.sampled,
-                "sampled_after": new.sampled,
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    lines = [
+        {
+            "prompt": question,
+            "greedy_before": old.greedy,
+            "greedy_after": new.greedy,
+            "sampled_before": old.sampled,
+            "sampled_after": new.sampled,
+        }
+        for question, old, new in every
+    ]
+    write_samples(run.folder, lines)
     rows = [(_end_of(question), old.greedy, new.greedy) for question, old, new in every]
     run.display.table("greedy answers to held-out prompts", ("prompt", "before", "after"), rows)
 

@@ -7,7 +7,8 @@ from isopref.build.run import Run
 from isopref.models import hf
 from isopref.places import write_whole
 from isopref.report.html import page
-from isopref.report.read import METRICS_FILE, REPORT_FILE, read_run
+from isopref.runs.files import LOG_FILE, METRICS_FILE, REPORT_FILE
+from isopref.runs.read import read_run
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def write_report(run: Run) -> None:
     except Exception as error:
         log.exception("the report could not be made")
         run.display.say(
-            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see engine.log."
+            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see {LOG_FILE}."
         )
 
 

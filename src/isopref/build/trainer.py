@@ -15,7 +15,7 @@ from isopref.build import auto
 from isopref.build.evaluation import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
-from isopref.build.run import CHECKPOINTS_FOLDER, Run
+from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
@@ -42,7 +42,7 @@ from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
-from isopref.report.read import METRICS_FILE
+from isopref.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE, MICROBATCH_FILE
 from isopref.score import TableLogps
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -197,7 +197,7 @@ def _oom_retry(run: Run, model: nn.Module, loader: PairLoader) -> OomRetry:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
     meets = run.loss.first_pass or run.grad_sync == "every"
-    return OomRetry(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
+    return OomRetry(model, loader, meets=meets, asked=asked, file=run.folder / MICROBATCH_FILE, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-STATE_FILE = "state.json"
+from isopref.runs.files import STATE_FILE
 
 Outcome = Literal["running", "finished", "stopped", "failed"]
 
