@@ -22,12 +22,12 @@ import pytest
 import torch
 
 from isopref.build import trainer as build_trainer
-from isopref.build.lock import locked
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 from isopref.engine.callbacks.evaluation import EvaluateCallback
 from isopref.engine.callbacks.metrics_file import MetricsFileCallback
 from isopref.errors import RunError
 from isopref.runs.files import LOCK_FILE
+from isopref.runs.lock import locked
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def test_two_runs_in_one_folder(project: Project) -> None:
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from isopref.build.lock import locked\n"
+        "import sys, time; from pathlib import Path; from isopref.runs.lock import locked\n"
         "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

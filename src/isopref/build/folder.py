@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from isopref.build.lock import locked
 from isopref.build.run import Run, quiet_libraries
 from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import run_id
@@ -16,6 +15,7 @@ from isopref.errors import RunError, StartAgainError, UserError
 from isopref.places import write_whole
 from isopref.runs.files import CONFIG_FILE, LOG_FILE
 from isopref.runs.folder import holds_run, others_in
+from isopref.runs.lock import locked
 
 Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 
