@@ -50,10 +50,10 @@ def train(
     name = source.stem if isinstance(source, Path) else "run"
     with untouched_process():
         quiet_engine()
-        from isopref import build
+        from isopref.build.train import train as train_run
         from isopref.runs.folder import run_folder
 
-        build.train(settings, name=name, resume=resume)
+        train_run(settings, name=name, resume=resume)
     gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run
     torch.cuda.empty_cache()
     return read_run(run_folder(settings, name))

@@ -1,18 +1,24 @@
 """What all parts of a run share."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from isopref.config.schema import Config
-from isopref.data.packing import Budget
+from isopref.data.packing import Budget, check_budget, tokens_alone
+from isopref.data.table import PairTable
 from isopref.engine.display import Display
-from isopref.engine.environment import Environment
+from isopref.engine.environment import Environment, environment
+from isopref.engine.oom_retry import ran_out
+from isopref.errors import RunError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
+from isopref.runs.folder import run_folder
 
 SCORE_TOKENS = 16384
 
@@ -84,6 +90,38 @@ class Run:
     @property
     def loss(self) -> PairLoss:
         return loss_of(self.config)
+
+
+@contextmanager
+def opened_run(config: Config, name: str) -> Iterator[Run]:
+    """A run in this process and the others. `name` is the config file's. Raises RunError where memory runs out."""
+    group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
+        folder = run_folder(config, name)
+        display = Display(quiet=not env.is_first)
+        say_trust(config, display)
+        try:
+            yield Run(config, folder, env, display)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
+            raise RunError(
+                f"{what}. A microbatch would be cut smaller, but this is the model, the optimizer or scoring. Ways "
+                "out: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits (model.adapter.quantize: "
+                "nf4), a smaller layout.score_tokens. isopref plan says what fits."
+            ) from error
+
+
+def with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
+    """The run with the length of its longest pair, once the tables are known."""
+    alone = [tokens_alone(table.lengths, run.config.layout.rows).max() for table in tables]
+    return replace(run, longest=int(max(alone)))
+
+
+def check_score_budget(run: Run, table: PairTable) -> None:
+    """Raise ConfigError where a pair is longer than the microbatch that scores it."""
+    check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 
 
 def loss_of(config: Config) -> PairLoss:

@@ -12,7 +12,7 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
 from isopref.build import auto
-from isopref.build.evaluation import HeldOut
+from isopref.build.held_out import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
@@ -136,7 +136,7 @@ def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
     return found
 
 
-def fit(run: Run, trainer: Trainer) -> Signals | None:
+def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     """Train to the last step, or until a signal stops the run, with a checkpoint. Returns that signal, if any.
 
     Raises RunError where it makes no sense to go on, or is impossible.

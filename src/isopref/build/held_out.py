@@ -1,14 +1,12 @@
 """Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import nn
 
 from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import PairTable
-from isopref.errors import ConfigError
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
 from isopref.report.figures import LABELS
 from isopref.runs.files import EVALUATION_FILE
@@ -61,15 +59,6 @@ class HeldOut:
 def say_figures(run: Run, found: Evaluation) -> None:
     """The figures of one model as a table."""
     run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigError early where a file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another place.") from error
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
