@@ -173,7 +173,7 @@ def attempt(name: str, layers: int) -> dict[str, Any]:
     with ready_trainer(cell, layout={"checkpointing": "full", "compile": kind.compile}, make=make) as ready:
         passed("prove and score")
         module: Any = ready.trainer.train_module
-        module.memory = None  # which would do a step again in smaller microbatches
+        module.oom_retry = None  # which would repeat a step in smaller microbatches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()

@@ -13,7 +13,7 @@ import workload
 from olmo_core.train import Trainer
 from transformers import PreTrainedModel
 
-from isopref.build.fit import fit_layout
+from isopref.build.microbatch import settle_layout
 from isopref.build.model import add_adapter, score_all, spread
 from isopref.build.run import Run
 from isopref.build.trainer import build_trainer
@@ -82,7 +82,7 @@ def ready_trainer(
             policy = Policy(made)
             add_adapter(run, policy)
             model = spread(run, policy)
-            run = fit_layout(run, model, table)
+            run = settle_layout(run, model, table)
             reference = score_all(run, model, table, "reference")
             trainer = build_trainer(run, model, table, reference, None, False)
             del trainer.callbacks["checkpointer"]  # a checkpoint of many GiB at the end is not what is measured

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from isopref.build import auto
 from isopref.cards import CARDS, GIB
 from isopref.data.packing import Budget, plan_step
-from isopref.models.shape import Shape, shape_of
+from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
@@ -86,12 +86,12 @@ Milliseconds of one core for one step's plan ({machine}, Python {python}), least
 """
 
 
-def eight_b() -> Shape:
+def eight_b() -> ModelShape:
     with torch.device("meta"):
         return shape_of(LlamaForCausalLM(LlamaConfig(**workload.SHAPES["8b"])))
 
 
-def on_ranks(shape: Shape, ranks: int, pairs: int, *, shard: int) -> Forecast:
+def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Forecast:
     layout = replace(FSDP, parallel="fsdp" if shard == ranks else "hsdp", ranks=ranks, shard=shard)
     return forecast(
         shape,
@@ -105,7 +105,7 @@ def on_ranks(shape: Shape, ranks: int, pairs: int, *, shard: int) -> Forecast:
     )
 
 
-def balance(shape: Shape, pairs: int, ranks: int) -> float:
+def balance(shape: ModelShape, pairs: int, ranks: int) -> float:
     """Of tokens: mean over the slowest, microbatch by microbatch."""
     share = auto.attention_share(shape.width)
     loads = step_loads(workload.lengths("chat", pairs), Budget("shared", TOKENS), ranks=ranks, attention_share=share)

@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 from isopref.config.load import load_config
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, RunError
-from isopref.report.read import RunRecord, read_run
+from isopref.runs.read import RunRecord, read_run
 
 if TYPE_CHECKING:
-    from isopref.build.run import Resume
+    from isopref.build.folder import Resume
 
 LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils._pytree", "torchao")  # that a run sets
 
@@ -50,10 +50,10 @@ def train(
     name = source.stem if isinstance(source, Path) else "run"
     with untouched_process():
         quiet_engine()
-        from isopref import build
-        from isopref.build.run import run_folder
+        from isopref.build.train import train as train_run
+        from isopref.runs.folder import run_folder
 
-        build.train(settings, name=name, resume=resume)
+        train_run(settings, name=name, resume=resume)
     gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run
     torch.cuda.empty_cache()
     return read_run(run_folder(settings, name))

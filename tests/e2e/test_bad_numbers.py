@@ -15,13 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from isopref.engine import train_module
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.callbacks.watch import FEW, WINDOW, WatchCallback
 from isopref.engine.display import Display
 from isopref.engine.optim import Kind
 from isopref.engine.train_module import DPOTrainModule
-from isopref.engine.watch import FEW, WINDOW, WatchCallback
 from isopref.models.parallel import unwrap
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.score import score as ours
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isopref.report.cost import cost_of
-from isopref.report.read import RunRecord, read_run
+from isopref.runs.read import RunRecord, read_run
 from isopref.testing.models import tiny_folder
 
 if TYPE_CHECKING:

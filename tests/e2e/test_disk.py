@@ -22,11 +22,12 @@ import pytest
 import torch
 
 from isopref.build import trainer as build_trainer
-from isopref.build.lock import NAME as LOCK
-from isopref.build.lock import locked
-from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.callbacks.evaluation import EvaluateCallback
+from isopref.engine.callbacks.metrics_file import MetricsFileCallback
 from isopref.errors import RunError
+from isopref.runs.files import LOCK_FILE
+from isopref.runs.lock import locked
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
@@ -186,12 +187,12 @@ def test_two_runs_in_one_folder(project: Project) -> None:
     assert message.startswith(f"run.folder: run is in use by another run (process {os.getpid()} on ")
     assert [path.name for path in folder.iterdir()] == []
     project.train("run", *SETTINGS)
-    assert not (folder / LOCK).exists()
+    assert not (folder / LOCK_FILE).exists()
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from isopref.build.lock import locked\n"
+        "import sys, time; from pathlib import Path; from isopref.runs.lock import locked\n"
         "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -202,7 +203,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     holder.kill()
     holder.communicate()
     with locked(tmp_path):
-        assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_saves_by_minutes_follow_no_clock_that_jumps(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

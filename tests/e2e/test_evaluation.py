@@ -17,7 +17,7 @@ import torch
 from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
-from isopref.build.fit import fit_layout
+from isopref.build.microbatch import settle_layout
 from isopref.engine.loader import PairLoader
 from isopref.testing.models import tiny_folder
 
@@ -130,7 +130,7 @@ def test_figures_of_each_source_reach_the_metrics(project: Project, read_metrics
 
 def test_a_held_out_pair_longer_than_two_microbatches(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Microbatches are fitted to the training pairs; scoring takes what there is, unless it is told otherwise."""
-    monkeypatch.setitem(fit_layout.__globals__, "CPU_TOKENS", 16)
+    monkeypatch.setitem(settle_layout.__globals__, "CPU_TOKENS", 16)
     with (project.folder / "eval.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a?", "chosen": "b" * 180, "rejected": "c" * 170}) + "\n")
     message = project.refused("run", "optim.max_steps=1", "layout.score_tokens=300")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isopref.engine.callbacks import MetricsFileCallback
+from isopref.engine.callbacks.metrics_file import MetricsFileCallback
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Project

@@ -16,8 +16,8 @@ import torch
 
 from isopref.cli import main as cli
 from isopref.engine import train_module
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
-from isopref.engine.memory import ran_out
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.oom_retry import ran_out
 from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
 from isopref.score import score as ours

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.testing import oracle
 
 if TYPE_CHECKING:

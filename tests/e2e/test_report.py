@@ -13,7 +13,7 @@ import pytest
 
 from isopref.errors import RunError
 from isopref.report.html import page
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.testing.browser import Tab, browser, chromium
 from isopref.testing.runs import make_run, noisy_metrics
 
@@ -82,7 +82,7 @@ def test_states(project: Project, run: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*arguments: Any) -> None:
         raise RunError("no space left <here>")
 
-    monkeypatch.setattr("isopref.build.result.export", full)
+    monkeypatch.setattr("isopref.build.export.export_model", full)
     failed = project.folder / "runs" / "failed"
     assert project.refused(str(failed), "optim.max_steps=2") == "no space left <here>"
     state = read_run(failed).state
@@ -95,7 +95,7 @@ def test_a_report_that_cannot_be_made_does_not_fail_the_run(project: Project, mo
     def broken(runs: Any) -> str:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("isopref.build.result.page", broken)
+    monkeypatch.setattr("isopref.build.summary.page", broken)
     outcome = project.isopref("train", "my.yaml", "run.folder=runs/planted", "optim.max_steps=1", "data.eval=null")
     assert outcome.code == 0
     assert "warning: no report.html (ZeroDivisionError: planted). The run itself is complete" in outcome.out

@@ -18,8 +18,9 @@ import torch
 from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
-from isopref.engine import checkpoints as checkpointing
-from isopref.report.read import read_run
+from isopref.engine import checkpoints as checkpoint_files
+from isopref.engine.callbacks import checkpointer
+from isopref.runs.read import read_run
 from isopref.testing import oracle
 
 if TYPE_CHECKING:
@@ -193,8 +194,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
             press_ctrl_c()
         ours(folder)
 
-    ours = checkpointing.seal
-    with mock.patch.object(checkpointing, "seal", seal):
+    ours = checkpoint_files.seal
+    with mock.patch.object(checkpointer, "seal", seal):
         outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE)
     assert outcome.code == code, outcome.err
     assert outcome.out.endswith(

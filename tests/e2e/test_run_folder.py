@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from olmo_core.train.callbacks import Callback
 
-from isopref import build
+from isopref.build import train as build_train
 from isopref.build import trainer as build_trainer
-from isopref.engine.checkpoints import KeepingCheckpointerCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Command, Project
@@ -75,7 +75,7 @@ def test_what_a_start_that_failed_leaves_does_not_occupy_it(
     project: Project, monkeypatch: pytest.MonkeyPatch, resume: tuple[str, ...]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(build, "claim_folder", killed)
+        patch.setattr(build_train, "claim_folder", killed)
         with pytest.raises(KilledError):
             project.train("run", *SETTINGS)
     run = project.folder / "run"

@@ -62,7 +62,7 @@ def test_weights_that_changed_after_the_reference(project: Project, monkeypatch:
                 parameter.mul_(1.01)
         return build_trainer(run, model, *arguments)
 
-    monkeypatch.setattr("isopref.build.build_trainer", perturbed)
+    monkeypatch.setattr("isopref.build.train.build_trainer", perturbed)
     check_refusal(project, project.refused("run", *QUICK))
 
 

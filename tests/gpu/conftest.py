@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from isopref.build import train
+from isopref.build.train import train
 from isopref.config.load import load_config
 from isopref.demo import write
 from isopref.testing.models import tiny_folder

@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 from isopref.data.packing import Budget
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.engine.fit import _measure, _peak, fit_memory
 from isopref.engine.loader import PairLoader
+from isopref.engine.microbatch_probe import _measure, _peak, fit_microbatch
 from isopref.models.parallel import checkpoint_layers, compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
@@ -53,7 +53,7 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=8, **WIDE)).to(CUDA)
     table = PairTable.from_tokens(random_pairs(300, seed=1, longest=120))
     fits = {
-        name: fit_memory(policy, table, "shared", grad_sync="last", layers=layers, tokens=None)
+        name: fit_microbatch(policy, table, "shared", grad_sync="last", layers=layers, tokens=None)
         for name, layers in {"none": (0, 0), "full": (8, 8), "auto": (0, 8)}.items()
     }
     assert fits["auto"].layers == 0  # there is room

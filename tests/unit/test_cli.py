@@ -21,7 +21,7 @@ Isopref = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def isopref(tmp_path: Path) -> Isopref:
-    """Run the script in tmp_path; `build` is Python code that stands in for the module isopref.build."""
+    """Run the script in tmp_path; `build` is Python code that stands in for what the commands call."""
 
     def run(*arguments: str, build: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         command = [str(SCRIPT), *arguments]
@@ -38,14 +38,17 @@ def isopref(tmp_path: Path) -> Isopref:
 
 
 def environment(folder: Path, build: str | None, extra: dict[str, str]) -> dict[str, str]:
-    """Variables under which every Python process finds `build` as its isopref.build."""
+    """Variables under which every Python process finds `build` in place of them."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | extra
     if build is not None:
         stub = folder / "stub"
         stub.mkdir(exist_ok=True)
         (stub / "standin.py").write_text(build)
         # Python runs sitecustomize at its start, in the ranks that torchrun starts too.
-        (stub / "sitecustomize.py").write_text("import sys, standin\nsys.modules['isopref.build'] = standin\n")
+        (stub / "sitecustomize.py").write_text(
+            "import sys, standin\n"
+            "for name in ('train', 'cache', 'evaluate'):\n    sys.modules[f'isopref.build.{name}'] = standin\n"
+        )
         env["PYTHONPATH"] = os.pathsep.join([str(stub), *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 

@@ -8,7 +8,7 @@ import pytest
 from isopref.report.cost import cost_of
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import read_run
+from isopref.runs.read import read_run
 from isopref.testing.runs import make_run
 
 MINUS = "\N{MINUS SIGN}"

@@ -10,7 +10,7 @@ import torch
 from isopref.data.packing import Budget, RowKind, plan_step
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.engine.coupling import Coupling, Score
+from isopref.engine.first_pass import FirstPass, Score
 from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError, ModelError
@@ -90,15 +90,15 @@ def test_one_layer_is_what_transformers_computes() -> None:
 
 def test_the_balance_of_each_microbatch_would_show() -> None:
     """What others do: the share of an expert is that in a microbatch."""
-    linear = Coupling.linear
+    linear = FirstPass.linear
 
-    def local(self: Coupling, step: Step, score: Score) -> Step:
+    def local(self: FirstPass, step: Step, score: Score) -> Step:
         alone = [linear(self, replace(step, work=(work,)), score).work[0] for work in step.work]
         return replace(step, work=tuple(alone))
 
     cell = Cell(architecture="qwen3_moe", dtype="float32", balance_weight=20.0)
     assert measure(cell).gradient_error <= matrix.bound(cell)
-    with patch.object(Coupling, "linear", local):
+    with patch.object(FirstPass, "linear", local):
         assert measure(cell).gradient_error > 1e-2
 
 

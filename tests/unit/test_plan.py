@@ -13,7 +13,7 @@ from isopref.cards import CARDS
 from isopref.data.packing import RowKind
 from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
-from isopref.models.shape import Shape, shape_of
+from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, Layout, Loads, loads_of, tile_scores
 from isopref.plan.memory import Memory, kept_bytes, loading_memory, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
@@ -25,7 +25,7 @@ D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, key
 
 
 @pytest.fixture(scope="module")
-def llama() -> Shape:
+def llama() -> ModelShape:
     return shape_of(tiny_model("llama"))
 
 
@@ -40,7 +40,7 @@ def layout(**changes: Any) -> Layout:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def test_shape_of_a_tiny_llama(llama: Shape) -> None:
+def test_shape_of_a_tiny_llama(llama: ModelShape) -> None:
     layer = D * Q + 2 * D * KV + Q * D + 3 * D * F
     root = 2 * VOCABULARY * D + D  # embedding, head, last norm
     assert (llama.layers, llama.width, llama.heads, llama.key_width) == (2, D, HEADS, KV)
@@ -50,7 +50,7 @@ def test_shape_of_a_tiny_llama(llama: Shape) -> None:
     assert llama.parameters == root + 2 * (layer + 2 * D)  # and two norms a layer
 
 
-def test_tied_weights_count_once_and_a_token_meets_some_experts(llama: Shape) -> None:
+def test_tied_weights_count_once_and_a_token_meets_some_experts(llama: ModelShape) -> None:
     assert shape_of(tiny_model("llama_tied")).parameters == llama.parameters - VOCABULARY * D
     experts = shape_of(tiny_model("qwen3_moe"))
     assert experts.layer_parameters - experts.active_parameters > 2 * 3 * D * 24  # two of four rest
@@ -72,7 +72,7 @@ def test_a_vision_tower_is_held_and_no_more() -> None:
         assert Traffic.of(both, there, network) == Traffic.of(text, there, network)
 
 
-def test_a_shape_needs_no_weights(tmp_path: Path, llama: Shape) -> None:
+def test_a_shape_needs_no_weights(tmp_path: Path, llama: ModelShape) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     empty = hf.load_empty(str(tmp_path))
@@ -111,7 +111,7 @@ def test_loads_by_hand(kind: RowKind, tokens: int, keys: int, tiles: int) -> Non
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_layer_keeps_by_hand(llama: Shape) -> None:
+def test_what_a_layer_keeps_by_hand(llama: ModelShape) -> None:
     """Two sums and their norms; queries, keys, values and attention's output; gate, up and their product."""
     numbers = 4 * D + (Q + 2 * KV + Q) + 3 * F
     assert kept_bytes(llama, ONE_GPU) == (2 * numbers + 4 * HEADS, 2 * 2 * KV)
@@ -124,7 +124,7 @@ BACKWARD = 1000 * 2 * (2 * Q + 2 * KV + 3 * F + 2 * D)  # a gradient for each in
 
 
 @pytest.mark.parametrize(("predicted", "on_top"), [(600.0, BACKWARD), (6000.0, HEAD)])
-def test_peak_by_hand(llama: Shape, predicted: float, on_top: float) -> None:
+def test_peak_by_hand(llama: ModelShape, predicted: float, on_top: float) -> None:
     """It is where the head is done with its logits, or in the last layer's backward pass, whichever takes more."""
     kept = 1000 * (2 * (4 * D + 2 * Q + 2 * KV + 3 * F) + 4 * HEADS) + 300 * 4 * KV
     expected = Memory(
@@ -141,7 +141,7 @@ def test_peak_by_hand(llama: Shape, predicted: float, on_top: float) -> None:
     assert found.total == pytest.approx(sum(vars(expected).values()))
 
 
-def test_recomputing_layers_keep_their_inputs(llama: Shape) -> None:
+def test_recomputing_layers_keep_their_inputs(llama: ModelShape) -> None:
     row = load(1000.0, 1000.0, 600.0)
     plain, one, all_of_them = (
         peak_memory(llama, layout(recompute=count), row, pairs=0).activations for count in (0, 1, 2)
@@ -150,7 +150,7 @@ def test_recomputing_layers_keep_their_inputs(llama: Shape) -> None:
     assert plain - one == one - all_of_them == kept - 1000 * D * 2
 
 
-def test_sharding_divides_what_it_should(llama: Shape) -> None:
+def test_sharding_divides_what_it_should(llama: ModelShape) -> None:
     row, whole = load(10.0, 10.0, 5.0), 4 * llama.parameters
     mixed = layout(parallel="fsdp", ranks=8, shard=8, weight_bytes=4, state_bytes=8)
     last, every = (
@@ -164,7 +164,7 @@ def test_sharding_divides_what_it_should(llama: Shape) -> None:
     assert peak_memory(llama, layout(parallel="ddp", ranks=8), row, pairs=0).weights == 2 * llama.parameters
 
 
-def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: Shape) -> None:
+def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: ModelShape) -> None:
     """Rank 4 on all seven matrices of both layers; the head is frozen, and has no gradient either."""
     model = tiny_model("llama")
     add_adapter(model, NewAdapter("lora", rank=4, alpha=8), dtype=torch.float32, seed=0)
@@ -182,7 +182,7 @@ def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: Shape) -> Non
     assert whole.gathered == 2 * added  # four bits are whole already
 
 
-def test_offload_leaves_what_is_on_its_way(llama: Shape) -> None:
+def test_offload_leaves_what_is_on_its_way(llama: ModelShape) -> None:
     away = layout(parallel="fsdp", grad_sync="every", weight_bytes=4, state_bytes=8, offload=True)
     found = peak_memory(llama, away, load(1.0, 1.0, 1.0), pairs=0)
     assert (found.weights, found.optimizer) == (0, 0)
@@ -193,7 +193,7 @@ def test_offload_leaves_what_is_on_its_way(llama: Shape) -> None:
 FSDP: dict[str, Any] = {"parallel": "fsdp", "ranks": 8, "shard": 8, "weight_bytes": 4}
 
 
-def test_a_model_is_loaded_whole(llama: Shape) -> None:
+def test_a_model_is_loaded_whole(llama: ModelShape) -> None:
     """Sharded or offloaded only then; a reference that moves comes when the policy is sharded."""
     for away in (False, True):
         assert loading_memory(llama, layout(**FSDP, offload=away)) == 4 * llama.parameters
@@ -204,7 +204,7 @@ def test_a_model_is_loaded_whole(llama: Shape) -> None:
     assert loading_memory(adapted, layout(**FSDP)) == 2 * llama.parameters + 4 * adapted.trained_parameters
 
 
-def test_a_model_is_loaded_unit_by_unit(llama: Shape) -> None:
+def test_a_model_is_loaded_unit_by_unit(llama: ModelShape) -> None:
     """From the host's memory: its shards, if they are not to stay there, and one unit: a layer or the root."""
     shards, layer = 4 * llama.parameters / 8, 4 * (D * Q + 2 * D * KV + Q * D + 3 * D * F + 2 * D)
     found, away, moving = (
@@ -227,7 +227,7 @@ def test_ring_and_tree_by_hand() -> None:
     assert network.tree_s(4e9, 4, 1) == pytest.approx(2 * 3e9 / (LINK_SHARE * 10e9) + 2 * 2 * NODE_HOP_S)
 
 
-def test_what_ranks_send(llama: Shape) -> None:
+def test_what_ranks_send(llama: ModelShape) -> None:
     network = Network.of(CARDS["H100"])
     whole = 2 * llama.parameters
     ddp = Traffic.of(llama, layout(parallel="ddp", ranks=4), network)
@@ -248,7 +248,7 @@ def test_only_what_computing_does_not_hide_is_waited_for() -> None:
     assert every.exposed_s(np.array([3.0, 3.0])) == 2 * (2 - 1) + (7 - 2) + (8 - 2)
 
 
-def test_the_slowest_rank_sets_the_pace(llama: Shape) -> None:
+def test_the_slowest_rank_sets_the_pace(llama: ModelShape) -> None:
     """Two ranks, two microbatches, twice the work for one rank in each: that rank's own twice, or each in turn."""
     heavy, light = 20_000.0, 10_000.0
     card, network = CARDS["H200"], Network.of(CARDS["H200"])
@@ -262,7 +262,7 @@ def test_the_slowest_rank_sets_the_pace(llama: Shape) -> None:
     )
 
 
-def test_recomputing_costs_one_more_forward_pass(llama: Shape) -> None:
+def test_recomputing_costs_one_more_forward_pass(llama: ModelShape) -> None:
     card, network, row = CARDS["H200"], Network.of(CARDS["H200"]), load(1000.0, 1000.0, 0.0, 128.0**2)
     plain, again = (step_time(llama, layout(recompute=count), card, row, network) for count in (0, 2))
     assert again.products == pytest.approx(4 / 3 * plain.products)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isopref.models.adapter import NewAdapter, add_adapter, is_quantised, quantize_nf4
-from isopref.models.shape import Shape, shape_of
+from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, Layout, Loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory, unpacked_bytes
 from isopref.testing.models import tiny_model
@@ -40,7 +40,7 @@ def in_four_bits(*, compiled: bool, recompute: int = 0, compute_bytes: int = 2) 
 
 
 @pytest.fixture
-def frozen() -> Shape:
+def frozen() -> ModelShape:
     return shape_of(tiny_model("llama").requires_grad_(False))
 
 
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_unpacking_a_matrix_holds_what_the_plan_says(dtype: torch.dtype, frozen: Shape) -> None:
+def test_unpacking_a_matrix_holds_what_the_plan_says(dtype: torch.dtype, frozen: ModelShape) -> None:
     """In bfloat16, 14 bytes of a number, and two of each block's."""
     layers: Any = nn.Sequential(nn.Linear(256, 512, bias=False, dtype=dtype))
     quantize_nf4(layers, torch.device("cpu"))
@@ -106,7 +106,7 @@ def most_at_once(graph: GraphModule, shapes: set[tuple[int, int]]) -> int:
     return max(sum(size for size, first, last in spans.values() if first <= now <= last) for now in place.values())
 
 
-def test_a_compiled_layer_holds_one_matrix_at_a_time(frozen: Shape) -> None:
+def test_a_compiled_layer_holds_one_matrix_at_a_time(frozen: ModelShape) -> None:
     """In the graphs of both passes, in the order that they are run, as for a GPU."""
     model: Any = tiny_model("llama").bfloat16()
     quantize_nf4(model.model.layers, torch.device("cpu"))
@@ -134,13 +134,13 @@ def test_a_compiled_layer_holds_one_matrix_at_a_time(frozen: Shape) -> None:
     assert at_once == [unpacked_bytes(frozen, in_four_bits(compiled=True))] * 2 == [2 * D * F] * 2
 
 
-def test_the_probe_unpacks_before_layers_are_compiled(frozen: Shape) -> None:
+def test_the_probe_unpacks_before_layers_are_compiled(frozen: ModelShape) -> None:
     found = [loading_memory(frozen, in_four_bits(compiled=compiled)) for compiled in (True, False)]
     assert found == [NF4_BYTES * frozen.parameters + D * F * (14 + 2 / 64)] * 2
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-def test_the_peak_has_them_where_they_are(recompute: int, frozen: Shape) -> None:
+def test_the_peak_has_them_where_they_are(recompute: int, frozen: ModelShape) -> None:
     """In one layer's backward pass, recomputed or not."""
     load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
     for compiled, unpacked in ((True, 2 * D * F), (False, D * F * (14 + 2 / 64))):

@@ -19,8 +19,11 @@ from isopref.report.elements import element, fixed, join, number
 from isopref.report.figures import field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import METRICS_FILE, RunRecord, find_runs, read_run, write_rewards
-from isopref.report.state import State, held_state, read_state
+from isopref.runs.files import METRICS_FILE
+from isopref.runs.folder import find_runs
+from isopref.runs.read import RunRecord, read_run
+from isopref.runs.state import State, held_state, read_state
+from isopref.runs.write import write_rewards
 from isopref.testing.runs import make_run, noisy_metrics
 
 MINUS = "\N{MINUS SIGN}"

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopref.build.run import MODELS_FILE, VALUES_FOLDER, Run
+from isopref.build.run import Run
 from isopref.data.table import PairTable
 from isopref.errors import RunError
 from isopref.places import write_whole
 from isopref.reference.fill import Known, complete, find
 from isopref.reference.store import Identity, Store, key_of
-from isopref.report.read import STARTS_FILE
+from isopref.runs.files import MODELS_FILE, STARTS_FILE, VALUES_FOLDER
 from isopref.score import TableLogps
 
 

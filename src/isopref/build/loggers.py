@@ -8,9 +8,11 @@ from typing import Any
 from olmo_core.train.callbacks import Callback, CometCallback
 
 from isopref.build.run import Run
-from isopref.engine.loggers import TensorBoardCallback, WandbCallback
+from isopref.engine.callbacks.tensorboard import TensorBoardCallback
+from isopref.engine.callbacks.wandb import WandbCallback
 from isopref.errors import ConfigError
 from isopref.optional import require
+from isopref.runs.files import TENSORBOARD_FOLDER
 
 PROJECT = "isopref"
 MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
@@ -41,7 +43,7 @@ def _packages(run: Run) -> dict[str, Any]:
 
 
 def _tensorboard(run: Run, _package: Any) -> Callback:
-    return TensorBoardCallback(folder=run.folder / "tensorboard")
+    return TensorBoardCallback(folder=run.folder / TENSORBOARD_FOLDER)
 
 
 def _check_wandb(wandb: Any) -> None:

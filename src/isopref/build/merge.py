@@ -8,16 +8,17 @@ from isopref.build.run import quiet_libraries
 from isopref.errors import ModelError
 from isopref.models import hf
 from isopref.models.adapter import CONFIG_FILE, is_adapter
+from isopref.runs.files import MODEL_FOLDER
 
 
 def merge(folder: Path, out: Path, *, dtype: str | None, trust_remote_code: bool) -> None:
     """Write the model that `folder`, of a run or of an adapter, stands for. `dtype` None: the base model's own."""
     quiet_libraries()
-    adapter = folder if is_adapter(folder) else folder / "model"
+    adapter = folder if is_adapter(folder) else folder / MODEL_FOLDER
     if not is_adapter(adapter):
         raise ModelError(
-            f"{folder} holds no adapter: there is no {CONFIG_FILE} in it or in its folder 'model'. Give a finished run "
-            "with model.adapter, or an adapter's folder."
+            f"{folder} holds no adapter: there is no {CONFIG_FILE} in it or in its folder '{MODEL_FOLDER}'. Give a "
+            "finished run with model.adapter, or an adapter's folder."
         )
     if out.exists():
         raise ModelError(f"{out} exists already, and is not overwritten. Choose another folder.")

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isopref.build import auto
-from isopref.build.fit import device_memory
+from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
 from isopref.data.table import PairTable

@@ -1,6 +1,5 @@
 """What a run writes about itself for those who look at it later: every start, and how it is doing."""
 
-import json
 import platform
 import time
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import isopref
 from isopref.build.run import Run
 from isopref.config.schema import run_id
 from isopref.data.table import PairTable
-from isopref.report.read import STARTS_FILE
-from isopref.report.state import Outcome, State, held_state
+from isopref.runs.state import Outcome, State, held_state
+from isopref.runs.write import add_start
 
 
 @contextmanager
@@ -59,5 +58,4 @@ def _note_start(run: Run, trainer: Trainer, table: PairTable, reference_key: str
         "transformers": version("transformers"),
         "olmo_core": version("ai2-olmo-core"),
     }
-    with (run.folder / STARTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    add_start(run.folder, line)

@@ -13,8 +13,10 @@ from torch import nn
 
 import isopref
 from isopref.build.beginning import Beginning, NamedTable
+from isopref.build.data import Tables
 from isopref.build.model import load_policy, pair_progress, spread
-from isopref.build.run import Run
+from isopref.build.run import Run, check_score_budget
+from isopref.config.schema import Config
 from isopref.engine.moving import MovingReference
 from isopref.errors import CacheError
 from isopref.models import hf
@@ -36,6 +38,23 @@ class Reference(NamedTuple):
     def key(self) -> str | None:
         """Of the store they are in."""
         return None if self.identity is None else key_of(self.identity)
+
+
+def scored_tables(run: Run, tables: Tables) -> list[NamedTable]:
+    """The pairs that the reference scores ahead of time: those to train on, unless it moves; held-out ones, if any."""
+    moves = run.config.objective.reference_moves is not None
+    named = [] if moves else [NamedTable("training", tables.train)]
+    if tables.held_out is not None:
+        named.append(NamedTable("held-out", tables.held_out))
+    for one in named:
+        check_score_budget(run, one.pairs)
+    return named
+
+
+def path_of(config: Config) -> tuple[str | None, str]:
+    """Where the reference of a config is (None: it is the model that the run starts from), and what says so."""
+    given = config.model.reference
+    return (None, "model.path") if given is None else (given, "model.reference")
 
 
 def open_store(run: Run, policy: Policy, path: str) -> Store:

@@ -1,42 +1,26 @@
-"""What all parts of a run share, and the folder it lives in."""
+"""What all parts of a run share."""
 
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
-from isopref.build.lock import NAME as LOCK
-from isopref.build.lock import locked
-from isopref.config.load import dump_config, load_config, to_yaml
-from isopref.config.schema import Config, run_id
-from isopref.data.packing import Budget
+from isopref.config.schema import Config
+from isopref.data.packing import Budget, check_budget, tokens_alone
+from isopref.data.table import PairTable
 from isopref.engine.display import Display
-from isopref.engine.environment import Environment
-from isopref.engine.memory import FILE as MEMORY_FILE
-from isopref.errors import RunError, StartAgainError, UserError
+from isopref.engine.environment import Environment, environment
+from isopref.engine.oom_retry import ran_out
+from isopref.errors import RunError
 from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
-from isopref.places import write_whole
-from isopref.report.read import CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, STARTS_FILE
+from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
+from isopref.runs.folder import run_folder
 
 SCORE_TOKENS = 16384
-CHECKPOINTS_FOLDER = "checkpoints"
-LOG_FILE = "engine.log"
-MODELS_FILE = "reference.json"  # see beginning.py
-VALUES_FOLDER = "reference"
-
-# What a start that fails, or is killed, leaves before `claim_folder`: the folder is still free.
-LEFTOVERS = (LOCK, LOG_FILE, MODELS_FILE, VALUES_FOLDER, MEMORY_FILE, ".seen-*", "*.json.*.tmp", "*.yaml.*.tmp")
-# What systems and tools put into folders that are empty to their owner.
-SYSTEM_FILES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".nfs*", ".gitkeep")
-
-Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
 
 
 @dataclass(frozen=True)
@@ -48,7 +32,7 @@ class Run:
     env: Environment
     display: Display
     longest: int = 0  # tokens of the longest pair, as a microbatch of its own
-    # What the layout's autos have become, once the model is there (fit_layout).
+    # What the layout's autos have become, once the model is there (settle_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"
 
@@ -58,11 +42,11 @@ class Run:
 
     @property
     def best_folder(self) -> Path:
-        return self.folder / "model_best"
+        return self.folder / BEST_FOLDER
 
     @property
     def native_folder(self) -> Path:
-        return self.folder / "olmo_core"
+        return self.folder / NATIVE_FOLDER
 
     @property
     def num_shares(self) -> int:
@@ -72,7 +56,7 @@ class Run:
     @property
     def train_budget(self) -> Budget:
         layout = self.config.layout
-        assert self.microbatch_tokens is not None, "fit_layout comes first"
+        assert self.microbatch_tokens is not None, "settle_layout comes first"
         return Budget(layout.rows, self.microbatch_tokens, layout.microbatch_pairs)
 
     @property
@@ -108,15 +92,36 @@ class Run:
         return loss_of(self.config)
 
 
-def run_folder(config: Config, name: str) -> Path:
-    """Where a run of a config lives. `name` is the config file's, for the default. Raises RunError."""
-    short = name.encode()[:200].decode(errors="ignore")  # a file name has at most 255 bytes
-    folder = Path(config.run.folder or f"runs/{short}-{run_id(config)}").expanduser()
-    try:
-        folder.exists()
-    except OSError as error:  # in a folder that may not be entered
-        raise RunError(f"run.folder: cannot use {folder} ({error.strerror}). Set run.folder to another.") from error
-    return folder
+@contextmanager
+def opened_run(config: Config, name: str) -> Iterator[Run]:
+    """A run in this process and the others. `name` is the config file's. Raises RunError where memory runs out."""
+    group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
+    with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
+        folder = run_folder(config, name)
+        display = Display(quiet=not env.is_first)
+        say_trust(config, display)
+        try:
+            yield Run(config, folder, env, display)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
+            raise RunError(
+                f"{what}. It ran out of memory outside a training step (model, optimizer or scoring), so smaller "
+                "microbatches won't help. Try: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits "
+                "(model.adapter.quantize: nf4), or a smaller layout.score_tokens. isopref plan shows what fits."
+            ) from error
+
+
+def with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
+    """The run with the length of its longest pair, once the tables are known."""
+    alone = [tokens_alone(table.lengths, run.config.layout.rows).max() for table in tables]
+    return replace(run, longest=int(max(alone)))
+
+
+def check_score_budget(run: Run, table: PairTable) -> None:
+    """Raise ConfigError where a pair is longer than the microbatch that scores it."""
+    check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 
 
 def loss_of(config: Config) -> PairLoss:
@@ -129,113 +134,6 @@ def loss_of(config: Config) -> PairLoss:
         balance_weight=objective.balance_weight,
         **objective.params,
     )
-
-
-def goes_on(run: Run, resume: Resume) -> bool:
-    """Whether a run begins with a checkpoint rather than anew. A process that its launcher started again goes on."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
-    if resume == "must":
-        return True
-    return (resume == "auto" or restarted) and holds_run(run.folder)
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run has begun in a folder. A config.yaml alone may be anybody's."""
-    begun = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE, MODELS_FILE))
-    return begun and (folder / CONFIG_FILE).exists()
-
-
-def others_in(folder: Path) -> list[str]:
-    """What is in a folder that neither a failed start nor the system left there: by name, in order."""
-    if not folder.is_dir():
-        return []
-    passed = (*LEFTOVERS, *SYSTEM_FILES)
-    found = [path for path in folder.iterdir() if not any(path.match(pattern) for pattern in passed)]
-    # The engine makes the folder of checkpoints ahead of time.
-    return sorted(path.name for path in found if path.name != CHECKPOINTS_FOLDER or any(path.iterdir()))
-
-
-def is_finished(run: Run) -> bool:
-    """Whether the folder holds the result of the run already. Raises RunError where it is that of another."""
-    if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
-        return False
-    _refuse_other_math(run, ("model", "data", "objective", "optim"))
-    return True
-
-
-@contextmanager
-def open_folder(run: Run, resume: bool) -> Iterator[None]:
-    """Make the run's folder, or refuse one that holds anything else; hold it, and send the engine's log into it.
-
-    What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
-    no folder behind.
-    """
-    try:
-        _refuse_folder(run, resume)
-    except OSError as error:
-        raise RunError(f"run.folder: cannot read {run.folder} ({error}). Choose another.") from error
-    run.env.barrier()
-    with _held_folder(run):
-        yield
-
-
-@contextmanager
-def _removed_if_unused(folder: Path) -> Iterator[None]:
-    """Remove a folder that was made for a run which is then refused. It is held meanwhile: nobody else uses it."""
-    try:
-        yield
-    except UserError:
-        if not others_in(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _make(folder: Path) -> bool:
-    """Make a folder; returns whether there was none."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-@contextmanager
-def _held_folder(run: Run) -> Iterator[None]:
-    with ExitStack() as stack:
-        if run.env.is_first:
-            try:
-                made = _make(run.folder)
-                stack.enter_context(locked(run.folder))
-                if made:
-                    stack.enter_context(_removed_if_unused(run.folder))
-                stack.enter_context(_engine_log(run.folder / LOG_FILE))
-            except OSError as error:
-                raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
-        quiet_libraries()
-        run.env.barrier()
-        if apart := run.env.ranks_without(run.folder):
-            raise RunError(
-                f"run.folder: rank {apart[0]} does not see what rank 0 writes to {run.folder.absolute()}. Checkpoints "
-                "have parts from every rank: set run.folder to a folder that all machines share."
-            )
-        ranks = f"{run.env.world_size} x {run.env.device.type}"
-        run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
-        yield
-
-
-@contextmanager
-def _engine_log(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    for name in ("olmo_core", "isopref"):
-        logging.getLogger(name).setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
 
 
 def say_trust(config: Config, display: Display) -> None:
@@ -251,56 +149,3 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     # Of tensor parallelism: how a gather could be faster, and that CPUs exchange tokens in another way.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-
-
-def claim_folder(run: Run) -> None:
-    """Write the resolved config: the folder holds this run from here on.
-
-    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
-    and a resume that is refused leaves it as it was.
-    """
-    if run.env.is_first:
-        write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
-
-
-def _refuse_folder(run: Run, resume: bool) -> None:
-    """Raise RunError where the folder's content and `resume` do not go together."""
-    has_run = holds_run(run.folder)
-    if has_run and run.config.run.export and run.model_folder.exists():
-        raise RunError(
-            f"{run.folder} contains a finished run. Set run.folder to start a new one, or remove that folder."
-        )
-    if has_run and not resume:
-        raise RunError(
-            f"{run.folder} already contains a run. Resume it with --resume, or set run.folder to start a new one."
-        )
-    if resume and not has_run:
-        named = " Its name has the run id, which changes with the math." if run.config.run.folder is None else ""
-        raise RunError(f"--resume: {run.folder} holds no run.{named} Start it without --resume, or check run.folder.")
-    if resume:
-        _refuse_other_math(run)
-    elif others := others_in(run.folder):
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        raise RunError(
-            f"run.folder: {run.folder} is not an isopref run: it contains {', '.join(others[:3])}{more}. Set "
-            "run.folder to a new or empty folder."
-        )
-
-
-def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:
-    """Raise RunError where the run in the folder has another model, objective or optimizer.
-
-    Data may have moved: a run that goes on compares the pairs themselves (PairLoader).
-    """
-    before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
-    changed = [
-        f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
-        for section in sections
-        for name, value in before[section].items()
-        if now[section][name] != value
-    ]
-    if changed:
-        raise RunError(
-            f"--resume: the run in {run.folder} had another config: {'; '.join(changed)}. Only layout and run may "
-            "change. Use the first values, or start a new run in another run.folder."
-        )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from isopref.build.evaluation import write_json
 from isopref.build.run import Run
 from isopref.data.chat import PairEncoder, TokenizeOptions
 from isopref.data.packing import RowKind
@@ -18,7 +17,8 @@ from isopref.models.generate import greedy_answers
 from isopref.models.hf import context_length
 from isopref.models.policy import Policy
 from isopref.report.cost import cost_of
-from isopref.report.read import SPOT_CHECKS_FILE
+from isopref.runs.files import SPOT_CHECKS_FILE
+from isopref.runs.write import write_json
 from isopref.score import score
 from isopref.types import Example, IntArray
 

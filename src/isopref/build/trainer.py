@@ -12,33 +12,37 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
 from isopref.build import auto
-from isopref.build.evaluation import HeldOut
+from isopref.build.held_out import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
-from isopref.build.run import CHECKPOINTS_FOLDER, Run
+from isopref.build.run import Run
 from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
-from isopref.engine.callbacks import EvaluateCallback, MetricsFileCallback, PairSpeedCallback, ProgressCallback
+from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
+from isopref.engine.callbacks.evaluation import EvaluateCallback
+from isopref.engine.callbacks.guard import GuardCallback
+from isopref.engine.callbacks.metrics_file import MetricsFileCallback
+from isopref.engine.callbacks.progress import ProgressCallback
+from isopref.engine.callbacks.speed import PairSpeedCallback
+from isopref.engine.callbacks.watch import WatchCallback
 from isopref.engine.checkpoints import (
     UNFINISHED,
-    KeepingCheckpointerCallback,
     last_saved,
     newest_whole,
     outlook,
     sweep,
 )
-from isopref.engine.guard import MOST_IN_A_ROW, GuardCallback
+from isopref.engine.guard import MOST_IN_A_ROW
 from isopref.engine.loader import PairLoader
-from isopref.engine.memory import Memory
 from isopref.engine.moving import MovingReference
+from isopref.engine.oom_retry import OomRetry
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
-from isopref.engine.watch import WatchCallback
 from isopref.errors import RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
-from isopref.report.read import METRICS_FILE
+from isopref.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE, MICROBATCH_FILE
 from isopref.score import TableLogps
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -73,13 +77,13 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
-        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpoints.py)
+        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpointer.py)
         load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),
     )
     module, loader = _train_module(run, model, reference, steps), _loader(run, model, table)
-    module.memory = _memory(run, model, loader)
+    module.oom_retry = _oom_retry(run, model, loader)
     trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
@@ -132,7 +136,7 @@ def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
     return found
 
 
-def fit(run: Run, trainer: Trainer) -> Signals | None:
+def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     """Train to the last step, or until a signal stops the run, with a checkpoint. Returns that signal, if any.
 
     Raises RunError where it makes no sense to go on, or is impossible.
@@ -189,11 +193,11 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
     )
 
 
-def _memory(run: Run, model: nn.Module, loader: PairLoader) -> Memory:
+def _oom_retry(run: Run, model: nn.Module, loader: PairLoader) -> OomRetry:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
     meets = run.loss.first_pass or run.grad_sync == "every"
-    return Memory(model, loader, meets=meets, asked=asked, folder=run.folder, say=run.display.say)
+    return OomRetry(model, loader, meets=meets, asked=asked, file=run.folder / MICROBATCH_FILE, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:

@@ -56,7 +56,7 @@ def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcess
     """
     config = load_config(config_file, overrides or ())
     start_processes(nproc, ["cache", FILL, str(config_file), *(overrides or ())])
-    from isopref.build import fill_cache
+    from isopref.build.cache import fill_cache
 
     fill_cache(config, name=config_file.stem)
 

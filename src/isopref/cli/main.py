@@ -160,7 +160,7 @@ def train(
     how = parse_resume(resume)
     config = load_config(config_file, overrides or ())
     start_processes(nproc, ["train", f"--resume={how}", str(config_file), *(overrides or ())])
-    from isopref.build import train as train_run
+    from isopref.build.train import train as train_run
 
     stopped_by = train_run(config, name=config_file.stem, resume=how)
     if stopped_by is not None:
@@ -201,7 +201,7 @@ def evaluate(
     options += [] if reference is None else ["--reference", reference]
     options += [] if json_file is None else ["--json", str(json_file)]
     start_processes(nproc, ["eval", *options, str(config_file), *(overrides or ())])
-    from isopref.build import evaluate_model
+    from isopref.build.evaluate import evaluate_model
 
     evaluate_model(config, name=config_file.stem, model=model, reference_model=reference, json_file=json_file)
 
@@ -303,7 +303,7 @@ def plan(
     """
     config = load_config(config_file, overrides or ())
     quiet_engine()
-    from isopref.build.plan import Hardware, make_plan
+    from isopref.build.planner import Hardware, make_plan
     from isopref.cli.plan import parse_ranks, show, to_json
     from isopref.engine.display import Display
 

@@ -14,7 +14,7 @@ from isopref.cards import GIB
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isopref.build.plan import Hardware, RunPlan
+    from isopref.build.planner import Hardware, RunPlan
     from isopref.plan.scale import Forecast
 
 PARTS = {

@@ -19,7 +19,9 @@ from isopref.report.elements import number
 from isopref.report.figures import entries, shown
 from isopref.report.html import page
 from isopref.report.markdown import markdown
-from isopref.report.read import REPORT_FILE, RunRecord, find_runs, read_run
+from isopref.runs.files import REPORT_FILE
+from isopref.runs.folder import find_runs
+from isopref.runs.read import RunRecord, read_run
 
 ANY_WIDTH = 10_000
 NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # columns of `isopref ls` that stand on the right

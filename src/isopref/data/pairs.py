@@ -6,7 +6,6 @@ sources, meaning in shapes, tokens in chat, the file in table.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -37,6 +36,7 @@ from isopref.data.table import (
     record_batch,
 )
 from isopref.errors import ConfigError, DataError, RunError
+from isopref.locks import FileLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,13 +176,12 @@ def _key(content: list[Any], encoder: PairEncoder) -> str:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock on a file. The kernel frees it when its holder ends, however it ends."""
+    """Hold the lock on a file, once it is free."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        lock = FileLock(file.fileno())
+        if not lock.take():
             log.info("Another process builds the pair table; waiting for %s.", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock.wait()
         yield
 
 

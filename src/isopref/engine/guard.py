@@ -3,27 +3,17 @@
 A loss that is not finite makes its own gradient NaN, the reduction over ranks hands that to all of them, and so the
 norm of the gradient tells every rank the same: the step is skipped. Nothing is sent for it, and the host learns of it
 only when a step logs. An update itself may still overflow, as with a huge learning rate: the
-weights are checked where they are saved (checkpoints.py). P: pairs of a microbatch.
+weights are checked where they are saved (callbacks/checkpointer.py). P: pairs of a microbatch.
 """
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from olmo_core.train.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isopref.engine.display import Display
-from isopref.engine.loader import PairLoader
-from isopref.engine.step import Step
-from isopref.ranks import num_ranks, own_rank
-
-log = logging.getLogger(__name__)
+from isopref.ranks import num_ranks
 
 MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
@@ -80,57 +70,3 @@ class Guard:
         self._state[1] = 0
         self._pair.fill_(NO_PAIR)
         return Skipped(first, count, in_a_row, None if pair == NO_PAIR else pair)
-
-
-@dataclass
-class GuardCallback(Callback):
-    """Says which steps were skipped and why, and stops the run when there is no end to them.
-
-    A train module adds one to a trainer that has none.
-
-    :param display: where it is said. None: in the log, as is usual in a script.
-    :param origin: what a pair of the table is called.
-    """
-
-    display: Display | None = None
-    origin: Callable[[int], str] = "pair {}".format
-    gave_up: bool = False
-    _step: Step | None = None
-
-    def pre_step(self, batch: dict[str, Any]) -> None:
-        self._step = batch.get("step")
-
-    def post_step(self) -> None:
-        module: Any = self.trainer.train_module
-        found = module.guard.report() if module.logs_now() else None
-        if found is None:
-            return
-        more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
-        self._warn(f"step {found.first} was skipped{more}: {self._cause(found)}")
-        if found.in_a_row >= MOST_IN_A_ROW:
-            self.gave_up = True
-            self.trainer.cancel_run(f"{found.in_a_row} steps in a row were skipped", no_sync=True)
-
-    def _warn(self, text: str) -> None:
-        if self.display is not None:
-            self.display.say(f"warning: {text}")
-        elif own_rank() == 0:
-            log.warning(text)
-
-    def _cause(self, found: Skipped) -> str:
-        if found.pair is not None:
-            return f"the loss of {self.origin(found.pair)} is not finite. The weights are as before."
-        pair = self._blame() if found.first == self.step else None
-        if pair is not None:
-            return f"the gradient of {self.origin(pair)} is not finite. The weights are as before."
-        return "its gradient is not finite, though the loss of every pair is. The weights are as before."
-
-    def _blame(self) -> int | None:
-        """The pair of this step whose gradient alone is not finite. All ranks search together."""
-        module, loader = self.trainer.train_module, self.trainer.data_loader
-        if self._step is None or self._step.index is None or not isinstance(loader, PairLoader):
-            return None
-        for pair in self._step.index.tolist():
-            if not module.is_finite(loader.step(np.array([pair]))):  # type: ignore[attr-defined]
-                return int(pair)
-        return None

@@ -19,7 +19,7 @@ from isopref.types import CHOSEN, PROMPT, IntArray, Microbatch, moved
 
 @dataclass(frozen=True)
 class Linear:
-    """A loss that couples pairs, at the log-probabilities that a first pass found (see coupling.py)."""
+    """A loss that couples pairs, at the log-probabilities that a first pass found (see first_pass.py)."""
 
     slope: Tensor  # 2, P: derivative of the batch's loss by the log-probability of chosen and rejected
     loss: Tensor  # P

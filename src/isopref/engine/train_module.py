@@ -18,12 +18,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.engine.arguments import check_choice
-from isopref.engine.coupling import Coupling, Scored
-from isopref.engine.guard import Guard, GuardCallback, poisoned
+from isopref.engine.callbacks.guard import GuardCallback
+from isopref.engine.first_pass import FirstPass, Scored
+from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import PairLoader
-from isopref.engine.memory import Before, Memory
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
+from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
@@ -106,11 +107,11 @@ class DPOTrainModule(TrainModule):
         if self.moving is not None:
             self.moving.check(model)
         self.reference_2N = self._table(reference)
-        self.coupling = Coupling(objective, self.device, self.group) if objective.first_pass else None
+        self.first_pass = FirstPass(objective, self.device, self.group) if objective.first_pass else None
         self._window = MetricWindow(self.device, self.group)
         self.guard = Guard(self.device)
         self._sums = self._window.sums  # this rank's, of the last step
-        self.memory: Memory | None = None  # does a step again in smaller microbatches, where it runs out of memory
+        self.oom_retry: OomRetry | None = None  # repeats a step in smaller microbatches if it runs out of memory
 
     def on_attach(self) -> None:
         """Refuse a loader with other settings, and have someone say which steps were skipped."""
@@ -149,15 +150,15 @@ class DPOTrainModule(TrainModule):
         """Accumulate the gradient of a global batch: {"step": Step}, or a padded batch (see padded.py)."""
         self.model.train()
         step = self._step(batch)
-        if self.memory is None:
+        if self.oom_retry is None:
             sums = self._accumulate(step)
         else:
-            step, sums = self.memory.run(step, self._accumulate, self.zero_grads)
+            step, sums = self.oom_retry.run(step, self._accumulate, self.zero_grads)
         if dry_run:
             self.zero_grads()
             return
-        if self.coupling is not None:
-            self.coupling.keep()
+        if self.first_pass is not None:
+            self.first_pass.keep()
         self._window.add(sums)
         self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
@@ -167,8 +168,8 @@ class DPOTrainModule(TrainModule):
 
     def _accumulate(self, step: Step, before: Before = lambda _: None) -> Tensor:
         """Forward and backward of all microbatches. Returns what the step adds to the metrics."""
-        if self.coupling is not None:
-            step = self.coupling.linear(step, self._score)
+        if self.first_pass is not None:
+            step = self.first_pass.linear(step, self._score)
             reshard(self.model)
         sums = torch.zeros_like(self._window.sums)
         for n, work in enumerate(step.work):
@@ -329,8 +330,8 @@ class DPOTrainModule(TrainModule):
             "model": {name: value for name, value in found.items() if name not in frozen},
             "metrics": self._window.state_dict(),
         }
-        if self.coupling is not None:
-            state["coupling"] = self.coupling.state_dict()
+        if self.first_pass is not None:
+            state["coupling"] = self.first_pass.state_dict()  # named so in every checkpoint
         if self.moving is not None:
             state["reference"] = self.moving.state_dict()
         if optim is not False:
@@ -353,8 +354,8 @@ class DPOTrainModule(TrainModule):
         options = checkpoint_state.StateDictOptions(strict=not self._names(trained=False))
         checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
         self._window.load_state_dict(state_dict["metrics"])
-        if self.coupling is not None:
-            self.coupling.load_state_dict(state_dict["coupling"])
+        if self.first_pass is not None:
+            self.first_pass.load_state_dict(state_dict["coupling"])
         if self.moving is not None:
             self.moving.load_state_dict(state_dict["reference"])
         if "optim" in state_dict:

@@ -12,7 +12,7 @@ from isopref.models.unused import is_inside
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Parameters and widths of a causal language model. Tied weights count once."""
 
     parameters: int
@@ -53,7 +53,7 @@ class Shape:
         return self.flops.per_token / 2 / self.layers
 
 
-def shape_of(model: PreTrainedModel) -> Shape:
+def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of a model, which may be on the meta device."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
@@ -64,7 +64,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     parameters, in_text = (sum(p.numel() for p in some) for some in (model.parameters(), (p for _, p in text)))
     head = model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    return Shape(
+    return ModelShape(
         parameters=parameters,
         unused_parameters=parameters - in_text,
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from isopref.data.packing import Budget, Group, RowKind, padded_tokens, plan_step
-from isopref.models.shape import Shape
+from isopref.models.shape import ModelShape
 from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
 
 TILE = 128  # queries and keys that FlashAttention computes at a time, whether all of them are needed or not
@@ -38,7 +38,7 @@ class Layout:
     def sharded(self) -> bool:
         return self.parallel in ("fsdp", "hsdp")
 
-    def spread(self, shape: Shape) -> int:
+    def spread(self, shape: ModelShape) -> int:
         """Parameters that sharding spreads over ranks: frozen ones only where they are whole numbers and ranks many."""
         frozen = self.sharded and not self.quantised and (self.shard > 1 or self.offload)
         return shape.parameters if frozen else shape.trained_parameters

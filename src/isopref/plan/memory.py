@@ -10,7 +10,7 @@ save on the way, too. Fused experts under an adapter are kept with its update ad
 from dataclasses import dataclass, replace
 
 from isopref.models.adapter import NF4_BLOCK
-from isopref.models.shape import Shape
+from isopref.models.shape import ModelShape
 from isopref.ops.logprob import MAX_LOGITS_FUSED
 from isopref.plan.layout import Layout, Loads
 
@@ -39,7 +39,7 @@ class Memory:
         return self.gathered + self.gradients + self.activations + self.logits
 
 
-def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Memory:
+def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, pairs: int) -> Memory:
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
@@ -61,7 +61,7 @@ def peak_memory(shape: Shape, layout: Layout, load: Loads, *, pairs: int) -> Mem
     )
 
 
-def loading_memory(shape: Shape, layout: Layout) -> float:
+def loading_memory(shape: ModelShape, layout: Layout) -> float:
     """Memory of a rank before the first step: the whole model, or its shards and one unit that is about to be sharded.
 
     A reference that moves is loaded beside the policy, which is sharded by then. The probe is not compiled.
@@ -72,12 +72,12 @@ def loading_memory(shape: Shape, layout: Layout) -> float:
     return (shards + unit if layout.from_host else whole) + layout.references * shards + unpacking
 
 
-def whole_bytes(shape: Shape, layout: Layout) -> float:
+def whole_bytes(shape: ModelShape, layout: Layout) -> float:
     """Of all weights."""
     return shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
 
 
-def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
+def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """What one layer keeps for its backward pass of each token, and of each key that was copied for a second answer."""
     numbers = shape.active_parameters / shape.width + 4 * shape.width
     if not layout.compiled:
@@ -87,7 +87,7 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
     return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
 
 
-def unpacked_bytes(shape: Shape, layout: Layout) -> float:
+def unpacked_bytes(shape: ModelShape, layout: Layout) -> float:
     """What a layer in four bits holds at most while it unpacks, which it does for each pass: one matrix after another.
 
     Compiled, that is the largest one. Uncompiled, torchao holds each of its numbers as an int64 that is looked up, as
@@ -99,12 +99,12 @@ def unpacked_bytes(shape: Shape, layout: Layout) -> float:
     return shape.largest_matrix * (number if layout.compiled else 8 + 3 * number + number / NF4_BLOCK)
 
 
-def kept_predictions(shape: Shape) -> float:
+def kept_predictions(shape: ModelShape) -> float:
     """Tokens whose logits are kept for the backward pass; those of more are computed again, in chunks."""
     return MAX_LOGITS_FUSED / max(1, shape.vocabulary)
 
 
-def _head(shape: Shape, layout: Layout, predicted: float) -> float:
+def _head(shape: ModelShape, layout: Layout, predicted: float) -> float:
     """Logits, hidden states and their gradient, and the gradient of the head's weights, if those are trained."""
     trained = not shape.flops.frozen_per_logits
     weight = shape.vocabulary * shape.width * layout.compute_bytes * trained
@@ -114,7 +114,7 @@ def _head(shape: Shape, layout: Layout, predicted: float) -> float:
     return logits + 2 * predicted * shape.width * layout.compute_bytes + weight
 
 
-def _weights(shape: Shape, layout: Layout) -> float:
+def _weights(shape: ModelShape, layout: Layout) -> float:
     spread = layout.spread(shape)
     whole = (shape.parameters - spread) * layout.frozen_bytes
     frozen = (spread - shape.trained_parameters) * layout.frozen_bytes
@@ -122,7 +122,7 @@ def _weights(shape: Shape, layout: Layout) -> float:
     return whole + (0.0 if layout.offload else own)
 
 
-def _gathered(shape: Shape, layout: Layout) -> float:
+def _gathered(shape: ModelShape, layout: Layout) -> float:
     alone = layout.shard == 1 and not layout.offload
     if not layout.sharded or (alone and layout.weight_bytes == layout.compute_bytes):
         return 0.0
@@ -132,7 +132,7 @@ def _gathered(shape: Shape, layout: Layout) -> float:
     return min(at_once, spread) * layout.compute_bytes
 
 
-def _gradients(shape: Shape, layout: Layout) -> float:
+def _gradients(shape: ModelShape, layout: Layout) -> float:
     """Whole on every rank, but for FSDP that reduces after every microbatch: its own shard and one unit on its way."""
     trained = shape.trained_parameters
     if not layout.sharded or layout.grad_sync == "last":

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from isopref.cards import Card
-from isopref.models.shape import Shape
+from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout
 from isopref.types import FloatArray
 
@@ -61,7 +61,7 @@ class Traffic:
     every: bool  # for each microbatch; a second gather then serves the backward pass
 
     @classmethod
-    def of(cls, shape: Shape, layout: Layout, network: Network) -> "Traffic":
+    def of(cls, shape: ModelShape, layout: Layout, network: Network) -> "Traffic":
         whole, calls, ranks = shape.trained_parameters * layout.weight_bytes, shape.layers + 1, layout.ranks
         if not layout.sharded:
             # An all-reduce is a reduction and a gather.

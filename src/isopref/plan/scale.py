@@ -9,7 +9,7 @@ import numpy as np
 
 from isopref.cards import Card
 from isopref.data.packing import Budget
-from isopref.models.shape import Shape
+from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout, step_loads
 from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
@@ -44,7 +44,7 @@ class Forecast:
 
 
 def forecast(
-    shape: Shape,
+    shape: ModelShape,
     layout: Layout,
     card: Card,
     network: Network,

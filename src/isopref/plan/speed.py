@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isopref.cards import Card
-from isopref.models.shape import Shape
+from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout, Loads
 from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
@@ -50,7 +50,7 @@ class StepTime:
         return float(sum(vars(self).values()))
 
 
-def step_time(shape: Shape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
+def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
     """Time of a step whose microbatches are `loads`."""
     parts = _microbatch_parts(shape, layout, card, loads)
     each = sum(parts.values())
@@ -72,7 +72,7 @@ def step_time(shape: Shape, layout: Layout, card: Card, loads: Loads, network: N
     )
 
 
-def _microbatch_parts(shape: Shape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
+def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
     """Seconds of each microbatch: R, M for each part."""
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers

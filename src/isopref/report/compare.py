@@ -9,7 +9,7 @@ from isopref import objectives
 from isopref.config.objective import LOSS_PARAMS
 from isopref.errors import ConfigError
 from isopref.report.figures import LABELS, FieldRow, field_rows
-from isopref.report.read import RunRecord
+from isopref.runs.read import RunRecord
 
 # How far the losses of two runs with the same math may be apart by rounding alone, by the number type they compute in:
 # relative above a loss of 1, absolute below. (Metrics are kept in float32.)

@@ -7,7 +7,7 @@ from isopref.config.describe import default, fields
 from isopref.config.load import to_yaml
 from isopref.config.schema import NOT_MATH
 from isopref.report.elements import fixed
-from isopref.report.read import RunRecord
+from isopref.runs.read import RunRecord
 
 LABELS = {  # short enough for three columns in a window of 80; and whether a plus sign is shown
     "accuracy": ("preference accuracy", ""),

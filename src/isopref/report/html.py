@@ -13,7 +13,7 @@ from isopref.report import sections
 from isopref.report.curves import curves
 from isopref.report.elements import Html, element, join
 from isopref.report.figures import entries
-from isopref.report.read import RunRecord
+from isopref.runs.read import RunRecord
 
 MOST_RUNS = 6  # as many as there are colours that can be told apart
 

@@ -10,7 +10,7 @@ from isopref.report.compare import final_figures, math_that_differs
 from isopref.report.cost import cost_of
 from isopref.report.elements import fixed, number
 from isopref.report.figures import Entry, Interval, entries, field_rows, figure_rows, is_default, range_text, shown
-from isopref.report.read import RunRecord
+from isopref.runs.read import RunRecord
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 _LONGEST = 600  # characters of an answer

@@ -22,7 +22,7 @@ from isopref.report.figures import (
     range_text,
     shown,
 )
-from isopref.report.read import Rewards, RunRecord, Series
+from isopref.runs.read import Rewards, RunRecord, Series
 
 
 def head(every: Sequence[Entry]) -> Html:

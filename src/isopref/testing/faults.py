@@ -16,13 +16,14 @@ from isopref.data.table import PairTable
 from isopref.engine import train_module
 from isopref.engine.guard import Skipped
 from isopref.engine.loader import PairLoader
-from isopref.engine.memory import Memory
+from isopref.engine.oom_retry import OomRetry
 from isopref.engine.train_module import DPOTrainModule
 from isopref.losses import pair_loss
 from isopref.models.finite import bad_weights
 from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy, full
 from isopref.ranks import num_ranks, own_rank
+from isopref.runs.files import MICROBATCH_FILE
 from isopref.score import TableLogps, score
 from isopref.testing.exactness import StubTrainer, full_gradient
 from isopref.testing.models import random_pairs, tiny_model
@@ -147,7 +148,8 @@ def out_of_memory(
     expected = full_gradient(module.model)
     module.zero_grads()
     said: list[str] = []
-    module.memory = Memory(module.model, pairs, meets=meets, asked={}, folder=Path(folder), say=said.append)
+    file = Path(folder) / MICROBATCH_FILE
+    module.oom_retry = OomRetry(module.model, pairs, meets=meets, asked={}, file=file, say=said.append)
     left = [microbatch if rank in (own, None) else -1]
 
     def failing(model: nn.Module, one: Microbatch, needs: Needs) -> Readout:

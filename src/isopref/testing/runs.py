@@ -9,16 +9,16 @@ import numpy as np
 
 from isopref.config.load import dump_config
 from isopref.config.schema import Config, run_id
-from isopref.report.read import (
+from isopref.runs.files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     SPOT_CHECKS_FILE,
     STARTS_FILE,
-    write_rewards,
 )
-from isopref.report.state import State, held_state
+from isopref.runs.state import State, held_state
+from isopref.runs.write import write_rewards
 
 Lines = Sequence[Mapping[str, Any]]
 

@@ -1,13 +1,11 @@
-"""A run's folder -> what can be shown of it. Owns the names of the files that are read again, and their forms.
+"""A run's folder -> what can be shown of it.
 
 N: held-out pairs.
 """
 
 import json
 import math
-import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,20 @@ import numpy as np
 
 from isopref.config.load import read_values
 from isopref.errors import RunError
-from isopref.report.state import State, read_state
+from isopref.runs.files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    REWARDS_FILE,
+    SAMPLES_FILE,
+    SPOT_CHECKS_FILE,
+    STARTS_FILE,
+)
+from isopref.runs.state import State, read_state
 from isopref.types import FloatArray, IntArray
 
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-EVALUATION_FILE = "evaluation.json"
-REWARDS_FILE = "rewards.npz"
-SAMPLES_FILE = "samples.jsonl"
-SPOT_CHECKS_FILE = "spot_checks.json"
-STARTS_FILE = "starts.jsonl"
-REPORT_FILE = "report.html"
-MODEL_FOLDER = "model"
-
 Values = dict[str, Any]
-DEEPEST = 3  # folders below the one that is searched for runs
 
 
 @dataclass(frozen=True)
@@ -113,28 +110,6 @@ def read_run(folder: Path) -> RunRecord:
         rewards=_rewards(folder / REWARDS_FILE),
         samples=_lines(folder / SAMPLES_FILE),
         spot_checks=_json(folder / SPOT_CHECKS_FILE),
-    )
-
-
-def find_runs(folder: Path) -> Iterator[Path]:
-    """The folders of runs in and below a folder, in order. Nothing is looked for inside a run."""
-    for place, below, files in os.walk(folder):
-        depth = len(Path(place).relative_to(folder).parts)
-        if CONFIG_FILE in files and (METRICS_FILE in files or STARTS_FILE in files):
-            yield Path(place)
-            below.clear()
-        elif depth == DEEPEST:
-            below.clear()
-        below.sort()
-
-
-def write_rewards(folder: Path, tokens_N2: IntArray, before_N2: FloatArray, after_N2: FloatArray) -> None:
-    """Keep the rewards of held-out pairs for the report."""
-    np.savez_compressed(
-        folder / REWARDS_FILE,
-        tokens=tokens_N2.astype(np.int32),
-        before=before_N2.astype(np.float32),
-        after=after_N2.astype(np.float32),
     )
 
 

@@ -12,7 +12,7 @@ from isopref.build import auto
 from isopref.build.run import Run
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.data.table import PairTable
-from isopref.engine.fit import fit_memory
+from isopref.engine.microbatch_probe import fit_microbatch
 from isopref.models.adapter import stored_bytes
 from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, has_layers, unwrap
 
@@ -29,7 +29,7 @@ def check_train_budget(run: Run, table: PairTable) -> None:
         check_budget(table.lengths, budget, setting="layout.microbatch_tokens", name=table.origin)
 
 
-def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
+def settle_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
     """Settle when gradients are reduced, how many layers recompute, and how many tokens a microbatch has."""
     layout, policy = run.config.layout, unwrap(model)
     run = replace(run, grad_sync=_grad_sync(run, model))
@@ -50,7 +50,7 @@ def fit_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
         checkpoint_layers(policy, fewest)
         return replace(run, microbatch_tokens=tokens)
     weight = getattr(torch, run.config.model.dtype).itemsize
-    fit = fit_memory(
+    fit = fit_microbatch(
         model,
         table,
         layout.rows,

@@ -1,19 +1,16 @@
 """Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
 from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import PairTable
-from isopref.errors import ConfigError
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
 from isopref.report.figures import LABELS
-from isopref.report.read import EVALUATION_FILE, write_rewards
+from isopref.runs.files import EVALUATION_FILE
+from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
 from isopref.types import CHOSEN
 
@@ -62,23 +59,6 @@ class HeldOut:
 def say_figures(run: Run, found: Evaluation) -> None:
     """The figures of one model as a table."""
     run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigError early where a file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another place.") from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:

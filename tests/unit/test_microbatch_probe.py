@@ -9,8 +9,8 @@ from torch import nn
 
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.engine import fit
-from isopref.engine.fit import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
+from isopref.engine import microbatch_probe
+from isopref.engine.microbatch_probe import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4, stored_bytes
 from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, unwrap
@@ -113,13 +113,15 @@ def test_layers_are_found_when_they_are_sharded() -> None:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Policy:
     """A policy on a stand-in for a GPU, where a step takes 1,000 bytes and 10,000 a token, and 60 MB are free."""
-    monkeypatch.setattr(fit, "_peak", lambda _model, row, _sync: 1e3 + 1e4 * row.passes[0].input_ids.numel())
-    monkeypatch.setattr(fit, "_room", lambda *_: 6e7)
+    monkeypatch.setattr(
+        microbatch_probe, "_peak", lambda _model, row, _sync: 1e3 + 1e4 * row.passes[0].input_ids.numel()
+    )
+    monkeypatch.setattr(microbatch_probe, "_room", lambda *_: 6e7)
     return Policy(tiny_model("llama")).train()
 
 
 def fitted(policy: Policy, table: PairTable) -> Fit:
-    return fit.fit_memory(policy, table, "shared", grad_sync="last", layers=(0, 0), tokens=None)
+    return microbatch_probe.fit_microbatch(policy, table, "shared", grad_sync="last", layers=(0, 0), tokens=None)
 
 
 @pytest.mark.parametrize("longest", [9, 1500])
@@ -141,10 +143,10 @@ def test_recomputing_is_measured_only_where_it_may_be_needed(
         seen.append(recompute)
         return 1e4 * row.passes[0].input_ids.numel() * (1 - recompute / 4)
 
-    monkeypatch.setattr(fit, "_peak", peak)
-    monkeypatch.setattr(fit, "_room", lambda *_: room)
+    monkeypatch.setattr(microbatch_probe, "_peak", peak)
+    monkeypatch.setattr(microbatch_probe, "_room", lambda *_: room)
     table = PairTable.from_tokens(random_pairs(5, seed=0, longest=9))
-    found = fit.fit_memory(device, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
+    found = microbatch_probe.fit_microbatch(device, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
     assert sorted(set(seen)) == measured
     assert found.layers == layers
 
@@ -153,7 +155,7 @@ def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytes
     def out_of_memory(*_: object) -> float:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(fit, "_peak", out_of_memory)
+    monkeypatch.setattr(microbatch_probe, "_peak", out_of_memory)
     with pytest.raises(ConfigError, match=r"not even a microbatch of .* fits .*layout\.checkpointing"):
         fitted(device, PairTable.from_tokens(random_pairs(5, seed=0, longest=9)))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from isopref.data.packing import RowKind, tokens_alone
 from isopref.data.rows import build_microbatch
 from isopref.data.table import PairTable
-from isopref.engine.memory import ran_out
+from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, shorter_pairs
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.ranks import num_ranks
@@ -99,7 +99,7 @@ def _wanted(longest: int, tokens: int | None) -> int:
     return tokens or max(longest, LEAST_TOKENS)
 
 
-def fit_memory(
+def fit_microbatch(
     model: nn.Module,
     table: PairTable,
     kind: RowKind,

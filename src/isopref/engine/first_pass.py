@@ -34,7 +34,7 @@ class Scored(NamedTuple):
 Score = Callable[[Work], Scored]  # of work on the device
 
 
-class Coupling:
+class FirstPass:
     """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
 
     def __init__(self, objective: PairLoss, device: torch.device, group: dist.ProcessGroup | None = None):
@@ -45,7 +45,7 @@ class Coupling:
 
     def linear(self, step: Step, score: Score) -> Step:
         """The same step, with what the batch's loss needs to know in every microbatch. All ranks call this together."""
-        table_7N, tokens_LE = self._first_pass(step, score)
+        table_7N, tokens_LE = self._score_all(step, score)
         work = step.work
         if self.objective.coupled:
             work = self._slopes(work, table_7N)
@@ -65,7 +65,7 @@ class Coupling:
         self.past = self._next = state["past"].to(self.past.device)
 
     @torch.no_grad()
-    def _first_pass(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
+    def _score_all(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
         """What is known of all pairs in the order of the global batch, and the tokens that each expert got."""
         table_7N = torch.zeros(7, step.num_pairs, dtype=torch.float64, device=self.past.device)
         routings = []

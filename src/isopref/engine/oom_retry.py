@@ -25,7 +25,6 @@ from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
 
-FILE = "microbatch.json"
 WAYS_OUT = (
     "Recompute activations (layout.checkpointing: full), spread the model over more GPUs (layout.parallel: fsdp), or "
     "shorten the pairs"
@@ -44,13 +43,13 @@ class AgainError(Exception):
     """A rank ran out of memory before the ranks met: all of them do the step again, cut smaller."""
 
 
-class Memory:
+class OomRetry:
     """Does steps in microbatches that fit: once one did not, in smaller ones.
 
     :param loader: plans batches; its budget is what shrinks.
     :param meets: ranks of DDP meet before a step's last microbatch: gradients are reduced for each, or a first pass
-        without gradient comes before (see coupling.py).
-    :param asked: what the layout was asked to be. What was found to fit it is kept in `folder`, for a later start.
+        without gradient comes before (see first_pass.py).
+    :param asked: what the layout was asked to be. What was found to fit it is kept in `file`, for a later start.
     :param say: tells the user.
     """
 
@@ -61,11 +60,10 @@ class Memory:
         *,
         meets: bool,
         asked: Mapping[str, Any],
-        folder: Path,
+        file: Path,
         say: Callable[[str], None],
     ):
-        self.loader, self.asked, self.say = loader, dict(asked), say
-        self.file = folder / FILE
+        self.loader, self.asked, self.file, self.say = loader, dict(asked), file, say
         replicated = isinstance(model, DistributedDataParallel)
         self.meets_always = isinstance(model, FSDPModule) or (replicated and meets)
         self.together = Together() if replicated and not meets else None

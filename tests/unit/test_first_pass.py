@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isopref.data.packing import Budget, plan_step
 from isopref.data.table import PairTable
-from isopref.engine.coupling import Coupling, Score
+from isopref.engine.first_pass import FirstPass, Score
 from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
@@ -148,8 +148,8 @@ def test_bco_s_shift_is_the_mean_over_all_pairs_so_far_whatever_the_cut() -> Non
         for step in steps(cut):
             module.zero_grads()
             module.train_batch({"step": step})
-        assert module.coupling is not None
-        pasts.append(module.coupling.past.tolist())
+        assert module.first_pass is not None
+        pasts.append(module.first_pass.past.tolist())
         gradients.append(full_gradient(module.model))
     policy = module.eval_batch({"step": steps(3)[0]})[0]  # lr is 0: the policy stays where it is
     assert pasts[0][1] == 8
@@ -159,8 +159,8 @@ def test_bco_s_shift_is_the_mean_over_all_pairs_so_far_whatever_the_cut() -> Non
     gain = sum(float(getattr(policy, s)[p]) - getattr(ref, s)[p] for s in ("chosen", "rejected") for p in range(3)) / 2
     first = trained("bco_pair")
     first.train_batch({"step": steps(1)[0]})
-    assert first.coupling is not None
-    assert first.coupling.past.tolist() == pytest.approx([gain, 3.0], rel=1e-12)
+    assert first.first_pass is not None
+    assert first.first_pass.past.tolist() == pytest.approx([gain, 3.0], rel=1e-12)
 
 
 def test_the_past_is_in_the_checkpoint_and_a_dry_run_is_not_in_the_past() -> None:
@@ -183,9 +183,9 @@ def test_the_past_is_in_the_checkpoint_and_a_dry_run_is_not_in_the_past() -> Non
 @pytest.mark.parametrize("case", COUPLED)
 def test_coupling_inside_a_microbatch_would_show(case: str) -> None:
     """What others do: each microbatch is sorted by itself."""
-    linear = Coupling.linear
+    linear = FirstPass.linear
 
-    def local(self: Coupling, step: Step, score: Score) -> Step:
+    def local(self: FirstPass, step: Step, score: Score) -> Step:
         alone = []
         for work in step.work:
             places = torch.arange(len(work.place))
@@ -198,7 +198,7 @@ def test_coupling_inside_a_microbatch_would_show(case: str) -> None:
 
     cell = Cell(objective=case)
     assert measure(cell).gradient_error <= matrix.bound(cell)
-    with patch.object(Coupling, "linear", local):
+    with patch.object(FirstPass, "linear", local):
         assert measure(cell).gradient_error > 1e-3
         assert measure(replace(cell, cut="whole")).gradient_error <= matrix.bound(cell)
 

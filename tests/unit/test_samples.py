@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from isopref.build.result import last_turn
+from isopref.build.samples import last_turn
 from isopref.testing.models import byte_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"

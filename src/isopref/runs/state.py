@@ -4,7 +4,6 @@ The run holds a lock on the file for as long as it lives, however it ends. So a 
 one that goes on.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-STATE_FILE = "state.json"
+from isopref.locks import FileLock
+from isopref.runs.files import STATE_FILE
 
 Outcome = Literal["running", "finished", "stopped", "failed"]
 
@@ -36,7 +36,7 @@ def held_state(folder: Path) -> Iterator[Callable[[State], None]]:
     try:
         # Some file systems have no locks; then a run that was killed looks like one that goes on.
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            FileLock(file).take()
 
         def write(state: State) -> None:
             content = json.dumps(asdict(state), ensure_ascii=False).encode() + b"\n"
@@ -54,17 +54,9 @@ def read_state(folder: Path) -> State | None:
         with (folder / STATE_FILE).open("rb") as file:
             content = json.loads(file.read())
             state = State(**content)
-            return _killed(state) if state.outcome == "running" and not _is_held(file.fileno()) else state
+            return _killed(state) if state.outcome == "running" and not FileLock(file.fileno()).is_taken() else state
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _is_held(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
 
 
 def _killed(state: State) -> State:

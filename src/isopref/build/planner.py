@@ -20,11 +20,11 @@ from isopref.config.schema import Config
 from isopref.data import schedule
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.engine.display import Display
-from isopref.engine.fit import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
+from isopref.engine.microbatch_probe import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError, DataError
 from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import check_shard
-from isopref.models.shape import Shape, shape_of
+from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory, whole_bytes
 from isopref.plan.network import Network
@@ -129,7 +129,7 @@ class Planner:
 
     config: Config
     hardware: Hardware
-    shape: Shape
+    shape: ModelShape
     lengths: IntArray  # N, 3
 
     def plan(self, ranks: Sequence[int] = ()) -> RunPlan:

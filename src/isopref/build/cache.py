@@ -1,0 +1,36 @@
+"""`isopref cache`: the reference of all pairs of a config, scored ahead of a run."""
+
+from isopref.build import reference
+from isopref.build.data import pair_tables, say_tables
+from isopref.build.model import check_parallel, say_attention
+from isopref.build.run import opened_run, quiet_libraries, with_longest
+from isopref.config.load import to_yaml
+from isopref.config.schema import Config
+from isopref.errors import ConfigError
+from isopref.models import hf
+
+
+def fill_cache(config: Config, *, name: str) -> None:
+    """Score all pairs of a config with its reference, so that a later run finds them."""
+    with opened_run(config, name) as run:
+        quiet_libraries()
+        check_parallel(run)
+        say_attention(run)
+        if not run.loss.needs_reference:
+            raise ConfigError(
+                f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to fill. "
+                "Go on with isopref train."
+            )
+        if config.objective.reference_moves is not None:
+            raise ConfigError(
+                f"objective.reference_moves is {list(config.objective.reference_moves)}: what a moving reference says "
+                "of the training pairs cannot be known ahead of time. Go on with isopref train."
+            )
+        tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        path, setting = reference.path_of(config)
+        tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
+        say_tables(tables, run.display)
+        run = with_longest(run, tables.all)
+        found = reference.of_other_model(run, tokenizer, reference.scored_tables(run, tables), path, setting=setting)
+        pairs = sum(map(len, tables.all))
+        run.display.say(f"cache complete: the reference of all {pairs} pairs is in store {str(found.key)[:12]}")

@@ -1,0 +1,164 @@
+"""The folder of a run: opened, held and claimed, or refused for what it holds."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from isopref.build.run import Run, quiet_libraries
+from isopref.config.load import dump_config, load_config, to_yaml
+from isopref.config.schema import run_id
+from isopref.errors import RunError, StartAgainError, UserError
+from isopref.places import write_whole
+from isopref.runs.files import CONFIG_FILE, LOG_FILE
+from isopref.runs.folder import holds_run, others_in
+from isopref.runs.lock import locked
+
+Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
+
+
+def goes_on(run: Run, resume: Resume) -> bool:
+    """Whether a run starts from a checkpoint. A process that its launcher restarted does."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
+    if resume == "must":
+        return True
+    return (resume == "auto" or restarted) and holds_run(run.folder)
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the folder holds the result of the run already. Raises RunError where it is that of another."""
+    if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
+        return False
+    _refuse_other_math(run, ("model", "data", "objective", "optim"))
+    return True
+
+
+@contextmanager
+def open_folder(run: Run, resume: bool) -> Iterator[None]:
+    """Make the run's folder, or refuse one that holds anything else; hold it, and send the engine's log into it.
+
+    What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
+    no folder behind.
+    """
+    try:
+        _refuse_folder(run, resume)
+    except OSError as error:
+        raise RunError(f"run.folder: cannot read {run.folder} ({error}). Choose another.") from error
+    run.env.barrier()
+    with _held_folder(run):
+        yield
+
+
+@contextmanager
+def _removed_if_unused(folder: Path) -> Iterator[None]:
+    """Remove a folder that was made for a run which is then refused. It is held meanwhile: nobody else uses it."""
+    try:
+        yield
+    except UserError:
+        if not others_in(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; returns whether there was none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def _held_folder(run: Run) -> Iterator[None]:
+    with ExitStack() as stack:
+        if run.env.is_first:
+            try:
+                made = _make(run.folder)
+                stack.enter_context(locked(run.folder))
+                if made:
+                    stack.enter_context(_removed_if_unused(run.folder))
+                stack.enter_context(_engine_log(run.folder / LOG_FILE))
+            except OSError as error:
+                raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
+        quiet_libraries()
+        run.env.barrier()
+        if apart := run.env.ranks_without(run.folder):
+            raise RunError(
+                f"run.folder: rank {apart[0]} does not see what rank 0 writes to {run.folder.absolute()}. Checkpoints "
+                "have parts from every rank: set run.folder to a folder that all machines share."
+            )
+        ranks = f"{run.env.world_size} x {run.env.device.type}"
+        run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
+        yield
+
+
+@contextmanager
+def _engine_log(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    for name in ("olmo_core", "isopref"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def claim_folder(run: Run) -> None:
+    """Write the resolved config: the folder holds this run from here on.
+
+    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
+    and a resume that is refused leaves it as it was.
+    """
+    if run.env.is_first:
+        write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
+
+
+def _refuse_folder(run: Run, resume: bool) -> None:
+    """Raise RunError where the folder's content and `resume` do not go together."""
+    has_run = holds_run(run.folder)
+    if has_run and run.config.run.export and run.model_folder.exists():
+        raise RunError(
+            f"{run.folder} contains a finished run. Set run.folder to start a new one, or remove that folder."
+        )
+    if has_run and not resume:
+        raise RunError(
+            f"{run.folder} already contains a run. Resume it with --resume, or set run.folder to start a new one."
+        )
+    if resume and not has_run:
+        named = " Its name has the run id, which changes with the math." if run.config.run.folder is None else ""
+        raise RunError(f"--resume: {run.folder} holds no run.{named} Start it without --resume, or check run.folder.")
+    if resume:
+        _refuse_other_math(run)
+    elif others := others_in(run.folder):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise RunError(
+            f"run.folder: {run.folder} is not an isopref run: it contains {', '.join(others[:3])}{more}. Set "
+            "run.folder to a new or empty folder."
+        )
+
+
+def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:
+    """Raise RunError where the run in the folder has another model, objective or optimizer.
+
+    Data may have moved: a run that goes on compares the pairs themselves (PairLoader).
+    """
+    before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
+    changed = [
+        f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
+        for section in sections
+        for name, value in before[section].items()
+        if now[section][name] != value
+    ]
+    if changed:
+        raise RunError(
+            f"--resume: the run in {run.folder} had another config: {'; '.join(changed)}. Only layout and run may "
+            "change. Use the first values, or start a new run in another run.folder."
+        )

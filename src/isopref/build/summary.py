@@ -1,0 +1,48 @@
+"""The end of a run: its report page, and what to do next."""
+
+import logging
+from pathlib import Path
+
+from isopref.build.run import Run
+from isopref.models import hf
+from isopref.places import write_whole
+from isopref.report.html import page
+from isopref.runs.files import LOG_FILE, METRICS_FILE, REPORT_FILE
+from isopref.runs.read import read_run
+
+log = logging.getLogger(__name__)
+
+
+def write_report(run: Run) -> None:
+    """A page that shows the run, in its folder. The run is done: no fault of the page may look like one of it."""
+    if not run.env.is_first:
+        return
+    try:
+        write_whole(run.folder / REPORT_FILE, page([read_run(run.folder)]).encode())
+    except Exception as error:
+        log.exception("the report could not be made")
+        run.display.say(
+            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see {LOG_FILE}."
+        )
+
+
+def say_end(run: Run, seconds: float) -> None:
+    """How long it took, where everything is, and what to type next."""
+    run.display.say(f"\nDone in {int(seconds) // 60} min {int(seconds) % 60} s.")
+    if (run.folder / REPORT_FILE).exists():
+        run.display.say(f"  report      {run.folder / REPORT_FILE}, for a browser")
+    run.display.say(f"  metrics     {run.folder / METRICS_FILE}")
+    if run.config.run.export:
+        adapted = run.config.model.adapter is not None
+        what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
+        load = f":\n              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})"
+        if adapted and hf.locate(run.config.model.path, setting="model.path").gguf_file:
+            load = ", on a GGUF file, which others do not load an adapter on"
+        merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
+        if run.config.model.native:
+            run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
+        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
+        run.display.say(
+            f"  model       {run.model_folder}, {what}{load}\n{merge}"
+            f"  next        isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
+        )

@@ -1,0 +1,184 @@
+"""Training a config from beginning to end: `train` reads as the stages of a run, in their order."""
+
+import time
+from signal import Signals
+from typing import Any, NamedTuple
+
+from olmo_core.train import Trainer
+from torch import nn
+
+from isopref.build import export, reference, samples, summary
+from isopref.build.beginning import Beginning, Models, NamedTable
+from isopref.build.data import Tables, pair_tables, say_tables
+from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
+from isopref.build.held_out import HeldOut
+from isopref.build.loggers import check_loggers
+from isopref.build.microbatch import check_train_budget, settle_layout
+from isopref.build.model import add_adapter, check_parallel, load_policy, say_attention, say_unused, score_all, spread
+from isopref.build.record import recorded
+from isopref.build.reference import Reference
+from isopref.build.run import Run, opened_run, with_longest
+from isopref.build.trainer import build_trainer, checkpointer, train_steps
+from isopref.config.schema import Config
+from isopref.data.templates import NO_TEMPLATE, read_template
+from isopref.errors import FirstStepError
+from isopref.models import hf
+from isopref.models.experts import check_routers
+from isopref.models.policy import Policy
+from isopref.reference.store import Store
+from isopref.score import TableLogps
+
+
+class Data(NamedTuple):
+    """What a run trains on and holds out."""
+
+    tokenizer: Any
+    tables: Tables
+    scored: list[NamedTable]  # what the reference scores ahead of training
+
+
+class Evaluated(NamedTuple):
+    """Held-out pairs, and what the model says of them before it is trained."""
+
+    pairs: HeldOut
+    start: TableLogps
+
+
+def train(config: Config, *, name: str, resume: Resume = "no") -> Signals | None:
+    """Run a config from beginning to end. `name` is the config file's, for the default folder.
+
+    Returns the signal that stopped the run before its last step; None if the run is finished.
+    """
+    started = time.perf_counter()
+    with opened_run(config, name) as run:
+        again = goes_on(run, resume)
+        if again and resume == "auto" and is_finished(run):
+            run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
+            return None
+        with open_folder(run, again):
+            stopped_by = _train(run, again)
+            if stopped_by is None:
+                summary.write_report(run)
+                summary.say_end(run, time.perf_counter() - started)
+        if stopped_by is not None:
+            # The launcher kills all ranks as soon as one exits with an error, so the first rank must be done writing.
+            run.env.barrier()
+        return stopped_by
+
+
+def _train(run: Run, resume: bool) -> Signals | None:
+    """Returns the signal that stopped the run before its last step, if one did."""
+    _check_settings(run)
+    run, data = _read_data(run)
+    beginning = Beginning(run, resume)
+    ref = _reference_apart(run, data, beginning)
+    policy = _load_policy(run, data)
+    store = reference.open_store(run, policy, run.config.model.path) if ref is None else None
+    models = _models(run, policy, ref, store)
+    beginning.check(models)
+    add_adapter(run, policy)  # after the store: its key is that of the model without
+    before = samples.first_answers(run, policy, data.tokenizer, data.tables.held_out)
+    model = spread(run, policy)
+    moving = None if run.config.objective.reference_moves is None else reference.moving(run)
+    run = settle_layout(run, model, data.tables.train)
+    if store is not None:
+        # Before a checkpoint can be restored: the reference is the model as it was given, always.
+        ref = reference.in_store(run, store, data.scored, lambda: model, beginning)
+    assert ref is not None
+    held_out = _held_out(run, model, data, ref)
+    pairs = None if held_out is None else held_out.pairs
+    trainer = build_trainer(run, model, data.tables.train, moving or ref.logps[0], pairs, resume)
+    beginning.write(models, data.scored, ref.logps)
+    claim_folder(run)
+    with recorded(run, trainer, data.tables.train, ref.key):
+        stopped_by = _fit(run, trainer, store, beginning)
+        if stopped_by is None:
+            _finish(run, trainer, model, data, held_out, before)
+    return stopped_by
+
+
+def _check_settings(run: Run) -> None:
+    """Refuse what cannot work, before any work is done."""
+    check_parallel(run)
+    check_loggers(run)
+    say_attention(run)
+
+
+def _read_data(run: Run) -> tuple[Run, Data]:
+    """The pairs, tokenised; and the run, which now knows how long they are."""
+    config = run.config
+    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
+    say_tables(tables, run.display)
+    if config.data.template not in (None, NO_TEMPLATE):
+        tokenizer.chat_template = read_template(config.data.template)  # exported with the model
+    check_train_budget(run, tables.train)
+    run = with_longest(run, tables.all)
+    return run, Data(tokenizer, tables, reference.scored_tables(run, tables))
+
+
+def _reference_apart(run: Run, data: Data, beginning: Beginning) -> Reference | None:
+    """The reference, if it is another model: loaded, scored and gone before there is a policy. Zeros without one.
+
+    Returns None if the policy itself is the reference, before its first step.
+    """
+    if run.starts_at_reference:
+        return None
+    if not run.loss.needs_reference:
+        return reference.none_needed(data.scored)
+    return reference.of_other_model(
+        run, data.tokenizer, data.scored, run.config.model.reference, setting="model.reference", beginning=beginning
+    )
+
+
+def _load_policy(run: Run, data: Data) -> Policy:
+    """The model that is to be trained, without a new adapter; it takes the pairs that there are."""
+    policy = load_policy(run)
+    say_unused(run, policy)
+    if run.loss.balance_weight:
+        check_routers(policy.model)
+    for table in data.tables.all:
+        hf.check_fits(policy.model, data.tokenizer, table.lengths, table.origin)
+    return policy
+
+
+def _models(run: Run, policy: Policy, ref: Reference | None, store: Store | None) -> Models:
+    """What a resumed run must find again. Without a store nothing else knows the model under an adapter."""
+    if store is not None:
+        return Models(store.identity)
+    assert ref is not None
+    return Models(ref.identity, reference.frozen_identity(run, policy))
+
+
+def _held_out(run: Run, model: nn.Module, data: Data, ref: Reference) -> Evaluated | None:
+    """The held-out pairs, if any, scored by the model as it is before training."""
+    table = data.tables.held_out
+    if table is None:
+        return None
+    pairs = HeldOut(run, table, ref.logps[-1])
+    # With ld_alpha the reference's values lack what the likelihood needs.
+    known = run.starts_at_reference and run.loss.ld_alpha == 1
+    return Evaluated(pairs, ref.logps[-1] if known else score_all(run, model, table, "held-out"))
+
+
+def _fit(run: Run, trainer: Trainer, store: Store | None, beginning: Beginning) -> Signals | None:
+    """Returns the signal that stopped training before its last step, if one did."""
+    try:
+        return train_steps(run, trainer)
+    except FirstStepError as error:
+        beginning.forget_values()
+        again = "" if store is None else f" To score the reference again: isopref cache rm {store.key}"
+        raise FirstStepError(error.what, f"Try layout.rows: padded.{again}") from error
+
+
+def _finish(
+    run: Run, trainer: Trainer, model: nn.Module, data: Data, held_out: Evaluated | None, before: samples.Before
+) -> None:
+    """Show what training did, and export the model."""
+    if held_out is not None:
+        held_out.pairs.say_effect(held_out.start, held_out.pairs.logps_at(trainer.global_step, model))
+    if run.config.run.export:
+        checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
+        export.export_best(run, trainer, model, data.tokenizer)
+        export.export_model(run, model, data.tokenizer)
+        samples.say_answers(run, model, data.tokenizer, before)

@@ -1,0 +1,1 @@
+"""Callbacks of OLMo-core's Trainer, one module each."""

@@ -1,0 +1,71 @@
+"""Warnings about skipped steps (see engine/guard.py), and the end of a run that skips too many."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from olmo_core.train.callbacks import Callback
+
+from isopref.engine.display import Display
+from isopref.engine.guard import MOST_IN_A_ROW, Skipped
+from isopref.engine.loader import PairLoader
+from isopref.engine.step import Step
+from isopref.ranks import own_rank
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class GuardCallback(Callback):
+    """Says which steps were skipped and why, and stops the run when there is no end to them.
+
+    A train module adds one to a trainer that has none.
+
+    :param display: where it is said. None: in the log, as is usual in a script.
+    :param origin: what a pair of the table is called.
+    """
+
+    display: Display | None = None
+    origin: Callable[[int], str] = "pair {}".format
+    gave_up: bool = False
+    _step: Step | None = None
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        self._step = batch.get("step")
+
+    def post_step(self) -> None:
+        module: Any = self.trainer.train_module
+        found = module.guard.report() if module.logs_now() else None
+        if found is None:
+            return
+        more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
+        self._warn(f"step {found.first} was skipped{more}: {self._cause(found)}")
+        if found.in_a_row >= MOST_IN_A_ROW:
+            self.gave_up = True
+            self.trainer.cancel_run(f"{found.in_a_row} steps in a row were skipped", no_sync=True)
+
+    def _warn(self, text: str) -> None:
+        if self.display is not None:
+            self.display.say(f"warning: {text}")
+        elif own_rank() == 0:
+            log.warning(text)
+
+    def _cause(self, found: Skipped) -> str:
+        if found.pair is not None:
+            return f"the loss of {self.origin(found.pair)} is not finite. The weights are as before."
+        pair = self._blame() if found.first == self.step else None
+        if pair is not None:
+            return f"the gradient of {self.origin(pair)} is not finite. The weights are as before."
+        return "its gradient is not finite, though the loss of every pair is. The weights are as before."
+
+    def _blame(self) -> int | None:
+        """The pair of this step whose gradient alone is not finite. All ranks search together."""
+        module, loader = self.trainer.train_module, self.trainer.data_loader
+        if self._step is None or self._step.index is None or not isinstance(loader, PairLoader):
+            return None
+        for pair in self._step.index.tolist():
+            if not module.is_finite(loader.step(np.array([pair]))):  # type: ignore[attr-defined]
+                return int(pair)
+        return None

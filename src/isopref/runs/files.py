@@ -1,0 +1,24 @@
+"""Names of what is in a run's folder.
+
+Checkpoints have files of their own; their names are in engine/checkpoints.py.
+"""
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.json"
+REWARDS_FILE = "rewards.npz"
+SAMPLES_FILE = "samples.jsonl"
+SPOT_CHECKS_FILE = "spot_checks.json"
+STARTS_FILE = "starts.jsonl"
+STATE_FILE = "state.json"
+REPORT_FILE = "report.html"
+LOG_FILE = "engine.log"
+LOCK_FILE = ".lock"
+MODELS_FILE = "reference.json"  # the models that the run began with (build/beginning.py)
+VALUES_FOLDER = "reference"  # what the reference said of the pairs (build/beginning.py)
+MICROBATCH_FILE = "microbatch.json"  # the microbatch that fits, after a lack of memory (engine/oom_retry.py)
+CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_FOLDER = "model"
+BEST_FOLDER = "model_best"
+NATIVE_FOLDER = "olmo_core"
+TENSORBOARD_FOLDER = "tensorboard"
