@@ -40,6 +40,12 @@ class Measured:
     logp: float | None
 
 
+def check_file(run: Run) -> None:
+    """Raise DataError if the file of run.spot_checks cannot be used, before anything is computed."""
+    if run.config.run.spot_checks is not None:
+        read_spot_checks(run.config.run.spot_checks)
+
+
 def tokenised(run: Run, policy: Policy, tokenizer: Any) -> Tokenised | None:
     """The file of run.spot_checks, if the config names one. Raises DataError."""
     spec = run.config.run.spot_checks

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from olmo_core.train import Trainer
 from torch import nn
 
-from isopref.build import export, reference, samples, summary
+from isopref.build import export, reference, samples, spot_checks, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import Tables, pair_tables, say_tables
 from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
@@ -101,6 +101,7 @@ def _check_settings(run: Run) -> None:
     """Refuse what cannot work, before any work is done."""
     check_parallel(run)
     check_loggers(run)
+    spot_checks.check_file(run)
     say_attention(run)
 
 
