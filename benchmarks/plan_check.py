@@ -14,7 +14,7 @@ import workload
 from transformers import LlamaConfig, LlamaForCausalLM
 from vs_trl import CELLS
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.build.model import new_adapter
 from isopref.cards import CARDS, GIB
 from isopref.config.values import AdapterConfig
@@ -73,7 +73,7 @@ def compare(result: dict[str, Any]) -> Comparison:
             some,
             Budget("shared", tokens),
             pairs=len(lengths),
-            attention_share=auto.attention_share(shape.width),
+            attention_share=resolve.attention_share(shape.width),
         )
         for some in (batches, batches[cell.warmup :])
     )

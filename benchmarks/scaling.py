@@ -19,7 +19,7 @@ import torch
 import workload
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.cards import CARDS, GIB
 from isopref.data.packing import Budget, plan_step
 from isopref.models.shape import ModelShape, shape_of
@@ -101,13 +101,13 @@ def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Foreca
         [workload.lengths("chat", pairs)],
         Budget("shared", TOKENS),
         pairs=pairs,
-        attention_share=auto.attention_share(shape.width),
+        attention_share=resolve.attention_share(shape.width),
     )
 
 
 def balance(shape: ModelShape, pairs: int, ranks: int) -> float:
     """Of tokens: mean over the slowest, microbatch by microbatch."""
-    share = auto.attention_share(shape.width)
+    share = resolve.attention_share(shape.width)
     loads = step_loads(workload.lengths("chat", pairs), Budget("shared", TOKENS), ranks=ranks, attention_share=share)
     return float(loads.tokens.sum() / ranks / loads.tokens.max(axis=0).sum())
 
@@ -116,7 +116,7 @@ def planning_ms(pairs: int, ranks: int) -> float:
     lengths, times = workload.lengths("chat", pairs), []
     for _ in range(3):
         started = time.process_time()
-        plan_step(lengths, Budget("shared", TOKENS), num_ranks=ranks, attention_share=auto.attention_share(4096))
+        plan_step(lengths, Budget("shared", TOKENS), num_ranks=ranks, attention_share=resolve.attention_share(4096))
         times.append(time.process_time() - started)
     return 1000 * min(times)
 

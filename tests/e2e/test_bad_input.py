@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.ops import flash
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def test_weights_that_are_not_finite_in_a_native_model(make_project: MakeProject
 def test_weights_that_are_not_finite_and_sharded_from_the_host(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    monkeypatch.setattr(resolve, "from_host", lambda *_args, **_options: True)
     broken = spoiled(project, "transformer.wte.weight")
     message = project.refused("run", *QUICK, f"model.path={broken}", "layout.parallel=fsdp")
     assert message.startswith(

@@ -41,10 +41,10 @@ class Scored:
         self.num_pairs = 0
         original = Policy.forward
 
-        def forward(policy: Policy, microbatch: Any, **options: Any) -> Any:
+        def forward(policy: Policy, microbatch: Any, *needs: Any) -> Any:
             if not policy.training:
-                self.num_pairs += microbatch.num_pairs
-            return original(policy, microbatch, **options)
+                self.num_pairs += microbatch.num_comparisons
+            return original(policy, microbatch, *needs)
 
         monkeypatch.setattr(Policy, "forward", forward)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.testing import oracle
@@ -28,7 +28,7 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise AssertionError("the model was moved as a whole")
 
-    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    monkeypatch.setattr(resolve, "from_host", lambda *_args, **_options: True)
     monkeypatch.setattr(Policy, "to", refuse)
 
 
@@ -64,7 +64,7 @@ def test_weights_of_16_bits_are_widened_on_the_way(
         patch.setattr(hf, "load_narrow", lambda *_args, **_options: None)
         project.train("loaded", *changes)
     project.train("placed", *changes)
-    monkeypatch.setattr(auto, "from_host", lambda *_args, **_options: True)
+    monkeypatch.setattr(resolve, "from_host", lambda *_args, **_options: True)
     done = project.isopref("train", "my.yaml", *changes, "run.folder=sharded")
     assert done.code == 0, done.err
     assert "cache 23 of 23 training pairs have their reference" in done.out  # under the same key

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from isopref.build.auto import state_bytes
+from isopref.build.resolve import state_bytes
 from isopref.engine.optim import build_optimizer
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.policy import Policy

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.build.run import Run
 from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.data.table import PairTable
@@ -57,7 +57,7 @@ def settle_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
         grad_sync=run.grad_sync,
         layers=(fewest, every),
         tokens=tokens,
-        state_share=auto.state_bytes(run.config.optim.kind, weight, in_matrices=0.0) / weight,
+        state_share=resolve.state_bytes(run.config.optim.kind, weight) / weight,
     )
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
@@ -67,19 +67,16 @@ def settle_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
 
 
 def _grad_sync(run: Run, model: nn.Module) -> GradSync:
-    """What layout.grad_sync: auto chooses, said aloud where there is a choice."""
-    asked = run.config.layout.grad_sync
-    if asked != "auto":
-        return asked
-    # Under an adapter it is the frozen weights that `last` keeps whole.
-    adapted = run.config.model.adapter is not None
-    what = "model" if adapted else "gradient"
-    whole = sum(stored_bytes(parameter) for parameter in model.parameters() if adapted or parameter.requires_grad)
-    kept = whole / run.config.layout.tensor_parallel
+    """When gradients are reduced, said aloud where `auto` has a choice."""
+    config = run.config
+    what = "gradient" if config.model.adapter is None else "model"
+    whole = sum(stored_bytes(parameter) for parameter in model.parameters())
+    trained = sum(stored_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    kept = resolve.kept_whole(config, trained=trained, whole=whole) / config.layout.tensor_parallel
     room = device_memory(run.env.device)
     sharded = isinstance(model, FSDPModule)
-    chosen = auto.grad_sync(kept, room, sharded=sharded, offload=run.config.layout.offload)
-    if sharded:
+    chosen = resolve.grad_sync(config, kept, room, sharded=sharded)
+    if sharded and config.layout.grad_sync == "auto":
         run.display.say(
             f"layout.grad_sync: auto is {chosen}: the whole {what} takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
         )

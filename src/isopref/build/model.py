@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
@@ -109,7 +109,7 @@ def from_host(run: Run, policy: Policy) -> bool:
     sharded = layout.offload or (run.env.world_size > 1 and layout.parallel in ("auto", "fsdp", "hsdp"))
     weights = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
     room = device_memory(run.env.device)
-    return auto.from_host(weights, room, sharded=sharded and layout.tensor_parallel == 1)
+    return resolve.from_host(weights, room, sharded=sharded and layout.tensor_parallel == 1)
 
 
 def weight_bytes(policy: Policy, parameter: nn.Parameter) -> int:
@@ -244,17 +244,12 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 
 
 def _compiles(run: Run, policy: Policy) -> bool:
-    """What layout.compile: null chooses. Only the CUDA kernel takes a row whole; others would compile each row anew."""
-    asked, model, layout = run.config.layout.compile, run.config.model, run.config.layout
-    summed = adapter.summed_parameters(policy.model)
-    fit = (
-        run.env.device.type == "cuda"
-        and "bfloat16" in (model.compute_dtype or model.dtype)
-        and layout.rows in ("shared", "packed")
-        and not run.loss.balance_weight
-        and not summed
-    )
-    if asked and run.loss.balance_weight:
+    """Whether layers are compiled; said aloud where layout.compile leaves it open. Raises ConfigError."""
+    asked, rows = run.config.layout.compile, run.config.layout.rows
+    summed = bool(adapter.summed_parameters(policy.model))
+    balanced = bool(run.loss.balance_weight)
+    can = resolve.can_compile(run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, summed=summed)
+    if asked and balanced:
         raise ConfigError(
             "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
             "decide. Remove one of the two."
@@ -264,17 +259,15 @@ def _compiles(run: Run, policy: Policy) -> bool:
             "layout.compile: true with an adapter of fused experts, whose layers would be compiled for each pass anew. "
             "Remove layout.compile, or name model.adapter.targets without experts and routers."
         )
-    if asked and not fit and layout.rows in ("shared", "packed"):
+    if asked and not can and rows in ("shared", "packed"):
         raise ConfigError(
-            f"layout.compile: true with layout.rows: {layout.rows} needs a CUDA GPU and bfloat16 "
+            f"layout.compile: true with layout.rows: {rows} needs a CUDA GPU and bfloat16 "
             "(model.compute_dtype), else every row would be compiled anew. Remove layout.compile."
         )
-    if asked is not None:
-        return asked
-    if fit and has_layers(policy) and policy.native is None:
+    chosen = resolve.compiles(run.config, can=can, has_layers=has_layers(policy), native=policy.native is not None)
+    if chosen and asked is None:
         run.display.say("layout.compile: null compiles the layers; the first steps take a minute longer")
-        return True
-    return False
+    return chosen
 
 
 def _say_precision(run: Run) -> None:
@@ -324,18 +317,17 @@ def pair_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], N
 
 
 def _parallel(run: Run, policy: Policy) -> Parallel:
-    """What layout.parallel: auto chooses, said aloud."""
-    asked = run.config.layout.parallel
-    if asked != "auto":
-        return asked
-    why, ranks = run.config.only_fsdp_for, run.env.world_size
-    # Weights, also those of a reference that moves; of what is trained the gradient and two moments.
-    weights = 1 if run.config.objective.reference_moves is None else 2
-    state = sum((weights + 3 * p.requires_grad) * weight_bytes(policy, p) for p in policy.parameters())
+    """How the policy lies on the ranks; said aloud where layout.parallel leaves it open."""
+    config, ranks = run.config, run.env.world_size
+    whole = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
+    trained = sum(weight_bytes(policy, parameter) for parameter in policy.parameters() if parameter.requires_grad)
+    state = resolve.training_bytes(config, trained=trained, whole=whole)
     room = device_memory(run.env.device)
-    chosen = auto.parallel(state, room, only_fsdp=why is not None, ranks=ranks)
-    if why is not None:
-        run.display.say(f"layout.parallel: auto is {chosen}, for {why}")
+    chosen = resolve.parallel(config, state, room, ranks=ranks)
+    if config.layout.parallel != "auto":
+        return chosen
+    if config.only_fsdp_for is not None:
+        run.display.say(f"layout.parallel: auto is {chosen}, for {config.only_fsdp_for}")
     elif ranks > 1:
         run.display.say(
             f"layout.parallel: auto is {chosen}: {state / 2**30:.1f} GiB of weights, gradients and optimizer for "

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.build.data import pair_tables
 from isopref.build.model import check_base, new_adapter
 from isopref.build.run import loss_of
@@ -136,7 +136,7 @@ class Planner:
         layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
         run = self._settled_forecast(layout, fit, why_not)
         shared, packed = (int(tokens_alone(self.lengths, kind).sum()) for kind in ("shared", "packed"))
-        steps = self._steps()
+        steps = resolve.num_steps(self.config.optim, len(self.lengths))
         return RunPlan(
             parameters=self.shape.parameters,
             pairs=len(self.lengths),
@@ -179,7 +179,7 @@ class Planner:
             self.batches,
             self._budget(tokens),
             pairs=len(self.lengths),
-            attention_share=auto.attention_share(self.shape.width),
+            attention_share=resolve.attention_share(self.shape.width),
             room=self.usable,
         )
 
@@ -190,11 +190,6 @@ class Planner:
     def _longest(self) -> int:
         return int(tokens_alone(self.lengths, self.config.layout.rows).max())
 
-    def _steps(self) -> int:
-        optim = self.config.optim
-        every = optim.epochs * schedule.num_batches(len(self.lengths), optim.batch_pairs)
-        return min(every, optim.max_steps or every)
-
     def _layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
         """The config's layout on so many ranks, with what `auto` would choose."""
         model, asked = self.config.model, self.config.layout
@@ -204,37 +199,32 @@ class Planner:
         frozen = in_four_bits * NF4_BYTES + (1 - in_four_bits) * (weight if model.adapter is None else compute)
         trained, rest = weight * self.shape.trained_parameters, frozen * self.shape.frozen_parameters
         whole, room = trained + rest, self.hardware.card.memory
-        chosen = parallel or asked.parallel
-        loss = loss_of(self.config)
-        references = int(self.config.objective.reference_moves is not None)
-        if chosen == "auto":
-            state = 3 * trained + (1 + references) * whole
-            chosen = auto.parallel(state, room, only_fsdp=self.config.only_fsdp_for is not None, ranks=ranks)
+        loss, references = loss_of(self.config), resolve.num_references(self.config)
+        state = resolve.training_bytes(self.config, trained=trained, whole=whole)
+        chosen = parallel or resolve.parallel(self.config, state, room, ranks=ranks)
         if chosen == "single" and ranks > 1:
             raise ConfigError(f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set it to auto.")
         sharded = chosen in ("fsdp", "hsdp")
         node = self.hardware.network.ranks_per_node
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
-        sync = asked.grad_sync
-        if sync == "auto":
-            sync = auto.grad_sync(whole if model.adapter else trained, room, sharded=sharded, offload=asked.offload)
-        from_host = auto.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
+        kept = resolve.kept_whole(self.config, trained=trained, whole=whole)
+        summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
+        can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
+        compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers, native=model.native)
+        from_host = resolve.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
         return Layout(
             rows=asked.rows,
             parallel=chosen,
             ranks=ranks,
             shard=shard if sharded else 1,
-            grad_sync=sync,
-            compiled=(bool(asked.compile) if model.native else asked.compile is not False)
-            and compute == 2
-            and asked.rows in ("shared", "packed")
-            and not (loss.balance_weight or self.shape.summed_parameters),
+            grad_sync=resolve.grad_sync(self.config, kept, room, sharded=sharded),
+            compiled=can and compiled,
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             weight_bytes=weight,
             compute_bytes=compute,
             frozen_bytes=frozen,
             quantised=quantised,
-            state_bytes=auto.state_bytes(self.config.optim.kind, weight, in_matrices=self.shape.share_in_matrices),
+            state_bytes=resolve.state_bytes(self.config.optim.kind, weight, in_matrices=self.shape.share_in_matrices),
             offload=asked.offload,
             from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,

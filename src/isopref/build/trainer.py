@@ -11,12 +11,11 @@ from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
-from isopref.build import auto
+from isopref.build import resolve
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
-from isopref.data.schedule import num_batches
 from isopref.data.table import PairTable
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 from isopref.engine.callbacks.evaluation import EvaluateCallback
@@ -64,8 +63,7 @@ def build_trainer(
     if run.num_shares > optim.batch_pairs:
         ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
         run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_pairs} pairs a step; some stay idle")
-    every = optim.epochs * num_batches(len(table), optim.batch_pairs)
-    steps = min(every, optim.max_steps or every)
+    every, steps = resolve.all_steps(optim, len(table)), resolve.num_steps(optim, len(table))
     part = f" of {every} (optim.max_steps)" if steps < every else ""
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
     run.display.say(
@@ -211,7 +209,7 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
         work_dir=str(run.folder),
         dp_rank=run.env.rank // run.config.layout.tensor_parallel,
         dp_world_size=run.num_shares,
-        attention_share=auto.attention_share(width),
+        attention_share=resolve.attention_share(width),
         pin_memory=run.env.device.type == "cuda",
     )
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.adapter import summed_parameters
 from isopref.models.flops import UsefulFlops
+from isopref.models.parallel import has_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -24,6 +25,7 @@ class ModelShape:
     frozen_in_maps: int  # numbers of all those that are not trained; what experts are fused into is no linear map
     summed_parameters: int  # that have an adapter, and are held a second time, with its update
     layers: int
+    has_layers: bool  # the model says which blocks they are, so that they can compile and recompute
     width: int
     heads: int
     key_width: int  # of the keys of one token and layer, all key heads together
@@ -78,6 +80,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
         summed_parameters=summed_parameters(model),
         layers=config.num_hidden_layers,
+        has_layers=has_layers(policy),
         width=config.hidden_size,
         heads=heads,
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),

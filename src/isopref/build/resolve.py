@@ -1,0 +1,99 @@
+"""What a config's layout becomes: pure rules, which `train` and `isopref plan` both follow.
+
+A run knows its model and its card; a plan knows the model's shape and the card's name. Both bring sizes in bytes, and
+nothing here looks at a device.
+"""
+
+from isopref.config.schema import Config, OptimConfig
+from isopref.data.schedule import num_batches
+from isopref.models.parallel import GradSync, Parallel
+
+STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optimizer are sharded
+BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block of a number's average
+GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
+WHOLE_SHARE = 0.8  # of a device's memory: with more, a model is sharded from the host's memory
+
+
+def all_steps(optim: OptimConfig, pairs: int) -> int:
+    """Steps of all epochs over so many pairs."""
+    return optim.epochs * num_batches(pairs, optim.batch_pairs)
+
+
+def num_steps(optim: OptimConfig, pairs: int) -> int:
+    """Steps of a run, which optim.max_steps may cut short."""
+    every = all_steps(optim, pairs)
+    return min(every, optim.max_steps or every)
+
+
+def num_references(config: Config) -> int:
+    """Models in memory beside the one that is trained: a reference that moves."""
+    return int(config.objective.reference_moves is not None)
+
+
+def training_bytes(config: Config, *, trained: float, whole: float) -> float:
+    """Bytes of weights, gradients and two averages, from those of the trained weights and of all weights."""
+    return 3 * trained + (1 + num_references(config)) * whole
+
+
+def parallel(config: Config, state: float, room: float, *, ranks: int) -> Parallel:
+    """layout.parallel, or what `auto` chooses. `state`: what `training_bytes` says; `room`: bytes a rank has."""
+    if config.layout.parallel != "auto":
+        return config.layout.parallel
+    if config.only_fsdp_for is not None:
+        return "fsdp"
+    if ranks == 1:
+        return "single"
+    return "ddp" if state < STATE_SHARE * room else "fsdp"
+
+
+def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool) -> bool:
+    """Whether layers compile once for all rows. Only the CUDA kernel takes a row whole; others compile each row again.
+
+    `balanced`: the loss needs what routers decide, which compiled layers do not show. `summed`: an adapter is on fused
+    experts, whose layers would compile in every pass.
+    """
+    half = (config.model.compute_dtype or config.model.dtype) == "bfloat16"
+    return on_cuda and half and config.layout.rows in ("shared", "packed") and not balanced and not summed
+
+
+def compiles(config: Config, *, can: bool, has_layers: bool, native: bool) -> bool:
+    """layout.compile, or what null chooses. `can`: from `can_compile`; `has_layers`: the model names its layers."""
+    if config.layout.compile is not None:
+        return config.layout.compile
+    return can and has_layers and not native
+
+
+def kept_whole(config: Config, *, trained: float, whole: float) -> float:
+    """Bytes that layout.grad_sync: last keeps on every sharded rank: gradients; under an adapter the frozen weights."""
+    return trained if config.model.adapter is None else whole
+
+
+def grad_sync(config: Config, kept: float, room: float, *, sharded: bool) -> GradSync:
+    """layout.grad_sync, or what `auto` chooses. Only sharded ranks pay memory for `last`: what `kept_whole` says."""
+    asked = config.layout.grad_sync
+    if asked != "auto":
+        return asked
+    return "last" if not sharded or (kept < GRADIENT_SHARE * room and not config.layout.offload) else "every"
+
+
+def from_host(weights: float, room: float, *, sharded: bool) -> bool:
+    """Whether a model of `weights` bytes is sharded layer by layer from the host's memory, never whole on a device."""
+    return sharded and weights > WHOLE_SHARE * room
+
+
+def attention_share(width: int) -> float:
+    """Cost of attending to one token over that of passing one through the linear maps, for the planner of rows.
+
+    The one takes 4 D flops of a layer, the other about 24 D^2.
+    """
+    return 1 / (6 * width)
+
+
+def state_bytes(kind: str, weight: int, *, in_matrices: float = 0.0) -> float:
+    """Bytes of the optimizer for each trained number of `weight` bytes; `in_matrices`: share in layers' matrices.
+
+    Without a share it is the most that the optimizer can take.
+    """
+    if "8bit" in kind:
+        return 2 * BYTES_8BIT
+    return weight * (2 - in_matrices if kind == "muon" else 2)  # Muon has one average for the layers' matrices
