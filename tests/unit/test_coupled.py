@@ -18,7 +18,8 @@ from isopref.engine.coupling import Coupling, Score
 from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
-from isopref.losses import PairLoss, Whole, pair_loss
+from isopref.objectives.coupled import Whole
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.testing import matrix
 from isopref.testing.equations import BATCH_CASES, batch_loss
 from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, measure
