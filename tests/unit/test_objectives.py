@@ -290,10 +290,10 @@ def test_wrong_parameters_and_wrong_fields_are_reported_at_once() -> None:
 @pytest.mark.parametrize("name", PARAMS)
 def test_the_run_id_follows_every_parameter(name: str) -> None:
     loss, param = next(iter(PARAMS[name].items()))
-    told = [{}, {name: None}, {name: param.default}]
-    plain, null, set_ = (run_id(load_config({**MINIMAL, "objective": {"loss": loss, **one}})) for one in told)
+    told: list[dict[str, Any]] = [{}, {name: None}, {name: param.default}]
+    plain, null, written = (run_id(load_config({**MINIMAL, "objective": {"loss": loss, **one}})) for one in told)
     assert plain == null
-    assert plain != set_
+    assert plain != written
 
 
 def test_a_parameter_of_another_loss_may_be_null() -> None:

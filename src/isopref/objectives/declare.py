@@ -33,7 +33,7 @@ class Param:
 
     default: float | str
     meaning: str
-    bounds: Mapping[str, float] = field(default_factory=dict)  # of a number, under pydantic's names
+    bounds: Mapping[str, Any] = field(default_factory=dict)  # of a number, under pydantic's names
     words: tuple[str, ...] = ()
 
     def at(self, default: float | str, **bounds: float) -> Param:
