@@ -29,8 +29,8 @@ _SOURCE = "What a list in `train` or `eval` holds, besides plain text, which is 
 _ADAPTER = "What `adapter` holds. Every field may be left out: `adapter: {}` is LoRA of rank 16 on all linear layers."
 
 _PARAMS = (
-    "What `objective` takes besides; each loss has its own defaults ([objectives](objectives.md)). A parameter that the "
-    "chosen loss does not take is refused, unless it is null."
+    "What `objective` takes besides; each loss has its own defaults ([objectives](objectives.md)). A parameter that "
+    "the chosen loss does not take is refused, unless it is null."
 )
 
 _DEMO_FOLDER = "examples/demo"  # where demo.yaml says its data is
