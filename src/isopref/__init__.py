@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from isopref.engine.moving import MovingReference
     from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
     from isopref.engine.train_module import DPOTrainModule
-    from isopref.losses import pair_loss
     from isopref.models.parallel import parallelize
     from isopref.models.policy import Policy
+    from isopref.objectives.loss import pair_loss
     from isopref.score import TableLogps, score_table
     from isopref.script import train
     from isopref.types import PairTokens
@@ -51,7 +51,7 @@ _HOME = {
     "PairTokens": "types",
     "Policy": "models.policy",
     "TableLogps": "score",
-    "pair_loss": "losses",
+    "pair_loss": "objectives.loss",
     "parallelize": "models.parallel",
     "score_table": "score",
     "split_batch_dpo": "engine.padded",

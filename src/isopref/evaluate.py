@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from isopref.losses import PairLoss, Whole
 from isopref.normalize import Weighting, coefficients, pair_weights, resampled_means
+from isopref.objectives.coupled import Whole
+from isopref.objectives.loss import PairLoss
 from isopref.score import TableLogps
 from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
 
@@ -55,7 +57,7 @@ class Evaluation:
 
     pairs: int
     accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: Figure  # mean of beta * margin (the margin of means over tokens, where the loss has those)
+    reward_margin: Figure  # mean of beta * margin, as the loss has its margin
     reward_margin_std: Figure  # its standard deviation over pairs
     logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
@@ -99,7 +101,7 @@ def evaluate(
 ) -> Evaluation:
     """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
     pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
-    gain_N2 = _gains(loss, *pair_logps)
+    gain_N2, reward_N2 = (_side_by_side(of(*pair_logps)) for of in (loss.gains, loss.rewards))
     per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
     weights_N = pair_weights(lengths_N3, weighting, own_N)
     # Where a loss couples the pairs of a batch, all held-out pairs are one.
@@ -108,7 +110,7 @@ def evaluate(
     likelihood_N = policy.chosen if policy.whole_chosen is None else policy.whole_chosen
     nll_N = -loss.nll_weight * likelihood_N / lengths_N3[:, CHOSEN]
     chosen_N = own_N * lengths_N3[:, CHOSEN]
-    pairs = _Pairs(won_N, loss.beta * gain_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
+    pairs = _Pairs(won_N, reward_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
     present = [] if sources_N is None else np.unique(sources_N).tolist()
     by_source = {}
     if sources_N is not None and len(present) > 1:
@@ -119,7 +121,7 @@ def evaluate(
 
 def rewards(policy: TableLogps, ref: TableLogps, lengths_N3: IntArray, loss: PairLoss) -> FloatArray:
     """The implicit rewards of every pair's answers, chosen and rejected: N, 2."""
-    return loss.beta * _gains(loss, _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3))
+    return _side_by_side(loss.rewards(_pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)))
 
 
 def source_labels(names: Sequence[str]) -> list[str]:
@@ -226,9 +228,9 @@ def _buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
         yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), _share(won_N[inside]))
 
 
-def _gains(loss: PairLoss, policy: PairLogps, ref: PairLogps) -> FloatArray:
-    gains_N2: FloatArray = torch.stack(loss.gains(policy, ref), dim=1).numpy()
-    return gains_N2
+def _side_by_side(chosen_and_rejected: tuple[Tensor, Tensor]) -> FloatArray:
+    values_N2: FloatArray = torch.stack(chosen_and_rejected, dim=1).numpy()
+    return values_N2
 
 
 def _won(difference: FloatArray) -> FloatArray:

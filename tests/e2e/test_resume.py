@@ -347,6 +347,7 @@ def test_a_second_run_in_the_folder(stopped: Project) -> None:
         ("optim.lr=2e-3", "optim.lr was 0.001, is 0.002"),
         ("optim.epochs=3", "optim.epochs was 2, is 3"),
         ("objective.beta=0.2", "objective.beta was null, is 0.2"),
+        ("objective.loss=hinge", "objective.loss was sigmoid, is hinge"),
         ("model.dtype=float32", "model.dtype was float64, is float32"),
     ],
 )

@@ -9,7 +9,7 @@ from isopref.config.describe import fields
 from isopref.config.load import load_config
 from isopref.config.peers import VALUES
 from isopref.errors import ConfigError
-from isopref.objectives import OBJECTIVES
+from isopref.objectives.registry import OBJECTIVES
 
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
@@ -345,7 +345,7 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
         (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another loss."),
         (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
-        (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "as 0.001."),
+        (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "; found 0.0."),
         (["objective.loss={simpo: 1, cpo: 1}", "model.reference=r"], "model.reference", "no reference. Remove it."),
         (["layout.parallel=single", "layout.grad_sync=every"], "layout.grad_sync", "Remove one of the two."),
         (["layout.parallel=single", "layout.grad_sync=last"], "layout.grad_sync", "Remove one of the two."),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from isopref.evaluate import Evaluation, evaluate, source_labels
-from isopref.losses import PairLoss, pair_loss
 from isopref.normalize import Weighting
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.score import TableLogps
 
 # Four pairs. Margins are +2, -1, 0 and +3.

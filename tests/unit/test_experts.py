@@ -14,10 +14,10 @@ from isopref.engine.first_pass import FirstPass, Score
 from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError, ModelError
-from isopref.losses import pair_loss
 from isopref.models.experts import check_routers, routing
 from isopref.models.policy import Policy
 from isopref.normalize import balance_coefficients
+from isopref.objectives.loss import pair_loss
 from isopref.testing import matrix
 from isopref.testing.exactness import KINDS, Cell, StubTrainer, batch, measure
 from isopref.testing.models import ARCHITECTURES, examples, tiny_model

@@ -18,7 +18,8 @@ from isopref.engine.first_pass import FirstPass, Score
 from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
-from isopref.losses import PairLoss, Whole, pair_loss
+from isopref.objectives.coupled import Whole
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.testing import matrix
 from isopref.testing.equations import BATCH_CASES, batch_loss
 from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, measure
@@ -218,9 +219,10 @@ def test_a_sum_of_two_by_hand() -> None:
 def test_each_of_several_has_its_own_defaults_and_the_first_gives_the_rewards() -> None:
     loss = pair_loss({"simpo": 1.0, "sppo_hard": 0.1}, gamma=0.3)
     assert [term.params for term in loss.terms] == [{"beta": 2.0, "gamma": 0.3}, {"beta": 0.001}]
-    assert (loss.beta, loss.needs_reference) == (2.0, True)
+    assert loss.needs_reference
     policy, ref = logps([-5.0], [-7.0]), logps([-6.0], [-7.0])
     assert [gain.item() for gain in loss.gains(policy, ref)] == [-5.0, -7.0]
+    assert [reward.item() for reward in loss.rewards(policy, ref)] == [-10.0, -14.0]
 
 
 def test_what_none_of_several_takes_is_refused() -> None:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from isopref.losses import margin, pair_loss
+from isopref.objectives.loss import pair_loss
+from isopref.objectives.parts import margin
 from isopref.types import PairLogps
 
 

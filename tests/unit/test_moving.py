@@ -7,8 +7,8 @@ import torch
 from isopref.engine.moving import MovingReference
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
-from isopref.losses import pair_loss
 from isopref.models.policy import Policy
+from isopref.objectives.loss import pair_loss
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell, pair_objective
 from isopref.testing.models import tiny_model

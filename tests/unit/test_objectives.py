@@ -2,20 +2,24 @@
 
 import inspect
 import itertools
+import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from isopref.config.objective import ObjectiveConfig
+from isopref.config.load import load_config
+from isopref.config.schema import run_id
 from isopref.errors import ConfigError
-from isopref.losses import FORMULAS, PairLoss, pair_loss
-from isopref.objectives import LIMITS, OBJECTIVES, Name, problems, resolve
-from isopref.testing.equations import BATCH_CASES, CASES, COUPLED_EQUATIONS, by_equation
+from isopref.objectives.declare import Param
+from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.registry import MODIFIERS, OBJECTIVES, PARAMS, out_of_bounds, resolve, unused
+from isopref.testing.equations import ALL_CASES, BATCH_CASES, CASES, COUPLED_EQUATIONS, answers, by_equation, reward
 from isopref.types import PairLogps, moved
 
+MINIMAL = {"model": {"path": "m"}, "data": {"train": "d"}}
 EVERY = pytest.mark.parametrize(("name", "params"), CASES.values(), ids=list(CASES))
 
 
@@ -96,7 +100,7 @@ def test_without_a_reference_none_is_looked_at(name: str, params: dict[str, Any]
     policy, ref = some_pairs()
     other = PairLogps(ref.chosen - 1, ref.rejected - 2, ref.num_chosen, ref.num_rejected)
     loss = pair_loss(name, **params)
-    assert torch.equal(loss(policy, ref), loss(policy, other)) != OBJECTIVES[name].needs_reference  # type: ignore[index]
+    assert torch.equal(loss(policy, ref), loss(policy, other)) != OBJECTIVES[name].needs_reference
     assert torch.equal(loss.gains(policy, ref)[0], loss.gains(policy, other)[0]) != loss.needs_reference
 
 
@@ -122,18 +126,49 @@ def test_rewards_by_hand() -> None:
     assert found == {"sigmoid": [1, -2], "ipo": [0.5, -0.5], "simpo": [-5, -3], "cpo": [-10, -12]}
 
 
+@pytest.mark.parametrize(
+    ("divergence", "of_twice", "of_half"),
+    [
+        ("reverse_kl", math.log(2), -math.log(2)),
+        ("forward_kl", 1 - 1 / 2, 1 - 2),
+        ("jensen_shannon", math.log(4 / 3), math.log(2 / 3)),
+        (0.5, (1 - 2**-0.5) / 0.5, (1 - 2**0.5) / 0.5),
+    ],
+)
+def test_rewards_of_a_divergence_by_hand(divergence: str | float, of_twice: float, of_half: float) -> None:
+    """Answers twice and half as likely as under the reference, and one as likely: beta f'(2), beta f'(1/2), 0."""
+    one = torch.ones(2, dtype=torch.long)
+    up = torch.tensor([math.log(2), 0.0], dtype=torch.float64)
+    policy, ref = (PairLogps(-9 + sign * up, -7 - sign * up, one, one) for sign in (1, 0))
+    loss = pair_loss("sigmoid", beta=0.3, divergence=divergence)
+    chosen, rejected = loss.rewards(policy, ref)
+    assert chosen.tolist() == pytest.approx([0.3 * of_twice, 0.0], abs=1e-15)
+    assert rejected.tolist() == pytest.approx([0.3 * of_half, 0.0], abs=1e-15)
+    gain_chosen, gain_rejected = loss.gains(policy, ref)
+    assert (gain_chosen - gain_rejected).tolist() == pytest.approx([of_twice - of_half, 0.0])
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_rewards_are_those_of_the_second_writing(case: str) -> None:
+    policy, ref = some_pairs()
+    loss, params = ALL_CASES[case]
+    first = loss if isinstance(loss, str) else next(iter(loss))
+    for side, found in enumerate(pair_loss(loss, **params).rewards(policy, ref)):
+        expected = torch.stack([reward(first, pair[side], params) for pair in answers(policy, ref)])
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
 # --- the registry ----------------------------------------------------------------------------------
 
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
-    assert list(OBJECTIVES) == list(get_args(Name)) == list(FORMULAS)
     assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) == set(OBJECTIVES)
     assert {name for name, about in OBJECTIVES.items() if about.coupled} == set(COUPLED_EQUATIONS) < set(BATCH_CASES)
     for name, objective in OBJECTIVES.items():
-        parameters = inspect.signature(FORMULAS[name]).parameters.values()
-        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {"whole"}
-        assert keywords == set(objective.params), name
-        assert [term.params for term in pair_loss(name).terms] == [objective.params]
+        parameters = inspect.signature(objective.formula).parameters.values()
+        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        assert keywords == {*objective.params, *(["whole"] if objective.coupled else [])}, name
+        assert [term.params for term in pair_loss(name).terms] == [objective.defaults]
 
 
 def test_what_is_given_goes_before_the_default() -> None:
@@ -148,7 +183,7 @@ def test_what_is_given_goes_before_the_default() -> None:
         ("hinge", {"gamma": 1.0}, "which takes beta. Remove gamma, or use a loss that has it: simpo."),
         ("simpo", {"divergence": "forward_kl"}, "or use a loss that has it: sigmoid."),
         ("simpo", {"zeta": 1}, "which takes beta, gamma. Remove zeta."),
-        ("exo_pair", {"label_smoothing": 0.0}, "Use a small number such as 0.001."),
+        ("exo_pair", {"label_smoothing": 0.0}, "label_smoothing must be a number, above 0, below 0.5; found 0.0."),
     ],
 )
 def test_what_an_objective_cannot_use_is_refused(name: str, params: dict[str, Any], message: str) -> None:
@@ -194,14 +229,20 @@ def test_an_argument_out_of_its_bounds_is_refused(loss: Any, params: dict[str, A
     assert "objective." not in str(caught.value)
 
 
-@pytest.mark.parametrize("param", LIMITS)
-def test_the_config_has_the_same_bounds(param: str) -> None:
-    limits = LIMITS[param]
-    for beyond in [limits[low] - 0.1 for low in ("gt", "ge") if low in limits] + [
-        limits[high] + 0.1 for high in ("lt", "le") if high in limits
-    ]:
-        with pytest.raises(ValueError, match=param):
-            ObjectiveConfig.model_validate({param: beyond})
+BOUNDED = [("sigmoid", name, of) for name, of in MODIFIERS.items()]
+BOUNDED += [(loss, name, of) for loss, one in OBJECTIVES.items() for name, of in one.params.items()]
+
+
+@pytest.mark.parametrize(("loss", "name", "param"), BOUNDED, ids=[f"{loss}-{name}" for loss, name, _ in BOUNDED])
+def test_the_config_has_the_same_bounds(loss: str, name: str, param: Param) -> None:
+    steps = {"ge": -0.1, "gt": 0.0, "le": 0.1, "lt": 0.0}
+    refused = [limit + steps[bound] for bound, limit in param.bounds.items()]
+    assert refused
+    for value in [*refused, "a word", True]:
+        with pytest.raises(ConfigError, match=f"objective.{name}: must be"):
+            load_config({**MINIMAL, "objective": {"loss": loss, name: value}})
+    kept = load_config({**MINIMAL, "objective": {"loss": loss, name: param.default}}).objective
+    assert kept.model_dump()[name] == param.default
 
 
 def test_an_integer_is_a_number() -> None:
@@ -211,5 +252,51 @@ def test_an_integer_is_a_number() -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_its_own_defaults_are_no_problem(name: Name) -> None:
-    assert not list(problems(name, OBJECTIVES[name].params))
+def test_its_own_defaults_are_no_problem(name: str) -> None:
+    assert not list(unused(name, OBJECTIVES[name].defaults))
+    assert not list(out_of_bounds(name, OBJECTIVES[name].defaults))
+
+
+def test_a_parameter_means_the_same_in_all_that_take_it() -> None:
+    for name, of in PARAMS.items():
+        assert len({param.meaning for param in of.values()}) == 1, name
+
+
+# --- in the config ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_section_holds_the_parameters_of_its_loss(name: str) -> None:
+    section = load_config({**MINIMAL, "objective": {"loss": name}}).objective
+    assert section.params == dict.fromkeys(OBJECTIVES[name].params)
+
+
+def test_a_sum_takes_what_one_of_its_losses_takes() -> None:
+    objective = {"loss": {"hinge": 1, "simpo": 0.5}, "gamma": 1, "label_smoothing": None}
+    section = load_config({**MINIMAL, "objective": objective}).objective
+    assert section.params == {"beta": None, "gamma": 1.0}
+    assert isinstance(section.params["gamma"], float)
+
+
+def test_wrong_parameters_and_wrong_fields_are_reported_at_once() -> None:
+    objective = {"loss": "dpo", "beta": 0, "zeta": 1, "nll_weight": -1, 3: 4}
+    with pytest.raises(ConfigError) as caught:
+        load_config({**MINIMAL, "objective": objective})
+    for name in ("loss: must be", "beta: must be", "zeta: there is no", "nll_weight: must be", "3: there is no"):
+        assert f"objective.{name}" in str(caught.value)
+    assert str(caught.value).startswith("config: 5 problems:")
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_run_id_follows_every_parameter(name: str) -> None:
+    loss, param = next(iter(PARAMS[name].items()))
+    told: list[dict[str, Any]] = [{}, {name: None}, {name: param.default}]
+    plain, null, written = (run_id(load_config({**MINIMAL, "objective": {"loss": loss, **one}})) for one in told)
+    assert plain == null
+    assert plain != written
+
+
+def test_a_parameter_of_another_loss_may_be_null() -> None:
+    """As in the file that `isopref init` writes, once another loss is chosen there."""
+    config = load_config({**MINIMAL, "objective": {"loss": "hinge", **dict.fromkeys(PARAMS)}})
+    assert config == load_config({**MINIMAL, "objective": {"loss": "hinge"}})

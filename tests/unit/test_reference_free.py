@@ -5,8 +5,8 @@ import torch
 
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
-from isopref.losses import PairLoss, pair_loss
 from isopref.models.policy import Policy
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.testing import oracle
 from isopref.testing.equations import CASES, by_equation
 from isopref.testing.exactness import StubTrainer, batch, full_gradient, padded_batch

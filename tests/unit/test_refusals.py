@@ -12,8 +12,8 @@ from isopref.build.beginning import read_models
 from isopref.config.schema import Config
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import RunError
-from isopref.losses import pair_loss
 from isopref.models.policy import Policy
+from isopref.objectives.loss import pair_loss
 from isopref.score import TableLogps
 from isopref.testing.models import tiny_model
 

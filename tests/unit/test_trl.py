@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from isopref.engine.moving import MovingReference
-from isopref.losses import Whole, pair_loss
 from isopref.models.policy import Policy
+from isopref.objectives.coupled import Whole
+from isopref.objectives.loss import pair_loss
 from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 

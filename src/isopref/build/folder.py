@@ -152,10 +152,10 @@ def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective"
     """
     before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
     changed = [
-        f"{section}.{name} was {to_yaml(value)}, is {to_yaml(now[section][name])}"
+        f"{section}.{name} was {to_yaml(before[section].get(name))}, is {to_yaml(now[section].get(name))}"
         for section in sections
-        for name, value in before[section].items()
-        if now[section][name] != value
+        for name in {**before[section], **now[section]}  # another loss may take other parameters
+        if before[section].get(name) != now[section].get(name)
     ]
     if changed:
         raise RunError(

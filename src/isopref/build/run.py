@@ -15,8 +15,8 @@ from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
 from isopref.engine.oom_retry import ran_out
 from isopref.errors import RunError
-from isopref.losses import PairLoss, pair_loss
 from isopref.models.parallel import GradSync
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
 from isopref.runs.folder import run_folder
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from isopref.config.values import SourceConfig
-from isopref.objectives import weights
+from isopref.objectives.registry import weights
 
 if TYPE_CHECKING:
     from isopref.config.schema import Config, DataConfig

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from isopref.config.objective import param_fields
 from isopref.config.schema import Config
 from isopref.config.section import Section
 from isopref.config.values import AdapterConfig, SourceConfig
-from isopref.objectives import LIMIT_WORDS
+from isopref.objectives.declare import BOUND_WORDS
 
 _WORDS = {
     bool: "true or false",
@@ -26,8 +27,13 @@ def sections() -> dict[str, type[Section]]:
 
 
 def fields(section: str) -> dict[str, FieldInfo]:
-    """The fields of a section by name, in the schema's order; none for a section that does not exist."""
-    return sections()[section].model_fields if section in sections() else {}
+    """What a section takes by name, in the schema's order: its fields, and in `objective` the parameters of losses.
+
+    Nothing for a section that does not exist.
+    """
+    if section not in sections():
+        return {}
+    return {**sections()[section].model_fields, **(param_fields() if section == "objective" else {})}
 
 
 def source_fields() -> dict[str, FieldInfo]:
@@ -91,6 +97,6 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
     non_empty = "non-empty " * any(hasattr(limit, "min_length") for limit in limits)
     words = f"{'a ' * (origin in (list, dict))}{non_empty}{words}"
     bounds = [
-        f"{LIMIT_WORDS[name]} {getattr(one, name)}" for one in limits for name in LIMIT_WORDS if hasattr(one, name)
+        f"{BOUND_WORDS[name]} {getattr(one, name)}" for one in limits for name in BOUND_WORDS if hasattr(one, name)
     ]
     return ", ".join([words, *bounds])

@@ -1,61 +1,43 @@
-"""The section `objective`: what is minimised over a global batch. Imports no torch."""
+"""The section `objective`: what is minimised over a global batch. Imports no torch.
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+Its fields go with any loss. Besides them it takes the parameters of the chosen loss, as the objectives declare them.
+"""
 
-from pydantic import Field
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from isopref import objectives
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
 from isopref.config.section import Count, Positive, Section
+from isopref.objectives import registry
+from isopref.objectives.registry import MODIFIERS, OBJECTIVES, PARAMS
 
-LOSS_PARAMS = ("beta", "label_smoothing", "gamma", "divergence")  # null: the loss's own default
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = Literal[tuple(OBJECTIVES)]
+
 Weighting = Literal["token", "completion", "pair"]
 
 
-def _within(param: str) -> Any:
-    """The bounds of a parameter."""
-    return Field(**objectives.LIMITS[param])
+def _modifier(name: str) -> Any:
+    param = MODIFIERS[name]
+    return Field(default=param.default, description=param.meaning, **param.bounds)
 
 
 class ObjectiveConfig(Section):
-    loss: objectives.Name | Annotated[dict[objectives.Name, Positive], Field(min_length=1)] = Field(
+    model_config = ConfigDict(extra="allow")  # parameters of the loss, which `_check_params` lets in
+
+    loss: Name | Annotated[dict[Name, Positive], Field(min_length=1)] = Field(
         default="sigmoid",
         description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
         "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
     )
-    beta: Annotated[float, _within("beta")] | None = Field(
-        default=None,
-        description="How strongly the model is held to the reference; higher: it stays closer. For some losses a scale "
-        "of their own. null: the loss's default, which is 0.1 for sigmoid.",
-    )
-    label_smoothing: Annotated[float, _within("label_smoothing")] | None = Field(
-        default=None,
-        description="Share of the labels taken to be swapped. For sigmoid, dpo_norm, robust, exo_pair, aot and "
-        "aot_unpaired. null: the loss's default, which is 0 for sigmoid.",
-    )
-    gamma: Annotated[float, _within("gamma")] | None = Field(
-        default=None, description="Margin of rewards to reach. For simpo. null: the loss's default."
-    )
-    divergence: objectives.Divergence | Annotated[float, _within("divergence")] | None = Field(
-        default=None,
-        description="What holds the model to the reference; a number is the alpha of the alpha-divergence. For "
-        "sigmoid. null: reverse_kl, as in the DPO paper.",
-    )
-    nll_weight: Annotated[float, _within("nll_weight")] = Field(
-        default=0.0,
-        description="Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, "
-        "per token over the global batch (fine-tuning on them, as in RPO).",
-    )
-    balance_weight: Annotated[float, _within("balance_weight")] = Field(
-        default=0.0,
-        description="Weight of a term that is added for mixtures of experts: the balance of their experts over the "
-        "tokens of the global batch. Takes a forward pass more.",
-    )
-    ld_alpha: Annotated[float, _within("ld_alpha")] = Field(
-        default=1.0,
-        description="What a token beyond the length of the pair's shorter answer counts for, in model and reference "
-        "alike (LD-DPO): below 1, length weighs less. 1: all tokens alike.",
-    )
+    nll_weight: float = _modifier("nll_weight")
+    balance_weight: float = _modifier("balance_weight")
+    ld_alpha: float = _modifier("ld_alpha")
     wpo: bool = Field(
         default=False,
         description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
@@ -73,21 +55,79 @@ class ObjectiveConfig(Section):
         "prompt included; completion: the tokens of its two answers; pair: 1, as in the DPO paper.",
     )
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_params(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read the fields, and besides them parameters of losses. What is wrong with either is reported at once."""
+        if not isinstance(values, dict):
+            return handler(values)
+        told = {name: value for name, value in values.items() if name not in cls.model_fields}
+        wrong = list(_wrong_params(told))
+        try:
+            section = handler({name: value for name, value in values.items() if name not in told})
+        except ValidationError as error:
+            wrong = [*map(_once_more, error.errors()), *wrong]
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        assert section.model_extra is not None
+        section.model_extra.update(dict.fromkeys(registry.takes(section.loss)))
+        for name, value in told.items():
+            if value is not None:
+                section.model_extra[name] = value if isinstance(value, str) else float(value)
+        return section
+
     @property
     def params(self) -> dict[str, float | str | None]:
         """The parameters of the loss; None where its default is asked for."""
-        return {name: getattr(self, name) for name in LOSS_PARAMS}
+        return dict(self.model_extra or {})
 
     @property
     def needs_reference(self) -> bool:
-        return any(objectives.OBJECTIVES[name].needs_reference for name in objectives.weights(self.loss))
+        return any(OBJECTIVES[name].needs_reference for name in registry.weights(self.loss))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
         told = {name: value for name, value in self.params.items() if value is not None}
-        yield from objectives.problems(self.loss, told)
-        for what in objectives.wpo_problems(self.loss) if self.wpo else ():
+        yield from registry.unused(self.loss, told)
+        yield from registry.out_of_bounds(self.loss, told)
+        for what in registry.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
         if self.reference_moves and not self.needs_reference:
-            moves, loss = list(self.reference_moves), ", ".join(objectives.weights(self.loss))
+            moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
             yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."
+
+
+def param_fields() -> dict[str, FieldInfo]:
+    """Every parameter of a loss in the form of a field."""
+    found = {}
+    for name, of in PARAMS.items():
+        first, param = next(iter(of.items()))
+        number: Any = Annotated[float, Field(**param.bounds)]
+        kind: Any = (Literal[param.words] | number if param.words else number) | None
+        takers = "" if len(of) == len(OBJECTIVES) else f" For {', '.join(of)}."
+        plain = param.default if isinstance(param.default, str) else f"{param.default:g}"
+        default = f"null: the loss's own default, which is {plain} for {first}."
+        found[name] = FieldInfo.from_annotated_attribute(
+            kind, Field(default=None, description=f"{param.meaning}{takers} {default}")
+        )
+    return found
+
+
+def _wrong_params(told: Mapping[Any, Any]) -> Iterator[InitErrorDetails]:
+    """Yield what no loss takes, and values that no loss accepts; the chosen one may be stricter (`problems`)."""
+    for name, value in told.items():
+        if name not in PARAMS:
+            yield {"type": "extra_forbidden", "loc": (str(name),), "input": value}
+        elif value is not None and not any(param.accepts(value) for param in PARAMS[name].values()):
+            wanted = next(iter(PARAMS[name].values())).wanted
+            yield {
+                "type": PydanticCustomError("param", "must be {wanted}", {"wanted": wanted}),
+                "loc": (name,),
+                "input": value,
+            }
+
+
+def _once_more(error: Any) -> InitErrorDetails:
+    """An error that was raised, to be raised again with others."""
+    kind = PydanticCustomError(error["type"], "{text}", {"text": error["msg"]})
+    return {"type": kind, "loc": error["loc"], "input": error["input"]}

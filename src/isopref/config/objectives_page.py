@@ -1,6 +1,7 @@
 """docs/objectives.md, made from the registry: `python -m isopref.config.objectives_page`. Imports no torch."""
 
-from isopref.objectives import OBJECTIVES, Objective
+from isopref.objectives.declare import Objective
+from isopref.objectives.registry import OBJECTIVES
 
 LEGEND = """\
 | letters | meaning |
@@ -20,7 +21,7 @@ PAGE = """\
 
 `objective.loss` names the loss of one pair. The loss of a global batch is the weighted mean over its pairs
 ([concepts](concepts.md#the-objective)), for each of them, under every layout. `make docs` writes this page from the
-registry in `isopref/objectives.py`; do not edit it.
+declarations in `isopref/objectives`; do not edit it.
 
 {legend}
 A parameter that is left out (null) has the default of the loss. One that the loss does not take is refused.
@@ -53,12 +54,13 @@ checkpoint, so that a resumed run goes on with it.
 
 ## Divergences
 
-`objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1; constants fall out of the difference):
+`objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1). A constant falls out of the
+difference; here f'(1) is 0, so that an answer's reward, b f'(u), is 0 where the policy equals the reference:
 
 | `objective.divergence` | f'(u) |
 |---|---|
 | `reverse_kl` | log u: DPO |
-| `forward_kl` | -1/u |
+| `forward_kl` | 1 - 1/u |
 | `jensen_shannon` | log(2u / (1 + u)) |
 | a number a, above 0 and below 1 | (1 - u^-a) / a: the alpha-divergence; near 0 reverse KL, near 1 forward KL |
 
@@ -173,7 +175,7 @@ def page() -> str:
 
 
 def _row(name: str, one: Objective) -> str:
-    params = ", ".join(f"`{param}` {value}" for param, value in one.params.items())
+    params = ", ".join(f"`{param}` {value}" for param, value in one.defaults.items())
     reference = "yes" if one.needs_reference else "no"
     return f"| `{name}` | `{one.equation}` | {reference} | {params} | {one.use}. | {one.paper} |"
 

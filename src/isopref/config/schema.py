@@ -18,6 +18,9 @@ from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
+# Parameters of losses that every config had before objectives declared their own: ids of runs stay what they were.
+ONCE_FIELDS = ("beta", "label_smoothing", "gamma", "divergence")
+
 DType = Literal["float32", "bfloat16", "float64"]
 OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
@@ -282,5 +285,6 @@ class Config(Section):
 def run_id(config: Config) -> str:
     """Twelve hex digits that name the math of a run: the same whatever its layout and run sections say."""
     math = config.model_dump(mode="json", exclude=set(NOT_MATH))
+    math["objective"] = {**dict.fromkeys(ONCE_FIELDS), **math["objective"]}
     canonical = json.dumps(math, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=6).hexdigest()

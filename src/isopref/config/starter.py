@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from isopref.config.describe import adapter_fields, choices, default, expected, fields, sections, source_fields
 from isopref.config.load import to_yaml
+from isopref.config.objective import param_fields
 from isopref.config.schema import NOT_MATH, Config
 
 _HEAD = """\
@@ -26,6 +27,11 @@ _NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rou
 _SOURCE = "What a list in `train` or `eval` holds, besides plain text, which is a source with nothing but a path."
 
 _ADAPTER = "What `adapter` holds. Every field may be left out: `adapter: {}` is LoRA of rank 16 on all linear layers."
+
+_PARAMS = (
+    "What `objective` takes besides; each loss has its own defaults ([objectives](objectives.md)). A parameter that "
+    "the chosen loss does not take is refused, unless it is null."
+)
 
 _DEMO_FOLDER = "examples/demo"  # where demo.yaml says its data is
 
@@ -53,12 +59,14 @@ def demo(folder: Path) -> str:
 def reference() -> str:
     """Every field as Markdown: a table for each section, with name, type, default and meaning."""
     parts = []
-    for section in sections():
-        parts.append("\n".join([f"## {section}", "", _describe(section), "", *_table(fields(section)), ""]))
+    for section, known in sections().items():
+        parts.append("\n".join([f"## {section}", "", _describe(section), "", *_table(known.model_fields), ""]))
         if section == "model":
             parts.append("\n".join(["### An adapter", "", _ADAPTER, "", *_table(adapter_fields()), ""]))
         if section == "data":
             parts.append("\n".join(["### A source", "", _SOURCE, "", *_table(source_fields()), ""]))
+        if section == "objective":
+            parts.append("\n".join(["### Parameters of the loss", "", _PARAMS, "", *_table(param_fields()), ""]))
     return "\n".join(parts)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from isopref.engine.metrics import over_ranks
 from isopref.engine.step import Linear, Step, Work
-from isopref.losses import PairLoss, Whole
 from isopref.normalize import balance_coefficients
+from isopref.objectives.coupled import Whole
+from isopref.objectives.loss import PairLoss
 from isopref.types import PairLogps
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.engine.step import Work
-from isopref.losses import PairLoss, log_likelihood
+from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.ranks import num_ranks, own_rank
 from isopref.types import PairLogps
 
@@ -34,8 +34,9 @@ def microbatch_sums(
     policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work, routing: Tensor | None
 ) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64."""
-    chosen, rejected = objective.gains(policy, ref)
-    margin_P = chosen - rejected
+    gain_chosen, gain_rejected = objective.gains(policy, ref)
+    reward_chosen, reward_rejected = objective.rewards(policy, ref)
+    margin_P = gain_chosen - gain_rejected
     right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
@@ -49,8 +50,8 @@ def microbatch_sums(
     of_pairs = {
         "logps_chosen": policy.chosen,
         "logps_rejected": policy.rejected,
-        "rewards_chosen": objective.beta * chosen,
-        "rewards_rejected": objective.beta * rejected,
+        "rewards_chosen": reward_chosen,
+        "rewards_rejected": reward_rejected,
         "margin": margin_P,
         "accuracy": right,
         "gap_per_token": gap,

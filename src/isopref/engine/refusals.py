@@ -13,9 +13,9 @@ from isopref.engine.arguments import check_choice, check_count, check_kind, chec
 from isopref.engine.loader import PairLoader
 from isopref.engine.moving import MovingReference
 from isopref.errors import ConfigError
-from isopref.losses import PairLoss
 from isopref.models.parallel import GradSync, reshard, unwrap
 from isopref.normalize import Weighting
+from isopref.objectives.loss import PairLoss
 from isopref.score import TableLogps
 
 WHERE = "DPOTrainModule"

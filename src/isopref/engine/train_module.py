@@ -30,10 +30,10 @@ from isopref.engine.padded import padded_to_step
 from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
 from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
-from isopref.losses import PairLoss, log_likelihood
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
+from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.ranks import num_ranks
 from isopref.score import TableLogps, compared, score
 from isopref.types import Microbatch, Needs, PairLogps
@@ -46,7 +46,7 @@ class DPOTrainModule(TrainModule):
     """Trains a policy on pairs under OLMo-core's Trainer.
 
     :param model: a `Policy`, or what `parallelize` made of one.
-    :param objective: one loss per pair, from `isopref.losses.pair_loss`.
+    :param objective: one loss per pair, from `isopref.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included. Padded batches need
         it; a PairLoader brings its own budget.
     :param weighting: what a pair counts for in the loss: "token", "completion" or "pair". A PairLoader's is the same.

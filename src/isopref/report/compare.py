@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isopref import objectives
-from isopref.config.objective import LOSS_PARAMS
 from isopref.errors import ConfigError
+from isopref.objectives.registry import PARAMS, resolve
 from isopref.report.figures import LABELS, FieldRow, field_rows
 from isopref.runs.read import RunRecord
 
@@ -43,7 +42,7 @@ def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
 def _is_default_written_out(row: FieldRow, runs: Sequence[RunRecord]) -> bool:
     """Whether the runs differ only in saying a parameter of the loss that another leaves to its default."""
     section, _, param = row.name.partition(".")
-    if section != "objective" or param not in LOSS_PARAMS:
+    if section != "objective" or param not in PARAMS:
         return False
     try:
         resolved = [_loss_params(run, param) for run in runs]
@@ -55,7 +54,7 @@ def _is_default_written_out(row: FieldRow, runs: Sequence[RunRecord]) -> bool:
 def _loss_params(run: RunRecord, param: str) -> dict[str, Any]:
     """One parameter as each loss of the run has it."""
     objective = run.config["objective"]
-    resolved = objectives.resolve(objective["loss"], **{name: objective[name] for name in LOSS_PARAMS})
+    resolved = resolve(objective["loss"], **{name: objective.get(name) for name in PARAMS})
     return {name: params.get(param) for name, params in resolved.items()}
 
 

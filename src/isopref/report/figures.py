@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from isopref.config.describe import default, fields
 from isopref.config.load import to_yaml
 from isopref.config.schema import NOT_MATH
+from isopref.objectives.registry import PARAMS
 from isopref.report.elements import fixed
 from isopref.runs.read import RunRecord
 
@@ -78,7 +79,9 @@ def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:
     rows = []
     for section in sections:
         for name in dict.fromkeys(name for run in runs for name in run.config.get(section, {})):
-            values = [run.config.get(section, {}).get(name, MISSING) for run in runs]
+            # A parameter of the loss that is not there is one that the loss of the run does not take.
+            without = None if section == "objective" and name in PARAMS else MISSING
+            values = [run.config.get(section, {}).get(name, without) for run in runs]
             rows.append(FieldRow(f"{section}.{name}", values))
     return rows
 

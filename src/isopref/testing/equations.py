@@ -2,8 +2,8 @@
 
 The coupled ones take all pairs of a batch, and are written as loops over lists.
 
-Shares nothing with losses.py and is not safe far out. Numbers are scalar tensors in float64, so that the oracle can
-differentiate what it computes here.
+Shares nothing with isopref.objectives and is not safe far out. Numbers are scalar tensors in float64, so that the
+oracle can differentiate what it computes here.
 """
 
 import inspect
@@ -49,17 +49,19 @@ def bradley_terry(difference: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * torch.log(sigma(difference)) - smoothing * torch.log(1 - sigma(difference))
 
 
-def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, divergence: str | float) -> Tensor:
-    def slope(u: Tensor) -> Tensor:  # f'(u) in table 1 of f-DPO
-        if divergence == "reverse_kl":
-            return torch.log(u) + 1
-        if divergence == "forward_kl":
-            return -1 / u
-        if divergence == "jensen_shannon":
-            return torch.log(2 * u / (1 + u))
-        return (1 - u ** -float(divergence)) / float(divergence)
+def slope(u: Tensor, divergence: str | float) -> Tensor:
+    """f'(u) in table 1 of f-DPO."""
+    if divergence == "reverse_kl":
+        return torch.log(u) + 1
+    if divergence == "forward_kl":
+        return -1 / u
+    if divergence == "jensen_shannon":
+        return torch.log(2 * u / (1 + u))
+    return (1 - u ** -float(divergence)) / float(divergence)
 
-    return bradley_terry(beta * slope(c.ratio) - beta * slope(r.ratio), label_smoothing)
+
+def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, divergence: str | float) -> Tensor:
+    return bradley_terry(beta * slope(c.ratio, divergence) - beta * slope(r.ratio, divergence), label_smoothing)
 
 
 def dpo_norm(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
@@ -192,6 +194,22 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
 COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation for equation in (bco_pair, aot, aot_unpaired)
 }
+
+
+def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
+    """What an objective takes for the reward of an answer; with a reference, 0 for one that is as likely under both."""
+    beta: float = params["beta"]
+    match name:
+        case "sigmoid":
+            divergence = params["divergence"]
+            return beta * (slope(y.ratio, divergence) - slope(torch.ones_like(y.ratio), divergence))
+        case "dpo_norm" | "ipo":
+            return beta / y.tokens * y.log_ratio
+        case "simpo" | "orpo":
+            return beta / y.tokens * y.policy
+        case "cpo":
+            return beta * y.policy
+    return beta * y.log_ratio
 
 
 def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:

@@ -21,15 +21,15 @@ from isopref.data.table import PairTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
-from isopref.losses import PairLoss, pair_loss
 from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_group, parallelize, unwrap
 from isopref.models.policy import Policy, full
 from isopref.normalize import Weighting
+from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import ALL_CASES, batch_loss
+from isopref.testing.equations import ALL_CASES, answers, batch_loss, reward
 from isopref.testing.models import random_pairs, tiny_model, with_adapter
 from isopref.types import PairLogps, PairTokens
 
@@ -172,17 +172,14 @@ def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, flo
     """Means over pairs, by their definitions."""
     loss, params = ALL_CASES[objective]
     name = loss if isinstance(loss, str) else next(iter(loss))  # rewards are those of the first
-    chosen, rejected = policy.chosen, policy.rejected
-    if name not in ("simpo", "orpo", "cpo"):
-        chosen, rejected = chosen - ref.chosen, rejected - ref.rejected
-    if name in ("dpo_norm", "ipo", "simpo", "orpo"):
-        chosen, rejected = chosen / policy.num_chosen, rejected / policy.num_rejected
+    rewards = [(reward(name, c, params), reward(name, r, params)) for c, r in answers(policy, ref)]
+    chosen, rejected = (torch.stack(side) for side in zip(*rewards, strict=True))
     values = {
         "logps_chosen": policy.chosen,
         "logps_rejected": policy.rejected,
-        "rewards_chosen": params["beta"] * chosen,
-        "rewards_rejected": params["beta"] * rejected,
-        "margin": chosen - rejected,
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "margin": (chosen - rejected) / params["beta"],
         "accuracy": (chosen > rejected).double(),
     }
     return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}

@@ -18,10 +18,10 @@ from isopref.engine.guard import Skipped
 from isopref.engine.loader import PairLoader
 from isopref.engine.oom_retry import OomRetry
 from isopref.engine.train_module import DPOTrainModule
-from isopref.losses import pair_loss
 from isopref.models.finite import bad_weights
 from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy, full
+from isopref.objectives.loss import pair_loss
 from isopref.ranks import num_ranks, own_rank
 from isopref.runs.files import MICROBATCH_FILE
 from isopref.score import TableLogps, score

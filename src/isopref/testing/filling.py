@@ -18,8 +18,8 @@ from isopref.data.packing import Budget, RowKind
 from isopref.data.table import PairTable
 from isopref.errors import ModelError
 from isopref.evaluate import Evaluation, evaluate
-from isopref.losses import pair_loss
 from isopref.models.policy import Policy
+from isopref.objectives.loss import pair_loss
 from isopref.reference import store as store_module
 from isopref.reference.fill import fill, find, proven
 from isopref.reference.key import identity, weights_digest

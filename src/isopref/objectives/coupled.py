@@ -1,0 +1,77 @@
+"""Objectives of a whole global batch, compared with a reference. Imports no torch; declare.py says how.
+
+The loss of a pair depends on the other pairs, so that a formula is given all of them at once, and what it has to know
+besides as a `Whole`. Still one value per pair. P: pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isopref.objectives.declare import BETA, LABEL_SMOOTHING, objective
+from isopref.objectives.parts import gains, logsigmoid, smoothed, transported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopref.types import PairLogps
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a coupled loss has to know of a global batch, beside the log-probabilities of its P pairs."""
+
+    share: Tensor  # P: what each pair counts for; they sum to one
+    past: Tensor  # 2: over earlier batches, sums of (pairs * mean gain of an answer in nats) and of pairs
+
+    @classmethod
+    def first(cls, share: Tensor) -> Whole:
+        """A batch with none before it."""
+        return cls(share, share.new_zeros(2))
+
+    def with_this(self, policy: PairLogps, ref: PairLogps) -> Tensor:
+        """The past of the next batch."""
+        import torch
+
+        chosen, rejected = gains(policy, ref)
+        gain = (0.5 * (chosen + rejected) * self.share).sum()
+        return self.past + len(self.share) * torch.stack([gain, torch.ones_like(gain)])
+
+
+@objective(
+    params={"beta": BETA},
+    equation="-ls(b G_c - d) - ls(d - b G_r), where d is the mean of all rewards b G so far, this batch included",
+    use="A classifier of good and bad answers, whose threshold moves along with the rewards",
+    paper="BCO, Jung et al. 2024 (2404.04656)",
+    coupled=True,
+)
+def bco_pair(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float) -> Tensor:
+    chosen, rejected = gains(policy, ref)
+    total, num_pairs = whole.with_this(policy, ref).detach()
+    shift = total / num_pairs
+    return -logsigmoid(beta * (chosen - shift)) - logsigmoid(-beta * (rejected - shift))
+
+
+@objective(
+    params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING},
+    equation="-(1-e) ls(b q) - e ls(-b q), where q = sorted(P_c - P_r) - sorted(R_c - R_r)",
+    use="Margins of the policy are to exceed those of the reference as distributions over the batch, not pair by pair",
+    paper="AOT, Melnyk et al. 2024 (2406.05882), paired",
+    coupled=True,
+)
+def aot(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float, label_smoothing: float) -> Tensor:
+    ours, theirs = policy.chosen - policy.rejected, ref.chosen - ref.rejected
+    return transported(ours, theirs, whole.share, lambda gap: smoothed(beta * gap, label_smoothing))
+
+
+@objective(
+    params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING},
+    equation="-(1-e) ls(b q) - e ls(-b q), where q = sorted(G_c) - sorted(G_r)",
+    use="Chosen answers are to gain more than rejected ones as distributions over the batch, whatever their prompts",
+    paper="AOT, Melnyk et al. 2024 (2406.05882), unpaired",
+    coupled=True,
+)
+def aot_unpaired(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float, label_smoothing: float) -> Tensor:
+    chosen, rejected = gains(policy, ref)
+    return transported(chosen, rejected, whole.share, lambda gap: smoothed(beta * gap, label_smoothing))

@@ -1,0 +1,111 @@
+"""The loss of a run: a sum of objectives with their parameters filled in, and what modifies it. P: pairs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from isopref.errors import ConfigError
+from isopref.objectives import registry
+from isopref.objectives.coupled import Whole
+from isopref.objectives.declare import Objective
+from isopref.types import Needs, PairLogps
+
+
+@dataclass(frozen=True)
+class Term:
+    """An objective with its parameters filled in, and its weight in the sum."""
+
+    objective: Objective
+    params: Mapping[str, Any]
+    weight: float = 1.0
+
+    def __call__(self, policy: PairLogps, ref: PairLogps, whole: Whole | None) -> Tensor:
+        batch = {"whole": whole} if self.objective.coupled else {}
+        return self.weight * self.objective(policy, ref, **batch, **self.params)
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A sum of objectives: (policy, reference) -> P. A coupled one is given the whole global batch at once."""
+
+    terms: tuple[Term, ...]
+    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
+    ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
+    wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
+    balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
+
+    def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
+        first, *others = (term(policy, ref, whole) for term in self.terms)
+        loss_P = sum(others, first)
+        return loss_P if policy.weight is None else policy.weight * loss_P
+
+    @property
+    def needs(self) -> Needs:
+        """What it has to know of a microbatch besides log-probabilities."""
+        return Needs(heads=self.ld_alpha != 1, confidence=self.wpo, routing=self.balance_weight > 0)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Without: nothing is scored for one, and what stands for it is zero."""
+        return any(term.objective.needs_reference for term in self.terms)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the loss of a pair depends on the other pairs of its global batch."""
+        return any(term.objective.coupled for term in self.terms)
+
+    @property
+    def first_pass(self) -> bool:
+        """Whether a step begins with a pass without gradient over the global batch."""
+        return self.coupled or self.balance_weight > 0
+
+    def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
+        """The implicit rewards over beta, up to a constant: P, P. Where there are several objectives, of the first."""
+        first = self.terms[0]
+        return first.objective.gains(policy, ref, **first.params)
+
+    def rewards(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
+        """The implicit rewards: P, P. An answer that is as likely as under the reference has a reward of 0."""
+        first = self.terms[0]
+        beta = first.params.get("beta", 1.0)
+        chosen, rejected = self.gains(policy, ref)
+        if first.objective.needs_reference:
+            at_chosen, at_rejected = self.gains(ref, ref)
+            chosen, rejected = chosen - at_chosen, rejected - at_rejected
+        return beta * chosen, beta * rejected
+
+
+def pair_loss(
+    loss: registry.Loss,
+    *,
+    nll_weight: float = 0.0,
+    ld_alpha: float = 1.0,
+    wpo: bool = False,
+    balance_weight: float = 0.0,
+    **params: Any,
+) -> PairLoss:
+    """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
+
+    Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError for
+    values out of bounds and for parameters that none of them takes.
+    `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
+    `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
+    `balance_weight` adds that much of the balance loss of a mixture of experts.
+    """
+    if not isinstance(wpo, bool):
+        raise ConfigError(f"pair_loss: wpo must be True or False; found {wpo!r}.")
+    for what in registry.wpo_problems(loss) if wpo else ():
+        raise ConfigError(f"pair_loss: wpo: {what}")
+    added = {"nll_weight": nll_weight, "ld_alpha": ld_alpha, "balance_weight": balance_weight}
+    for name, value in added.items():
+        registry.checked(name, value, registry.MODIFIERS[name])
+    filled = registry.resolve(loss, **params)
+    terms = (Term(registry.OBJECTIVES[name], filled[name], weight) for name, weight in registry.weights(loss).items())
+    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo, balance_weight)
+
+
+def log_likelihood(policy: PairLogps) -> Tensor:
+    """log pi(chosen), all its tokens alike: P."""
+    return policy.chosen if policy.whole_chosen is None else policy.whole_chosen

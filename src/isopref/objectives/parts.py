@@ -1,0 +1,120 @@
+"""What formulas have in common: gains and margins, and functions that tensors have no method for. P: pairs.
+
+Torch is imported where a function needs it, and not before, so that declarations can be read without it (declare.py).
+All functions stay finite, with finite gradients, for log-ratios of +-1e4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopref.types import PairLogps
+
+EXP_LIMIT = 30.0  # above, e^x is continued by its tangent
+
+
+# --- gains: what an objective makes of the answers. Parameters that one has no use for are left alone. -----------
+
+
+def gains(policy: PairLogps, ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
+    """log(policy / reference) of chosen and rejected, in nats: P, P."""
+    return policy.chosen - ref.chosen, policy.rejected - ref.rejected
+
+
+def mean_gains(policy: PairLogps, ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
+    """The same for each token of the answer, on the mean: P, P."""
+    chosen, rejected = gains(policy, ref)
+    return chosen / policy.num_chosen, rejected / policy.num_rejected
+
+
+def slopes(policy: PairLogps, ref: PairLogps, *, divergence: str | float, **_params: Any) -> tuple[Tensor, Tensor]:
+    """f'(policy / reference) of chosen and rejected, up to a constant: P, P."""
+    chosen, rejected = gains(policy, ref)
+    return slope(chosen, divergence), slope(rejected, divergence)
+
+
+def logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
+    """Log-probability of chosen and rejected, whatever the reference: P, P."""
+    return policy.chosen, policy.rejected
+
+
+def mean_logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
+    """The same for each token of the answer, on the mean: P, P."""
+    return policy.chosen / policy.num_chosen, policy.rejected / policy.num_rejected
+
+
+def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
+    """How much more the policy prefers chosen over rejected than the reference does, in nats. Returns P."""
+    chosen, rejected = gains(policy, ref)
+    return chosen - rejected
+
+
+def mean_margin(policy: PairLogps, ref: PairLogps) -> Tensor:
+    """The same between means over tokens. Returns P."""
+    chosen, rejected = mean_gains(policy, ref)
+    return chosen - rejected
+
+
+# --- functions -----------------------------------------------------------------------------------
+
+
+def logsigmoid(x: Tensor) -> Tensor:
+    """log(1 / (1 + e^-x))."""
+    from torch.nn import functional
+
+    return functional.logsigmoid(x)
+
+
+def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy of the preference for chosen with labels of which that share is taken to be swapped. Returns P."""
+    return -(1 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
+
+
+def slope(gain_P: Tensor, divergence: str | float) -> Tensor:
+    """f'(u) at u = e^gain, up to a constant (Wang et al. 2023, table 1). A number is the alpha of its divergence."""
+    match divergence:
+        case "reverse_kl":
+            return gain_P
+        case "forward_kl":
+            return -exp(-gain_P)
+        case "jensen_shannon":
+            return logsigmoid(gain_P)
+    assert isinstance(divergence, float), divergence
+    return -exp(-divergence * gain_P) / divergence
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x, above EXP_LIMIT continued by its tangent."""
+    return x.clamp(max=EXP_LIMIT).exp() * (1 + (x - EXP_LIMIT).relu())
+
+
+def log_odds(logp_P: Tensor) -> Tensor:
+    """log(p / (1 - p)). A certain answer (p = 1) is taken to be as certain as its number type can tell."""
+    import torch
+
+    logp = logp_P.clamp(max=-torch.finfo(logp_P.dtype).eps)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+def transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:
+    """Mean of cost(x - y) for each x, where the mass of the x goes to that of the y in order: quantile to quantile.
+
+    Both have the masses `share`. With equal ones this sorts the two and pairs them off; else a value may meet parts of
+    several. Returns P; its mean by `share` is the cost of the whole transport.
+    """
+    import torch
+
+    x_order, y_order = x_P.argsort(stable=True), y_P.argsort(stable=True)
+    x_ends, y_ends = share_P[x_order].cumsum(0), share_P[y_order].cumsum(0)
+    ends = torch.cat([x_ends, y_ends]).sort().values  # between two of these, one x meets one y
+    mass = ends.diff(prepend=ends.new_zeros(1))
+    middle = ends - 0.5 * mass
+    x_at, y_at = (
+        order[torch.searchsorted(of, middle).clamp(max=len(order) - 1)]
+        for order, of in ((x_order, x_ends), (y_order, y_ends))
+    )
+    return torch.zeros_like(x_P).index_add(0, x_at, mass * cost(x_P[x_at] - y_P[y_at])) / share_P

@@ -1,0 +1,120 @@
+"""Every declared objective by name, and what a loss made of some of them takes. Imports no torch.
+
+The config checks itself against it, and config/objectives_page.py makes docs/objectives.md of it. What raises here is
+an argument of `pair_loss`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from isopref.errors import ConfigError
+from isopref.objectives import coupled, pairs, reference_free
+from isopref.objectives.declare import Objective, Param, within
+
+Loss = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
+
+OBJECTIVES: dict[str, Objective] = {
+    one.name: one
+    for module in (pairs, coupled, reference_free)
+    for one in vars(module).values()
+    if isinstance(one, Objective)
+}
+
+# Every parameter by name, as each of the objectives that take it declares it.
+PARAMS: dict[str, dict[str, Param]] = {
+    param: {name: one.params[param] for name, one in OBJECTIVES.items() if param in one.params}
+    for param in dict.fromkeys(param for one in OBJECTIVES.values() for param in one.params)
+}
+
+# What goes with any objective.
+MODIFIERS: dict[str, Param] = {
+    "nll_weight": Param(
+        0.0,
+        "Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, per token "
+        "over the global batch (fine-tuning on them, as in RPO).",
+        {"ge": 0},
+    ),
+    "balance_weight": Param(
+        0.0,
+        "Weight of a term that is added for mixtures of experts: the balance of their experts over the tokens of the "
+        "global batch. Takes a forward pass more.",
+        {"ge": 0},
+    ),
+    "ld_alpha": Param(
+        1.0,
+        "What a token beyond the length of the pair's shorter answer counts for, in model and reference alike "
+        "(LD-DPO): below 1, length weighs less. 1: all tokens alike.",
+        {"ge": 0, "le": 1},
+    ),
+}
+
+
+def weights(loss: Loss) -> dict[str, float]:
+    """The objectives that are added, with their weights. Raises ConfigError for what cannot be added."""
+    named = dict(loss) if isinstance(loss, Mapping) else {loss: 1.0}
+    for name in named:
+        if name not in OBJECTIVES:
+            raise ConfigError(f"pair_loss: unknown loss {name!r}. Known: {', '.join(OBJECTIVES)}.")
+    if not named or not all(within(weight, {"gt": 0}) for weight in named.values()):
+        raise ConfigError(f"pair_loss: {named} must name at least one loss, each with a weight above 0.")
+    return named
+
+
+def takes(loss: Loss) -> list[str]:
+    """The parameters that one of the objectives of a loss takes."""
+    return list(dict.fromkeys(param for name in weights(loss) for param in OBJECTIVES[name].params))
+
+
+def resolve(loss: Loss, **given: Any) -> dict[str, dict[str, float | str]]:
+    """The parameters of each objective of a loss: those given that it takes, and its defaults for the others.
+
+    None is as good as not given. Raises ConfigError for an unknown name, for what no objective can use, and for a value
+    out of its bounds.
+    """
+    told = {param: value for param, value in given.items() if value is not None}
+    for param, what in unused(loss, told):
+        raise ConfigError(f"pair_loss: {param}: {what}")
+    resolved = {}
+    for name in weights(loss):
+        own = OBJECTIVES[name]
+        found = {param: checked(param, told[param], own.params[param]) for param in own.params if param in told}
+        resolved[name] = {**own.defaults, **found}
+    return resolved
+
+
+def checked(name: str, value: Any, param: Param) -> float | str:
+    """The value of a parameter, if it is within its bounds. Raises ConfigError."""
+    if not param.accepts(value):
+        raise ConfigError(f"pair_loss: {name} must be {param.wanted}; found {value!r}.")
+    return value if isinstance(value, str) else float(value)
+
+
+def unused(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, what is wrong and the way out) for parameters that were told and that none of a loss takes."""
+    names, taken = ", ".join(weights(loss)), takes(loss)
+    for param, value in told.items():
+        if param not in taken:
+            others = ", ".join(PARAMS.get(param, ()))
+            yield (
+                param,
+                f"{value} does nothing with the loss {names}, which takes {', '.join(taken)}. Remove {param}"
+                + (f", or use a loss that has it: {others}." if others else "."),
+            )
+
+
+def out_of_bounds(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, what is wrong and the way out) for parameters whose value an objective of a loss refuses."""
+    for name in weights(loss):
+        for param, of in OBJECTIVES[name].params.items():
+            if param in told and not of.accepts(told[param]):
+                yield param, f"must be {of.wanted} with the loss {name}; found {told[param]}."
+
+
+def wpo_problems(loss: Loss) -> Iterator[str]:
+    """Yield what is wrong with WPO's weights for a loss."""
+    batchwise = [name for name in weights(loss) if OBJECTIVES[name].coupled]
+    if batchwise:
+        yield (
+            f"weighs the loss of each pair, but {', '.join(batchwise)} looks at a whole batch, where a pair has no "
+            "loss of its own. Remove wpo, or use another loss."
+        )
