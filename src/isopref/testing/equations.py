@@ -45,8 +45,12 @@ def sigma(x: Tensor) -> Tensor:
 
 
 def bradley_terry(difference: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of the preference for chosen, sigma(difference), with labels (1 - smoothing, smoothing)."""
-    return -(1 - smoothing) * torch.log(sigma(difference)) - smoothing * torch.log(1 - sigma(difference))
+    """Cross-entropy of the preference for chosen, sigma(difference), with labels (1 - smoothing, smoothing).
+
+    -log sigma(d) is written as log(e^0 + e^-d): with some divergences d is in the thousands, and sigma(d) is 0.
+    """
+    zero = torch.zeros_like(difference)
+    return (1 - smoothing) * torch.logaddexp(zero, -difference) + smoothing * torch.logaddexp(zero, difference)
 
 
 def slope(u: Tensor, divergence: str | float) -> Tensor:

@@ -283,7 +283,9 @@ def main() -> None:
     )
     Path(sys.argv[1]).write_text(page, encoding="utf-8")
     over = [
-        f"{cell}: {result.gradient_error:.1e}" for cell, result in found.items() if result.gradient_error > bound(cell)
+        f"{cell}: {one.gradient_error:.1e}, {one.loss_error:.1e}, {one.metric_error:.1e}"
+        for cell, one in found.items()
+        if not all(error <= bound(cell) for error in (one.gradient_error, one.loss_error, one.metric_error))  # or NaN
     ]
     if over:
         sys.exit("over the bound:\n" + "\n".join(over))
