@@ -28,7 +28,7 @@ from isopref.testing.records import (
     user,
 )
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
+SHARED = Path(__file__).parents[4] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
 
 
 @pytest.mark.parametrize(("name", "fields", "prompt", "chosen", "rejected"), SHAPED)
