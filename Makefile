@@ -91,7 +91,7 @@ docs: $(READY)
 	$(BIN)/python -m isopref.config.objectives_page > docs/objectives.md
 
 picture: $(READY)
-	$(BIN)/python -m isopref.testing.browser runs/demo/report.html docs/report.png
+	PYTHONPATH=tests $(BIN)/python -m support.browser runs/demo/report.html docs/report.png
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -12,7 +12,7 @@ import yaml
 from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
-from isopref.testing.records import (
+from support.records import (
     BAD,
     GOOD,
     HH,
