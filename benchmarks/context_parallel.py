@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from isopref.data.rows import build_microbatch, copies_of
+from isopref.batch.rows import build_microbatch, copies_of
 from isopref.ops.attention import segment_attention
 from isopref.testing.models import examples, random_pairs
 from isopref.testing.ranks import RankError, Ranks

@@ -29,10 +29,10 @@ from ready import Cell, ready_trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from isopref.batch.packing import Budget
 from isopref.build.model import new_adapter
 from isopref.cards import GIB, find_card
 from isopref.config.values import AdapterConfig
-from isopref.data.packing import Budget
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import shape_of
 from isopref.plan.layout import ONE_GPU, step_loads

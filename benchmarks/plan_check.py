@@ -14,11 +14,11 @@ import workload
 from transformers import LlamaConfig, LlamaForCausalLM
 from vs_trl import CELLS
 
+from isopref.batch.packing import Budget
 from isopref.build import resolve
 from isopref.build.model import new_adapter
 from isopref.cards import CARDS, GIB
 from isopref.config.values import AdapterConfig
-from isopref.data.packing import Budget
 from isopref.data.schedule import batch, epoch_order
 from isopref.models.adapter import add_adapter
 from isopref.models.shape import shape_of

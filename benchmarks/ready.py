@@ -18,7 +18,7 @@ from isopref.build.model import add_adapter, score_all, spread
 from isopref.build.run import Run
 from isopref.build.trainer import build_trainer
 from isopref.config.schema import Config
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.models.policy import Policy
@@ -45,7 +45,7 @@ class Ready:
 
     run: Run
     policy: Policy
-    table: PairTable
+    table: ExampleTable
     trainer: Trainer
 
     def metrics(self) -> list[dict[str, float]]:
@@ -78,7 +78,7 @@ def ready_trainer(
             frozen = cell.adapter is not None
             dtype = getattr(torch, run.compute_dtype if frozen else config.model.dtype)
             made = make(cell.shape, dtype=dtype, device=env.device)
-            table = PairTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
+            table = ExampleTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
             policy = Policy(made)
             add_adapter(run, policy)
             model = spread(run, policy)

@@ -19,9 +19,9 @@ import torch
 import workload
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from isopref.batch.packing import Budget, plan_step
 from isopref.build import resolve
 from isopref.cards import CARDS, GIB
-from isopref.data.packing import Budget, plan_step
 from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.network import Network

@@ -22,7 +22,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils.logging import disable_progress_bar
 
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy, full
 from isopref.testing.models import examples, random_pairs, tiny_folder

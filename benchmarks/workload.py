@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from isopref.data.schedule import epoch_order
-from isopref.types import IntArray, PairTokens
+from isopref.examples import PairTokens
+from isopref.types import IntArray
 
 Item = TypeVar("Item")
 

@@ -1,6 +1,6 @@
 """Packed rows with shared prompts in a training script of your own, on OLMo-core's Trainer.
 
-PairLoader packs pairs into rows without padding, and a row holds the prompt of a pair once for both its answers. The
+ExampleLoader packs pairs into rows without padding, and a row holds the prompt of a pair once for both its answers. The
 gradient is that of padded batches (olmo_core_trainer.py); it only takes less time.
 
     python examples/olmo_core_packed.py /path/to/model pairs.jsonl out/            # one process
@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isopref import (
     Budget,
     DPOTrainModule,
-    PairLoader,
-    PairTable,
+    ExampleLoader,
+    ExampleTable,
     PairTokens,
     Policy,
     pair_loss,
@@ -37,7 +37,7 @@ from isopref import (
 )
 
 
-def read_pairs(path: Path, tokenizer: Any) -> PairTable:
+def read_pairs(path: Path, tokenizer: Any) -> ExampleTable:
     """Tokenise the pairs of a file: the prompt by the chat template, each answer with the token that ends it."""
 
     def tokens(text: str) -> np.ndarray:
@@ -49,7 +49,7 @@ def read_pairs(path: Path, tokenizer: Any) -> PairTable:
         chosen, rejected = (pair[side] + tokenizer.eos_token for side in ("chosen", "rejected"))
         return PairTokens(tokens(prompt), tokens(chosen), tokens(rejected))
 
-    return PairTable.from_tokens(tokenise(json.loads(line)) for line in path.read_text().splitlines())
+    return ExampleTable.from_tokens(tokenise(json.loads(line)) for line in path.read_text().splitlines())
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     table = read_pairs(arguments.pairs, tokenizer)
     budget = Budget("shared", tokens=arguments.microbatch_tokens)
-    loader = PairLoader(table, batch_pairs=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
+    loader = ExampleLoader(table, batch_pairs=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
 
     policy = Policy(AutoModelForCausalLM.from_pretrained(arguments.model)).to(device)
     reference = score_table(policy, table, budget, device=device)  # the model before training; ranks share the work

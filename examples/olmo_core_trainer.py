@@ -30,7 +30,7 @@ from isopref import (
     Budget,
     DataCollatorForSeq2SeqDPO,
     DPOTrainModule,
-    PairTable,
+    ExampleTable,
     PairTokens,
     Policy,
     TableLogps,
@@ -100,7 +100,9 @@ def score_reference(policy: Policy, pairs: list[Instance]) -> TableLogps:
         start = one["chosen_labels"].count(-100)
         sides = (one["chosen_input_ids"][:start], one["chosen_input_ids"][start:], one["rejected_input_ids"][start:])
         parts.append(PairTokens(*(np.array(side) for side in sides)))
-    return score_table(policy, PairTable.from_tokens(parts), Budget("padded", tokens=4096), device=get_default_device())
+    return score_table(
+        policy, ExampleTable.from_tokens(parts), Budget("padded", tokens=4096), device=get_default_device()
+    )
 
 
 def save_model(policy: Policy, tokenizer: Any, folder: Path) -> None:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from isopref.threads import limit_spinning
 
 if TYPE_CHECKING:
-    from isopref.data.packing import Budget
-    from isopref.data.table import PairTable
-    from isopref.engine.loader import PairLoader
+    from isopref.batch.packing import Budget
+    from isopref.data.table import ExampleTable
+    from isopref.engine.loader import ExampleLoader
     from isopref.engine.moving import MovingReference
     from isopref.engine.padded import DataCollatorForSeq2SeqDPO, split_batch_dpo
     from isopref.engine.train_module import DPOTrainModule
+    from isopref.examples import Example, PairTokens
     from isopref.models.parallel import parallelize
     from isopref.models.policy import Policy
     from isopref.objectives.loss import pair_loss
     from isopref.score import TableLogps, score_table
     from isopref.script import train
-    from isopref.types import PairTokens
 
 __version__ = "0.1.0"
 
@@ -28,9 +28,10 @@ __all__ = [
     "Budget",
     "DPOTrainModule",
     "DataCollatorForSeq2SeqDPO",
+    "Example",
+    "ExampleLoader",
+    "ExampleTable",
     "MovingReference",
-    "PairLoader",
-    "PairTable",
     "PairTokens",
     "Policy",
     "TableLogps",
@@ -42,13 +43,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Budget": "data.packing",
+    "Budget": "batch.packing",
     "DPOTrainModule": "engine.train_module",
     "DataCollatorForSeq2SeqDPO": "engine.padded",
     "MovingReference": "engine.moving",
-    "PairLoader": "engine.loader",
-    "PairTable": "data.table",
-    "PairTokens": "types",
+    "ExampleLoader": "engine.loader",
+    "ExampleTable": "data.table",
+    "Example": "examples",
+    "PairTokens": "examples",
     "Policy": "models.policy",
     "TableLogps": "score",
     "pair_loss": "objectives.loss",

@@ -4,7 +4,7 @@ Pure arithmetic on scored tables; the scoring itself is score.py's. A share of t
 keeps its width where all of them were won. Every other figure is a function of a few means over pairs, so its interval
 comes from the same function on the means of resampled pairs.
 
-N: pairs, R: resamples, K: means.
+N: pairs, which are the comparisons of a table, R: resamples, K: means.
 """
 
 import math
@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isopref.normalize import Weighting, coefficients, pair_weights, resampled_means
+from isopref.examples import Lengths
+from isopref.normalize import Weighting, coefficients, comparison_weights, resampled_means
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.score import TableLogps
-from isopref.types import CHOSEN, REJECTED, FloatArray, IntArray, PairLogps
+from isopref.types import FloatArray, IntArray, PairLogps
 
 RESAMPLES, SEED = 1000, 0
 INTERVAL = (2.5, 97.5)  # percent of the resamples
@@ -91,37 +92,43 @@ class Evaluation:
 def evaluate(
     policy: TableLogps,
     ref: TableLogps,
-    lengths_N3: IntArray,
-    own_N: FloatArray,
+    lengths: Lengths,
+    own: FloatArray,
     *,
     loss: PairLoss,
     weighting: Weighting,
-    sources_N: IntArray | None = None,
+    sources: IntArray | None = None,
     source_names: Sequence[str] = (),
 ) -> Evaluation:
-    """Compare policy and reference on N pairs; where they come from several sources, also on those of each."""
-    pair_logps = _pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)
-    gain_N2, reward_N2 = (_side_by_side(of(*pair_logps)) for of in (loss.gains, loss.rewards))
-    per_token_N2 = np.stack([policy.chosen, policy.rejected], axis=1) / lengths_N3[:, CHOSEN:]
-    weights_N = pair_weights(lengths_N3, weighting, own_N)
+    """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
+
+    `own` is the weight of each example, `sources` where it comes from.
+    """
+    logps = _taken(policy, ref, lengths, loss)
+    gain_N2, reward_N2 = (_side_by_side(of(*logps)) for of in (loss.gains, loss.rewards))
+    tokens_N2 = lengths.compared_tokens.T
+    per_token_N2 = policy.answers[lengths.sides].T / tokens_N2
+    weights_N = comparison_weights(lengths, weighting, own)
     # Where a loss couples the pairs of a batch, all held-out pairs are one.
-    loss_N = loss(*pair_logps, whole=Whole.first(torch.from_numpy(coefficients(weights_N)))).numpy()
+    loss_N = loss(*logps, whole=Whole.first(torch.from_numpy(coefficients(weights_N)))).numpy()
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
-    likelihood_N = policy.chosen if policy.whole_chosen is None else policy.whole_chosen
-    nll_N = -loss.nll_weight * likelihood_N / lengths_N3[:, CHOSEN]
-    chosen_N = own_N * lengths_N3[:, CHOSEN]
-    pairs = _Pairs(won_N, reward_N2, per_token_N2, loss_N, nll_N, lengths_N3, weights_N, chosen_N)
-    present = [] if sources_N is None else np.unique(sources_N).tolist()
+    nll_N = -loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0]
+    chosen_N = own[lengths.of_comparison] * tokens_N2[:, 0]
+    pairs = _Pairs(won_N, reward_N2, per_token_N2, loss_N, nll_N, tokens_N2, weights_N, chosen_N)
     by_source = {}
-    if sources_N is not None and len(present) > 1:
-        labels = source_labels(source_names)
-        by_source = {labels[source]: _figures(pairs.select(sources_N == source), {}) for source in present}
+    if sources is not None and len(present := np.unique(sources).tolist()) > 1:
+        labels, source_N = source_labels(source_names), sources[lengths.of_comparison]
+        by_source = {labels[source]: _figures(pairs.select(source_N == source), {}) for source in present}
     return _figures(pairs, by_source)
 
 
-def rewards(policy: TableLogps, ref: TableLogps, lengths_N3: IntArray, loss: PairLoss) -> FloatArray:
-    """The implicit rewards of every pair's answers, chosen and rejected: N, 2."""
-    return _side_by_side(loss.rewards(_pair_logps(policy, lengths_N3), _pair_logps(ref, lengths_N3)))
+def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> FloatArray:
+    """The implicit rewards of every comparison's answers, chosen and rejected: N, 2."""
+    return _side_by_side(loss.rewards(*_taken(policy, ref, lengths, loss)))
+
+
+def _taken(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> tuple[PairLogps, PairLogps]:
+    return loss.taken(policy.compared(lengths)), loss.taken(ref.compared(lengths))
 
 
 def source_labels(names: Sequence[str]) -> list[str]:
@@ -141,7 +148,7 @@ class _Pairs:
     per_token: FloatArray  # N, 2: log-probability
     loss: FloatArray  # N
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
-    lengths: IntArray  # N, 3
+    tokens: IntArray  # N, 2
     weights: FloatArray  # N: of the loss
     chosen_weights: FloatArray  # N: of the NLL
 
@@ -153,7 +160,7 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
     won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
-    tokens_N2 = pairs.lengths[:, CHOSEN:].astype(np.float64)
+    tokens_N2 = pairs.tokens.astype(np.float64)
     reward, tokens = (x - x.mean() for x in (pairs.rewards, tokens_N2))
     products = [(a * b).mean(axis=1) for a, b in ((reward, tokens), (reward, reward), (tokens, tokens))]
     columns = [
@@ -236,8 +243,3 @@ def _side_by_side(chosen_and_rejected: tuple[Tensor, Tensor]) -> FloatArray:
 def _won(difference: FloatArray) -> FloatArray:
     won: FloatArray = (difference > 0) + 0.5 * (difference == 0)
     return won
-
-
-def _pair_logps(logps: TableLogps, lengths_N3: IntArray) -> PairLogps:
-    counts = torch.from_numpy(lengths_N3[:, [CHOSEN, REJECTED]].astype(np.int64))
-    return PairLogps(torch.from_numpy(logps.chosen), torch.from_numpy(logps.rejected), counts[:, 0], counts[:, 1])

@@ -1,8 +1,10 @@
-"""The one place that divides. Weights of pairs become coefficients that sum to one over the global batch.
+"""The one place that divides. Weights of comparisons become coefficients that sum to one over the global batch.
 
-L = sum_p w_p * l_p / sum_p w_p over all pairs p of the global batch, whatever microbatch or rank they fall on. A mean
-over tokens, sum_p v_p * (sum over the tokens of p) / sum_p v_p * n_p, has a denominator of its own. Both are known
-before any forward pass: every rank has all lengths of the batch.
+L = sum_m w_m * l_m / sum_m w_m over all comparisons m of the global batch, whatever microbatch or rank they fall on. A
+mean over tokens, sum_m v_m * (sum over the tokens of m) / sum_m v_m * n_m, has a denominator of its own. Both are known
+before any forward pass: every rank has all lengths of the batch. A pair is one comparison.
+
+N: examples, M: comparisons, P: pairs or comparisons.
 """
 
 from typing import Literal
@@ -10,23 +12,26 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from isopref.types import CHOSEN, PROMPT, FloatArray, IntArray
+from isopref.examples import Lengths
+from isopref.types import FloatArray, IntArray
 
 Weighting = Literal["token", "completion", "pair"]
 
 
-def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) -> FloatArray:
-    """w_p of each pair: its real tokens, its completion tokens, or one; times the weight the data gives it.
+def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
+    """w of each comparison (M): its tokens, those of its answers alone, or its part of one; times its example's weight.
 
-    A pair's tokens are those of its two sequences, the prompt counted in each.
+    The tokens of a comparison are those of its two sequences, the prompt counted in each. Comparisons of one example
+    share it equally.
     """
-    completion: FloatArray = lengths_P3[:, CHOSEN:].sum(axis=1, dtype=np.float64)
+    example_M = lengths.of_comparison
+    completion: FloatArray = lengths.compared_tokens.sum(axis=0, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
-        "token": completion + 2.0 * lengths_P3[:, PROMPT],
+        "token": completion + 2.0 * lengths.prompt[example_M],
         "completion": completion,
-        "pair": np.ones(len(lengths_P3)),
+        "pair": 1.0 / lengths.num_comparisons[example_M],
     }
-    return sizes[weighting] * own_P
+    return sizes[weighting] * own_N[example_M]
 
 
 def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:

@@ -1,26 +1,27 @@
-"""The one score path: log-probabilities of completions, for the policy, the reference and evaluation alike.
+"""The one score path: log-probabilities of answers, for the policy, the reference and evaluation alike.
 
-P: pairs of a microbatch, N: pairs of a table.
+A: answers, M: comparisons, of a microbatch or of a table.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isopref.data.packing import Budget, check_budget, plan_step
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, check_budget, plan_step
+from isopref.batch.rows import build_microbatch, in_rounds
 from isopref.errors import ConfigError
+from isopref.examples import Example, Lengths
 from isopref.models.parallel import data_group, reshard, speaks
 from isopref.ops.take import take
 from isopref.ranks import num_ranks, own_rank
 from isopref.types import LOGPS_ALONE, FloatArray, IntArray, Microbatch, Needs, PairLogps, Readout
 
-WINDOW = 256  # pairs planned together when a whole table is scored
+WINDOW = 256  # examples planned together when many are scored
 
 
 def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
@@ -29,47 +30,50 @@ def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE)
     return found
 
 
-def compared(readout: Readout, microbatch: Microbatch, *, ld_alpha: float = 1.0) -> PairLogps:
-    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected.
-
-    `ld_alpha`: what the tokens of an answer beyond the length of the other one count for (LD-DPO, Liu et al. 2024);
-    below 1 it needs the readout's heads.
-    """
-    select = (microbatch.compared, microbatch.compared_copies)
-    logp_2M = take(readout.logp, *select).view(2, -1)
+def compared(readout: Readout, microbatch: Microbatch) -> PairLogps:
+    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected."""
+    chosen, rejected = take(readout.logp, microbatch.compared, microbatch.compared_copies).view(2, -1)
     num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
-    found = PairLogps(logp_2M[0], logp_2M[1], num_chosen, num_rejected)
+    weight = None
     if readout.confidence is not None:
         weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
-        found = replace(found, weight=weight)
-    if ld_alpha == 1:
-        return found
-    assert readout.head_logp is not None, "not asked for"
-    chosen, rejected = readout.head_logp + ld_alpha * (logp_2M - readout.head_logp)
-    return replace(found, chosen=chosen, rejected=rejected, whole_chosen=logp_2M[0])
+    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight)
 
 
 @dataclass(frozen=True, init=False)
 class TableLogps:
-    """Log-probabilities of the completions of N pairs, on the host in float64. Made of arrays or tensors."""
+    """Log-probabilities of the answers of a table, on the host in float64. Made of arrays or tensors."""
 
-    chosen: FloatArray  # N
-    rejected: FloatArray  # N
-    whole_chosen: FloatArray | None = None  # N: see PairLogps
+    answers: FloatArray  # A
+    heads: FloatArray | None = None  # 2, M: of the first tokens of better and worse, as many as the shorter one has
 
-    def __init__(
-        self,
-        chosen: FloatArray | Tensor,
-        rejected: FloatArray | Tensor,
-        whole_chosen: FloatArray | Tensor | None = None,
-    ):
-        given = {"chosen": chosen, "rejected": rejected, "whole_chosen": whole_chosen}
-        arrays = {name: None if values is None else _on_host(values) for name, values in given.items()}
-        shapes = {name: array.shape for name, array in arrays.items() if array is not None}
-        if len(set(shapes.values())) != 1 or len(shapes["chosen"]) != 1:
-            raise ConfigError(f"TableLogps: each needs one value for every pair; the shapes are {shapes}.")
-        for name, array in arrays.items():
-            object.__setattr__(self, name, array)
+    def __init__(self, answers: FloatArray | Tensor, heads: FloatArray | Tensor | None = None):
+        object.__setattr__(self, "answers", _on_host(answers))
+        object.__setattr__(self, "heads", None if heads is None else _on_host(heads))
+        if self.answers.ndim != 1 or (self.heads is not None and self.heads.ndim != 2):
+            shapes = [x.shape for x in (self.answers, self.heads) if x is not None]
+            raise ConfigError(
+                f"TableLogps: one value for every answer of the table is needed; the shapes are {shapes}. For pairs "
+                "write TableLogps.of_pairs(chosen, rejected)."
+            )
+
+    @classmethod
+    def of_pairs(cls, chosen: FloatArray | Tensor, rejected: FloatArray | Tensor) -> "TableLogps":
+        """Those of a table of pairs."""
+        sides = _on_host(chosen), _on_host(rejected)
+        if sides[0].shape != sides[1].shape or sides[0].ndim != 1:
+            raise ConfigError(
+                "TableLogps.of_pairs: each needs one value for every pair; the shapes are "
+                f"{sides[0].shape} and {sides[1].shape}."
+            )
+        return cls(np.stack(sides, axis=1).ravel())
+
+    def compared(self, lengths: Lengths) -> PairLogps:
+        """The comparisons of the table that these are of, as pairs."""
+        chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)
+        num_chosen, num_rejected = (torch.from_numpy(count.astype(np.int64)) for count in lengths.compared_tokens)
+        heads = None if self.heads is None else torch.from_numpy(self.heads)
+        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads)
 
 
 def _on_host(values: FloatArray | Tensor) -> FloatArray:
@@ -77,49 +81,72 @@ def _on_host(values: FloatArray | Tensor) -> FloatArray:
     return array.astype(np.float64, copy=False)
 
 
+class Examples(Protocol):
+    """What can be scored: a table, or some answers of one (reference/answers.py)."""
+
+    @property
+    def lengths(self) -> Lengths: ...
+
+    def example(self, index: int) -> Example: ...
+
+    def origin(self, index: int) -> str: ...
+
+
 @torch.no_grad()
 def score_table(
     policy: nn.Module,
-    table: PairTable,
+    table: Examples,
     budget: Budget,
     *,
     device: torch.device,
-    ld_alpha: float = 1.0,
+    needs: Needs = LOGPS_ALONE,
     progress: Callable[[int], None] | None = None,
     scored: Callable[[IntArray, Tensor], None] | None = None,
 ) -> TableLogps:
-    """Score every pair of a table without gradients. All ranks call this; they share the work, each returns the whole.
+    """Score every answer of a table without gradients. All ranks call this; they share the work, each returns all.
 
-    `progress` is called with the number of pairs done since the last call, taking the other ranks to be as fast.
-    `scored` is called with what this rank has just scored: P pairs of the table, and their log-probabilities (2, P;
-    float64, on the device). Raises ConfigError where a pair is longer than the budget.
+    `needs`: heads are returned too. `progress` is called with the number of answers done since the last call, taking
+    the other ranks to be as fast. `scored` is called with what this rank has just scored: some answers of the table,
+    and their log-probabilities (float64, on the device). Raises ConfigError where an example is longer than the budget.
     """
-    if len(table):
-        check_budget(table.lengths, budget, name=table.origin)
+    lengths = table.lengths
+    if len(lengths):
+        check_budget(lengths, budget, name=table.origin)
     group = data_group(policy)
     ranks = num_ranks(group)
-    needs = Needs(heads=ld_alpha != 1)  # then what chosen is without it comes third
-    logps_KN = torch.zeros(2 if ld_alpha == 1 else 3, len(table), dtype=torch.float64, device=device)
+    logp_A = torch.zeros(len(lengths.answer), dtype=torch.float64, device=device)
+    head_2M = torch.zeros(2, len(lengths.compared) if needs.heads else 0, dtype=torch.float64, device=device)
     for index, microbatch in _microbatches(table, budget, own_rank(group), ranks):
-        on_device = microbatch.to(device)
-        pairs = compared(score(policy, on_device, needs), on_device, ld_alpha=ld_alpha)
-        columns = (pairs.chosen, pairs.rejected, pairs.whole_chosen)
-        logps_KP = torch.stack([column.double() for column in columns if column is not None])
-        logps_KN[:, torch.from_numpy(index).to(device)] = logps_KP
+        readout = score(policy, microbatch.to(device), needs)
+        answers = in_rounds(lengths, index)
+        found_A = readout.logp.double()
+        logp_A[torch.from_numpy(answers).to(device)] = found_A
+        if readout.head_logp is not None:
+            head_2M[:, torch.from_numpy(lengths.comparisons_of(index)).to(device)] = readout.head_logp.double()
         if scored is not None and speaks(policy):
-            scored(index, logps_KP[:2])
+            scored(answers, found_A)
         if progress is not None:
-            progress(len(index) * ranks)
+            progress(len(answers) * ranks)
     if ranks > 1:
-        dist.all_reduce(logps_KN, group=group)  # every pair was scored on one rank and is zero on the others
+        for values in (logp_A, head_2M):  # every example was scored on one rank and is zero on the others
+            dist.all_reduce(values, group=group)
     reshard(policy)
-    return TableLogps(*logps_KN.cpu().numpy())
+    return TableLogps(logp_A.cpu().numpy(), head_2M.cpu().numpy() if needs.heads else None)
 
 
-def _microbatches(table: PairTable, budget: Budget, rank: int, num_ranks: int) -> Iterator[tuple[IntArray, Microbatch]]:
-    by_length = np.argsort(table.lengths.sum(axis=1), kind="stable")[::-1]
-    for start in range(0, len(table), WINDOW * num_ranks):
+def _microbatches(table: Examples, budget: Budget, rank: int, num_ranks: int) -> Iterator[tuple[IntArray, Microbatch]]:
+    lengths = table.lengths
+    num_passes = int(lengths.num_answers.max(initial=1))
+    by_length = np.argsort(_tokens(lengths), kind="stable")[::-1]
+    for start in range(0, len(lengths), WINDOW * num_ranks):
         window = by_length[start : start + WINDOW * num_ranks]
-        for group in plan_step(table.lengths[window], budget, num_ranks=num_ranks)[rank]:
-            index = window[group] if group else window[:0]
-            yield index, build_microbatch([table.tokens(int(i)).example for i in index], budget.kind)
+        for group in plan_step(lengths.select(window), budget, num_ranks=num_ranks)[rank]:
+            index = window[np.array(group, np.int64)]
+            examples = [table.example(int(i)) for i in index]
+            yield index, build_microbatch(examples, budget.kind, num_passes=num_passes)
+
+
+def _tokens(lengths: Lengths) -> IntArray:
+    """Tokens of each example, its prompt once and all its answers: N."""
+    of_answers = np.bincount(lengths.of_answer, lengths.answer, minlength=len(lengths)).astype(np.int64)
+    return lengths.prompt + of_answers

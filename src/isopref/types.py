@@ -20,28 +20,6 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]
 
-PROMPT, CHOSEN, REJECTED = 0, 1, 2  # columns of a table of lengths
-
-
-class Example(NamedTuple):
-    """Token ids of one prompt and its answers. Each answer follows the prompt directly."""
-
-    prompt: IntArray
-    answers: tuple[IntArray, ...]
-    comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
-
-
-class PairTokens(NamedTuple):
-    """Token ids of one pair: an example with two answers, the first of which is better."""
-
-    prompt: IntArray
-    chosen: IntArray
-    rejected: IntArray
-
-    @property
-    def example(self) -> Example:
-        return Example(self.prompt, (self.chosen, self.rejected), ((0, 1),))
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -69,14 +47,18 @@ class Readout(NamedTuple):
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Summed log-probabilities (natural log) of the answers of P pairs, with their token counts."""
+    """Summed log-probabilities (natural log) of the answers of P pairs, with their token counts.
+
+    A comparison of two answers of an example is such a pair, whatever other answers the example has.
+    """
 
     chosen: Tensor  # P
     rejected: Tensor  # P
     num_chosen: Tensor  # P
     num_rejected: Tensor  # P
+    heads: Tensor | None = None  # 2, P: of the first tokens of both, as many as the shorter one has (Needs.heads)
+    weight: Tensor | None = None  # P: WPO's weight of the pair (Needs.confidence)
     whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
-    weight: Tensor | None = None  # P: WPO's weight of the pair, where it was asked for
 
 
 @dataclass(frozen=True)

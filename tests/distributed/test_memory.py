@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isopref.data.packing import Budget
+from isopref.batch.packing import Budget
 from isopref.testing.ranks import RankError, Ranks
 from support import faults
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from isopref.data.packing import RowKind
+from isopref.batch.packing import RowKind
 from isopref.evaluate import Evaluation
 from isopref.reference.store import records
 from isopref.score import TableLogps

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
 from isopref.engine.optim import Kind
 from isopref.models.policy import Policy
 from isopref.score import score_table
@@ -87,7 +87,7 @@ def test_twenty_steps_on_two_by_two(four_ranks: Ranks, expected: trajectory.Weig
 
 
 def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
-    table = PairTable.from_tokens(random_pairs(9))
+    table = ExampleTable.from_tokens(random_pairs(9))
     expected = score_table(Policy(tiny_model("qwen3")), table, Budget("padded", 4096), device=torch.device("cpu"))
     found = four_ranks(tensor_parallel_scores)
     for scores, _ in found:

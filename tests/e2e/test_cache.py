@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isopref.build.model import load_policy
 from isopref.data.schedule import epoch_order
+from isopref.examples import PairTokens
 from isopref.models.policy import Policy
 from isopref.reference.store import Store
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer, tiny_folder
-from isopref.types import PairTokens
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights

@@ -18,7 +18,7 @@ from olmo_core.train.callbacks import Callback
 
 from isopref.build import trainer as build_trainer
 from isopref.build.microbatch import settle_layout
-from isopref.engine.loader import PairLoader
+from isopref.engine.loader import ExampleLoader
 from isopref.testing.models import tiny_folder
 
 if TYPE_CHECKING:
@@ -163,19 +163,19 @@ def test_evaluating_leaves_training_bit_for_bit_as_it_is(
     """Weights, random states and the order of the data: without held-out pairs, and evaluated after every step."""
     orders: list[list[list[int]]] = []
     recorders: list[Recorder] = []
-    ours, step = build_trainer._callbacks, PairLoader.step
+    ours, step = build_trainer._callbacks, ExampleLoader.step
 
     def callbacks(*arguments: Any) -> dict[str, Callback]:
         recorders.append(Recorder())
         orders.append([])
         return {**ours(*arguments), "recorder": recorders[-1]}
 
-    def recorded(loader: PairLoader, index: Any) -> Any:
+    def recorded(loader: ExampleLoader, index: Any) -> Any:
         orders[-1].append(index.tolist())
         return step(loader, index)
 
     monkeypatch.setattr(build_trainer, "_callbacks", callbacks)
-    monkeypatch.setattr(PairLoader, "step", recorded)
+    monkeypatch.setattr(ExampleLoader, "step", recorded)
     without = project.train("without", *layout, "data.eval=null", "run.samples=0")
     with_it = project.train("with", *layout, "run.eval_every=1", "run.samples=3", "run.sample_tokens=4")
     assert len((with_it / "metrics.jsonl").read_text().split("eval/accuracy_high")) == 11

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
 from isopref.data.schedule import epoch_order
+from isopref.examples import PairTokens
 from isopref.testing import oracle
-from isopref.types import PairLogps, PairTokens
+from isopref.types import PairLogps
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.models.adapter import quantize_nf4
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy

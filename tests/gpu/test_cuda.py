@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.ops import flash

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
@@ -18,7 +18,7 @@ from isopref.testing.models import examples, random_pairs, tiny_model
 if TYPE_CHECKING:
     from tests.gpu.conftest import Command
 
-    from isopref.data.packing import RowKind
+    from isopref.batch.packing import RowKind
 
 pytestmark = pytest.mark.gpu
 

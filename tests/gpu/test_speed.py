@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from isopref.data.packing import Budget
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
-from isopref.engine.loader import PairLoader
+from isopref.batch.packing import Budget
+from isopref.batch.rows import build_microbatch
+from isopref.data.table import ExampleTable
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.microbatch_probe import _measure, _peak, fit_microbatch
 from isopref.models.parallel import checkpoint_layers, compile_layers
 from isopref.models.policy import Policy
@@ -29,8 +29,8 @@ def test_compiled_layers_score_alike_and_never_compile_again(architecture: str) 
     plain, compiled = (Policy(tiny_model(architecture, dtype=torch.bfloat16, **WIDE)).to(CUDA) for _ in range(2))
     compile_layers(compiled)
     check_layout(compiled, "shared")
-    table = PairTable.from_tokens(random_pairs(160, seed=3, longest=150))
-    loader = PairLoader(
+    table = ExampleTable.from_tokens(random_pairs(160, seed=3, longest=150))
+    loader = ExampleLoader(
         table, batch_pairs=16, budget=Budget("shared", 2500), weighting="token", seed=0, work_dir="", pin_memory=True
     )
     loader.reshuffle(epoch=1)
@@ -51,7 +51,7 @@ def test_compiled_layers_score_alike_and_never_compile_again(architecture: str) 
 def test_the_measured_line_foretells_a_longer_row() -> None:
     """Two short rows say what three times as many tokens take, to a tenth; recomputing every layer takes less."""
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=8, **WIDE)).to(CUDA)
-    table = PairTable.from_tokens(random_pairs(300, seed=1, longest=120))
+    table = ExampleTable.from_tokens(random_pairs(300, seed=1, longest=120))
     fits = {
         name: fit_microbatch(policy, table, "shared", grad_sync="last", layers=layers, tokens=None)
         for name, layers in {"none": (0, 0), "full": (8, 8), "auto": (0, 8)}.items()

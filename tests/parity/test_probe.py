@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from isopref.data.packing import RowKind
+from isopref.batch.packing import RowKind
 from isopref.errors import ModelError
 from isopref.models import attention
 from isopref.models.policy import Policy

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from isopref.data.packing import Budget, RowKind, plan_step
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
-from isopref.engine.step import build_step
+from isopref.batch.packing import Budget, RowKind, plan_step
+from isopref.batch.rows import build_microbatch
+from isopref.batch.step import build_step
+from isopref.data.table import ExampleTable
 from isopref.errors import ModelError
+from isopref.examples import PairTokens
 from isopref.models.parallel import checkpoint_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
@@ -22,7 +23,6 @@ from isopref.testing import oracle
 from isopref.testing.exactness import Cell, batch, build_module
 from isopref.testing.exactness import expected as exact
 from isopref.testing.models import ARCHITECTURES, examples, random_pairs, tiny_model
-from isopref.types import PairTokens
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 PADDED_ONLY = ("falcon", "mamba")
@@ -205,7 +205,7 @@ def test_a_window_that_is_only_in_the_mask_is_refused(
 def test_evaluation_under_the_trainer_scores_as_the_objective_does() -> None:
     cell = Cell(ld_alpha=0.4)
     pairs, _ = batch(cell.num_pairs)
-    table = PairTable.from_tokens(pairs)
+    table = ExampleTable.from_tokens(pairs)
     module, _ = build_module(cell, exact(cell)[3])
     cut = plan_step(table.lengths, Budget("shared", 4096), num_ranks=1)
     step = build_step(table, np.arange(cell.num_pairs), cut, "shared", "token")

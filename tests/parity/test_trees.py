@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.data import rows
-from isopref.data.packing import RowKind
-from isopref.data.rows import FEWEST_SHARED, build_microbatch
+from isopref.batch import rows
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import FEWEST_SHARED, build_microbatch
+from isopref.examples import Example, PairTokens
 from isopref.models.policy import Policy
 from isopref.score import compared, score
 from isopref.testing import oracle
 from isopref.testing.models import VOCABULARY, tiny_model
-from isopref.types import Example, IntArray, Needs, PairTokens
+from isopref.types import IntArray, Needs
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 BOUNDS = {"gpt2": 1e-10, "llama": 1e-6, "mistral": 1e-6}  # float64 throughout; float32 inside; with a window of 12

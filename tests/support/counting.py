@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from isopref.data.packing import Budget, plan_step
-from isopref.data.table import PairTable
-from isopref.engine.step import build_step
+from isopref.batch.packing import Budget, plan_step
+from isopref.batch.step import build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
 from isopref.models.policy import Policy, full
@@ -105,7 +105,7 @@ def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
     trainer.record_metric = lambda *_args, **_kwargs: None  # type: ignore[method-assign]  # ours reads values; the engine waits
     trainer.metrics_collect_interval = 1 if logs else 10
     module.optim = torch.optim.AdamW(module.model.parameters(), lr=0.0, fused=True)  # as on a GPU
-    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    table = ExampleTable.from_tokens(batch(cell.num_pairs)[0])
     rank = dist.get_rank() if cell.ranks > 1 else 0
     index = np.arange(cell.num_pairs)
     step = build_step(table, index, plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
@@ -121,7 +121,7 @@ def dry_run_traces(cell: Cell) -> list[str]:
     module, trainer = build_module(cell, expected(cell)[3])
     before = [p.detach().clone() for p in module.model.parameters()]
     random = torch.get_rng_state()
-    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    table = ExampleTable.from_tokens(batch(cell.num_pairs)[0])
     step = build_step(table, np.arange(cell.num_pairs), plan(cell, table.lengths), cell.rows, cell.weighting)
     module.train_batch({"step": step}, dry_run=True)
     traces = {
@@ -146,7 +146,7 @@ def padded_gradient_error(cell: Cell, shares: list[list[int]], rank_microbatch_s
 def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]:
     """A function that runs one training step of several microbatches, optimizer included, and logs nothing."""
     pairs = batch(8)[0]
-    table = PairTable.from_tokens(pairs)
+    table = ExampleTable.from_tokens(pairs)
     policy = Policy(model).to(device)
     module = DPOTrainModule(
         policy,
@@ -202,7 +202,7 @@ def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool, off
             compute_dtype=torch.bfloat16,
         )
         module._attach_trainer(StubTrainer())  # type: ignore[arg-type]
-        table = PairTable.from_tokens([pair] * count)
+        table = ExampleTable.from_tokens([pair] * count)
         cut = plan_step(table.lengths, Budget("shared", 4096, 1), num_ranks=world)
         step = build_step(table, np.arange(count), cut, "shared", "token", rank=dist.get_rank())
         module.train_batch({"step": step})
@@ -213,7 +213,7 @@ def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool, off
 def unchanged_after_scoring(mode: Parallel) -> list[str]:
     """Parameters that did not move in a step, where the optimizer was made after scoring, as users do."""
     model = parallelize(Policy(tiny_model("llama")), mode, device=torch.device("cpu"), world_size=dist.get_world_size())
-    table = PairTable.from_tokens(batch(8)[0])
+    table = ExampleTable.from_tokens(batch(8)[0])
     reference = score_table(model, table, Budget("shared", 4096), device=torch.device("cpu"))
     module = DPOTrainModule(
         model,

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
 from isopref.engine import train_module
 from isopref.engine.guard import Skipped
-from isopref.engine.loader import PairLoader
+from isopref.engine.loader import ExampleLoader
+from isopref.engine.references import StoredReference
 from isopref.engine.oom_retry import OomRetry
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.finite import bad_weights
@@ -49,12 +50,12 @@ def bad_step(mode: Parallel, fused: bool, fault: float, pair: int, loss: str = "
     module = _module(mode, fused, loss)
     _step(module, 1)
     before = _state(module)
-    assert module.reference_2N is not None
-    good = module.reference_2N.clone()
-    module.reference_2N[1, pair] = fault
+    assert isinstance(module.reference, StoredReference)
+    good = module.reference.answers.clone()
+    module.reference.answers[2 * pair + 1] = fault
     _step(module, 2)
     after = _state(module)
-    module.reference_2N = good
+    module.reference.answers = good
     report = module.guard.report()
     _step(module, 3)
     return Skip(
@@ -91,10 +92,10 @@ def _module(mode: Parallel, fused: bool, loss: str = "hinge") -> DPOTrainModule:
     return module
 
 
-def loader(budget: Budget, *, num_pairs: int = NUM_PAIRS, ranks: int = 1, rank: int = 0) -> PairLoader:
+def loader(budget: Budget, *, num_pairs: int = NUM_PAIRS, ranks: int = 1, rank: int = 0) -> ExampleLoader:
     """Batches of all pairs of a small table."""
-    return PairLoader(
-        PairTable.from_tokens(random_pairs(num_pairs, seed=5)),
+    return ExampleLoader(
+        ExampleTable.from_tokens(random_pairs(num_pairs, seed=5)),
         batch_pairs=num_pairs,
         budget=budget,
         weighting="token",
@@ -141,7 +142,7 @@ def out_of_memory(
     """A step in which a rank (None: each) runs out of memory once, in a microbatch. All ranks call this together."""
     own, ranks = (dist.get_rank(), dist.get_world_size()) if mode != "single" else (0, 1)
     module, pairs = _module(mode, False), loader(budget, num_pairs=12, ranks=ranks, rank=own)
-    module.reference_2N = torch.full((2, 12), -30.0, dtype=torch.float64)
+    module.reference = StoredReference(TableLogps(np.full(24, -30.0)), module.device)
     step = pairs.step(np.arange(12))
     assert len(step.work) > microbatch + 1
     module.train_batch({"step": step})

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isopref.data.packing import Budget, RowKind
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, RowKind
+from isopref.data.table import ExampleTable
 from isopref.errors import ModelError
 from isopref.evaluate import Evaluation, evaluate
 from isopref.models.policy import Policy
 from isopref.objectives.loss import pair_loss
 from isopref.reference import store as store_module
+from isopref.reference.answers import Items
 from isopref.reference.fill import fill, find, proven
 from isopref.reference.key import identity, weights_digest
 from isopref.reference.store import Store, key_of, records
@@ -38,8 +39,8 @@ def policy() -> Policy:
 
 
 @cache
-def table(num_pairs: int = NUM_PAIRS) -> PairTable:
-    return PairTable.from_tokens(random_pairs(num_pairs, seed=5))
+def table(num_pairs: int = NUM_PAIRS) -> ExampleTable:
+    return ExampleTable.from_tokens(random_pairs(num_pairs, seed=5))
 
 
 def open_store(root: Path) -> Store:
@@ -55,13 +56,13 @@ def fill_pair_by_pair(
     """
     torch.set_num_threads(1)
     store = open_store(root)
-    known = find(store, table(num_pairs), device=CPU)
-    num_missing = len(known.missing)
+    items = Items(table(num_pairs))
+    known = find(store, items, device=CPU)
     filled = known
-    if num_missing:
-        budget = Budget("shared", 4096, pairs=1)
-        filled = fill(store, table(num_pairs), known, policy(), budget, device=CPU, shard_s=shard_s)
-    return proven(filled, table(num_pairs)), num_missing, list(known.damage)
+    if len(known.missing):
+        budget = Budget("shared", 4096, examples=1)
+        filled = fill(store, items, known, policy(), budget, device=CPU, shard_s=shard_s)
+    return proven(filled, items), len(known.missing) // 2, list(known.damage)
 
 
 def write_and_die(root: Path, at_line: int) -> None:
@@ -78,7 +79,7 @@ def write_and_die(root: Path, at_line: int) -> None:
         return trace
 
     sys.settrace(trace)
-    store.write(records(np.arange(16, dtype=np.uint8)[None], np.array([[-1.0, -2.0]]), np.array([[3, 4]])))
+    store.write(records(np.arange(16, dtype=np.uint8)[None], np.array([-1.0]), np.array([3])))
     sys.settrace(None)
 
 
@@ -105,17 +106,18 @@ def fill_on_ranks(roots: Sequence[Path], num_pairs: int, rows: RowKind = "shared
     rank = dist.get_rank()
     store = open_store(roots[rank])
     with mock.patch.dict(os.environ, {} if roots[0] == roots[rank] else {"LOCAL_RANK": "0"}):
-        known = find(store, table(num_pairs), device=CPU)
+        items = Items(table(num_pairs))
+        known = find(store, items, device=CPU)
         filled = known
         if len(known.missing):
-            filled = fill(store, table(num_pairs), known, policy(), Budget(rows, 300), device=CPU)
-    return proven(filled, table(num_pairs)), len(known.missing), list(known.damage)
+            filled = fill(store, items, known, policy(), Budget(rows, 300), device=CPU)
+    return proven(filled, items), len(known.missing) // 2, list(known.damage)
 
 
 def find_kept_on_ranks(kept: Sequence[Path], root: Path) -> FloatArray:
     """Look up in `root` beside what is kept, which rank r sees in kept[r]."""
-    found = find(open_store(kept[dist.get_rank()]), table(), device=CPU)
-    return find(open_store(root), table(), device=CPU, kept=found).logps
+    found = find(open_store(kept[dist.get_rank()]), Items(table()), device=CPU)
+    return find(open_store(root), Items(table()), device=CPU, kept=found).logps
 
 
 def evaluate_on_ranks(rows: RowKind) -> Evaluation:
@@ -130,6 +132,6 @@ def evaluate_on_ranks(rows: RowKind) -> Evaluation:
         table().weights,
         loss=pair_loss("sigmoid", beta=0.3),
         weighting="token",
-        sources_N=sources,
+        sources=sources,
         source_names=("even", "odd"),
     )

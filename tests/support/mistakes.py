@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
-from isopref.engine.loader import PairLoader
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.padded import split_batch_dpo
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.conversion import from_hf
@@ -47,8 +47,8 @@ def _padded_batch_in_parts() -> None:
 
 
 def _small_budget() -> None:
-    table = PairTable.from_tokens(batch(8)[0])
-    PairLoader(table, batch_pairs=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
+    table = ExampleTable.from_tokens(batch(8)[0])
+    ExampleLoader(table, batch_pairs=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
 
 
 def _wide_padded_batch() -> None:

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isopref.data.table import PairTable
+from isopref.batch.step import build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.moving import MovingReference
-from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import data_group, parallelize
@@ -44,7 +44,7 @@ def by_oracle(every: int, mix: float, architecture: str = "gpt2") -> tuple[Weigh
 def trained(cell: Cell, every: int, mix: float, *, stop_after: int | None = None) -> tuple[Weights, Weights]:
     """The same through the train module; with `stop_after`, a new one goes on from the first one's state."""
     module, trainer = _module(cell, every, mix)
-    table = PairTable.from_tokens(batch(cell.num_pairs)[0])
+    table = ExampleTable.from_tokens(batch(cell.num_pairs)[0])
     rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
     step = build_step(table, np.arange(cell.num_pairs), plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
     for number in range(1, STEPS + 1):

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
-from isopref.data import rows, schedule
-from isopref.engine import padded, step, train_module
+from isopref.batch import rows, step
+from isopref.data import schedule
+from isopref.engine import padded, train_module
 from isopref.ranks import num_ranks
 from isopref.types import IntArray
 
@@ -134,11 +135,9 @@ def rank_local_token_mean() -> Iterator[None]:
 def likelihood_with_the_weights_of_the_loss() -> Iterator[None]:
     """The likelihood of a chosen answer is a mean over its own tokens, and counts as much as the pair's loss."""
 
-    def weighed(
-        microbatch: Any, index: Tensor, place: Tensor, loss_share: Tensor, mean_share: Tensor, _: Tensor
-    ) -> Any:
-        nll_share = loss_share / microbatch.num_tokens[microbatch.compared[: microbatch.num_comparisons]]
-        return step.Work(microbatch, index, place, loss_share, mean_share, nll_share)
+    def weighed(microbatch: Any, **parts: Tensor) -> Any:
+        tokens = microbatch.num_tokens[microbatch.compared[: microbatch.num_comparisons]]
+        return step.Work(microbatch, **{**parts, "nll_share": parts["loss_share"] / tokens})
 
     with patch.object(padded, "Work", weighed):
         yield

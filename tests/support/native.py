@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
 from isopref.models.conversion import from_hf, write_checkpoint
 from isopref.models.hf import export
 from isopref.models.parallel import Parallel, parallelize, unwrap
@@ -40,7 +40,7 @@ def tensor_parallel_scores() -> tuple[TableLogps, list[int]]:
     stored: list[int] = []
     scores = score_table(
         model,
-        PairTable.from_tokens(random_pairs(9)),
+        ExampleTable.from_tokens(random_pairs(9)),
         Budget("shared", 60),
         device=device,
         scored=lambda index, _: stored.extend(index.tolist()),

@@ -5,18 +5,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isopref.data.packing import Budget
+from isopref.batch.packing import Budget
 from isopref.data.schedule import epoch_order
-from isopref.data.table import PairTable
-from isopref.engine.loader import PairLoader
+from isopref.data.table import ExampleTable
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.optim import Kind, build_optimizer
+from isopref.examples import PairTokens
 from isopref.models.parallel import data_group
 from isopref.models.policy import full
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell, build_module, hf_names, pair_objective
 from isopref.testing.models import random_pairs, tiny_model
-from isopref.types import PairTokens
 
 NUM_PAIRS, BATCH_PAIRS, EPOCHS = 23, 5, 4  # five steps an epoch, the last one short: 20 steps
 LR, SEED = 3e-3, 7
@@ -64,8 +64,8 @@ def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
     module.optim = build_optimizer(
         optim, module.model, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=seed, compute_dtype=dtype
     )
-    loader = PairLoader(
-        PairTable.from_tokens(pairs()),
+    loader = ExampleLoader(
+        ExampleTable.from_tokens(pairs()),
         batch_pairs=BATCH_PAIRS,
         budget={"pair": Budget(cell.rows, 4096, 1), "tokens": Budget(cell.rows, 100)}.get(
             cell.cut, Budget(cell.rows, 4096)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isopref.examples import PairTokens
 from isopref.normalize import (
     Weighting,
     coefficients,
@@ -18,7 +19,7 @@ from isopref.normalize import (
     token_weight,
 )
 from isopref.testing import oracle
-from isopref.types import IntArray, PairTokens
+from isopref.types import IntArray
 
 WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "pair")
 

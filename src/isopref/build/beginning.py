@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isopref.build.run import Run
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.errors import RunError
 from isopref.places import write_whole
+from isopref.reference.answers import Items
 from isopref.reference.fill import Known, complete, find
 from isopref.reference.store import Identity, Store, key_of
 from isopref.runs.files import MODELS_FILE, STARTS_FILE, VALUES_FOLDER
@@ -34,7 +35,7 @@ class NamedTable(NamedTuple):
     """Pairs, and what they are called: "training" or "held-out"."""
 
     name: str
-    pairs: PairTable
+    pairs: ExampleTable
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ class Beginning:
 
         All ranks call this together.
         """
-        found = find(self._store(table, key), table.pairs, device=self.run.env.device)
+        found = find(self._store(table, key), self._items(table), device=self.run.env.device)
         for text in found.damage:
             self.run.display.say(f"warning: {text}.")
-        lacks = int(np.isnan(found.logps).any(axis=1).sum())
+        lacks = int(np.isnan(found.logps).sum())
         if self.resumed and lacks:
             self.run.display.say(
-                f"warning: {self.folder} lacks the reference of {lacks} of {len(table.pairs)} {table.name} pairs. From "
-                "the cache, or scored again, it may be off by rounding from what the run began with."
+                f"warning: {self.folder} lacks the reference of {lacks} of {len(found.logps)} {table.name} answers. "
+                "From the cache, or scored again, it may be off by rounding from what the run began with."
             )
         return found
 
@@ -90,8 +91,8 @@ class Beginning:
             return
         if (key := _key(models.reference)) is not None:
             for table, of_table in zip(tables, logps, strict=True):
-                logp_N2 = np.stack([of_table.chosen, of_table.rejected], axis=1)
-                complete(self._store(table, key), table.pairs, logp_N2)
+                values = of_table.answers if of_table.heads is None else np.append(of_table.answers, of_table.heads)
+                complete(self._store(table, key), self._items(table), values)
         content: dict[str, Any] = {"key": key}
         if models.reference is not None:
             content |= {"made_of": models.reference}
@@ -103,6 +104,9 @@ class Beginning:
         """For values that turned out to be wrong."""
         if self.run.env.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _items(self, table: NamedTable) -> Items:
+        return Items(table.pairs, heads=self.run.loss.needs.heads)
 
     def _store(self, table: NamedTable, key: str) -> Store:
         return Store(self.folder / table.name / key, setting="run.folder")

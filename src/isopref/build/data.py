@@ -17,7 +17,7 @@ from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.shapes import SHAPES
 from isopref.data.sources import SourceSpec
-from isopref.data.table import PairTable, SourceStats
+from isopref.data.table import ExampleTable, SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.models import hf
@@ -52,13 +52,13 @@ class SourceUse:
 class Tables:
     """What a run trains on and what it holds out. No prompt and no pair is in both."""
 
-    train: PairTable
-    held_out: PairTable | None
+    train: ExampleTable
+    held_out: ExampleTable | None
     sources: list[SourceUse]
     warnings: list[str]  # of what a user would want to know before training
 
     @property
-    def all(self) -> list[PairTable]:
+    def all(self) -> list[ExampleTable]:
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
     @property
@@ -87,7 +87,7 @@ def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: b
     return _tables(config, train, held_out, uses)
 
 
-def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> PairTable:
+def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> ExampleTable:
     """The held-out pairs alone: data.train is only read where they are a share of it. Raises ConfigError for none."""
     if (sources := config.data.eval_sources) is not None:
         return _mixed_table(config, sources, tokenizer, display, is_first, seed=SPLIT_SEED)
@@ -127,16 +127,16 @@ def left_out_note(count: int) -> str:
     return f"{count} pairs of data.train are not trained on: their prompt is in data.eval"
 
 
-def sample_prompts(run: Run, table: PairTable | None) -> list[IntArray]:
+def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
     """A few different held-out prompts, the same ones for the same data."""
     if table is None or not run.config.run.export:
         return []
     _, first_of_prompt = np.unique(table.question_ids, return_index=True)
     asked = run.config.run.samples
-    return [table.tokens(int(row)).prompt for row in first_of_prompt[: SAMPLES if asked is None else asked]]
+    return [table.example(int(row)).prompt for row in first_of_prompt[: SAMPLES if asked is None else asked]]
 
 
-def _tables(config: Config, train: PairTable, held_out: PairTable | None, sources: list[SourceUse]) -> Tables:
+def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, sources: list[SourceUse]) -> Tables:
     warnings = [
         f"{source.path}: {text}"
         for source in sources
@@ -162,13 +162,15 @@ def _share_warning(asked: float, held_out: int, pairs: int) -> list[str]:
     ]
 
 
-def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
+def _uses(
+    field: str, mixed: ExampleTable, train: ExampleTable | None, held_out: ExampleTable | None
+) -> list[SourceUse]:
     counts = (_pairs_of_source(mixed, table) for table in (mixed, train, held_out))
     found = zip(mixed.source_names, mixed.stats.sources, *counts, strict=True)
     return [SourceUse(field, *one) for one in found]
 
 
-def _pairs_of_source(whole: PairTable, part: PairTable | None) -> list[int]:
+def _pairs_of_source(whole: ExampleTable, part: ExampleTable | None) -> list[int]:
     """How many pairs `part` has of each source of `whole`."""
     sources = np.empty(0, np.int64) if part is None else part.sources
     counts: list[int] = np.bincount(sources, minlength=len(whole.source_names)).tolist()
@@ -183,7 +185,7 @@ def _mixed_table(
     is_first: bool,
     *,
     seed: int,
-) -> PairTable:
+) -> ExampleTable:
     specs = _specs(sources, config.data.columns)
     table = _whole_table(config, specs, tokenizer, display, is_first)
     return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
@@ -201,7 +203,7 @@ def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> 
 
 def _whole_table(
     config: Config, specs: Sequence[SourceSpec], tokenizer: Any, display: Display, is_first: bool
-) -> PairTable:
+) -> ExampleTable:
     """Every usable pair of the sources."""
     data = config.data
     options = TokenizeOptions(

@@ -148,7 +148,7 @@ def _refuse_folder(run: Run, resume: bool) -> None:
 def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:
     """Raise RunError where the run in the folder has another model, objective or optimizer.
 
-    Data may have moved: a run that goes on compares the pairs themselves (PairLoader).
+    Data may have moved: a run that goes on compares the pairs themselves (ExampleLoader).
     """
     before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
     changed = [

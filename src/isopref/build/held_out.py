@@ -6,19 +6,18 @@ from torch import nn
 
 from isopref.build.model import score_all
 from isopref.build.run import Run
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
 from isopref.report.figures import LABELS
 from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
-from isopref.types import CHOSEN
 
 
 class HeldOut:
     """Held-out pairs with their reference, ready to be evaluated at any time."""
 
-    def __init__(self, run: Run, table: PairTable, reference: TableLogps):
+    def __init__(self, run: Run, table: ExampleTable, reference: TableLogps):
         self.run, self.table, self.reference = run, table, reference
         self._last: tuple[int, TableLogps] | None = None
 
@@ -37,7 +36,7 @@ class HeldOut:
             self.table.weights,
             loss=self.run.loss,
             weighting=self.run.config.objective.weighting,
-            sources_N=self.table.sources,
+            sources=self.table.sources,
             source_names=self.table.source_names,
         )
 
@@ -53,7 +52,7 @@ class HeldOut:
             of_pairs = (
                 rewards(policy, self.reference, lengths, self.run.loss) for policy in (policy_before, policy_after)
             )
-            write_rewards(folder, lengths[:, CHOSEN:], *of_pairs)
+            write_rewards(folder, lengths.compared_tokens.T, *of_pairs)
 
 
 def say_figures(run: Run, found: Evaluation) -> None:

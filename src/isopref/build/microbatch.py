@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.build import resolve
 from isopref.build.run import Run
-from isopref.data.packing import Budget, check_budget, tokens_alone
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.microbatch_probe import fit_microbatch
 from isopref.models.adapter import stored_bytes
 from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, has_layers, unwrap
@@ -21,7 +21,7 @@ CPU_TOKENS = 4096
 log = logging.getLogger(__name__)
 
 
-def check_train_budget(run: Run, table: PairTable) -> None:
+def check_train_budget(run: Run, table: ExampleTable) -> None:
     """Raise ConfigError early where a pair is longer than the microbatch that was asked for."""
     layout = run.config.layout
     if layout.microbatch_tokens != "auto":
@@ -29,7 +29,7 @@ def check_train_budget(run: Run, table: PairTable) -> None:
         check_budget(table.lengths, budget, setting="layout.microbatch_tokens", name=table.origin)
 
 
-def settle_layout(run: Run, model: nn.Module, table: PairTable) -> Run:
+def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
     """Settle when gradients are reduced, how many layers recompute, and how many tokens a microbatch has."""
     layout, policy = run.config.layout, unwrap(model)
     run = replace(run, grad_sync=_grad_sync(run, model))

@@ -13,7 +13,7 @@ from isopref.build import resolve
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
 from isopref.models import adapter, conversion, hf
 from isopref.models.finite import check_finite
@@ -23,6 +23,7 @@ from isopref.models.probe import check_layout, own_logps
 from isopref.models.unused import indexers, is_inside
 from isopref.ops import flash
 from isopref.score import TableLogps, score_table
+from isopref.types import Needs
 
 
 def check_parallel(run: Run) -> None:
@@ -292,18 +293,17 @@ def compute_dtype(run: Run) -> torch.dtype | None:
     return getattr(torch, str(model.compute_dtype)) if model.is_mixed else None
 
 
-def score_all(run: Run, model: nn.Module, table: PairTable, what: str) -> TableLogps:
+def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> TableLogps:
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
-    with pair_progress(run, f"score {what}", len(table)) as progress:
-        return score_table(
-            model, table, run.score_budget, device=run.env.device, ld_alpha=run.loss.ld_alpha, progress=progress
-        )
+    needs = Needs(heads=run.loss.needs.heads)
+    with answer_progress(run, f"score {what}", len(table.lengths.answer)) as progress:
+        return score_table(model, table, run.score_budget, device=run.env.device, needs=needs, progress=progress)
 
 
 @contextmanager
-def pair_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is told how many pairs were done, and shows how many are done in a second."""
+def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar that is told how many answers were scored, and shows how many are scored in a second."""
     started, done = time.perf_counter(), 0
     with run.display.bar(what, total) as advance:
 
@@ -311,7 +311,7 @@ def pair_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], N
             nonlocal done
             count = min(count, total - done)  # other ranks are only taken to be as far
             done += count
-            advance(count, f"{done / (time.perf_counter() - started):.1f} pairs/s")
+            advance(count, f"{done / (time.perf_counter() - started):.1f} answers/s")
 
         yield progress
 

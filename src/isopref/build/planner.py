@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.build import resolve
 from isopref.build.data import pair_tables
 from isopref.build.model import check_base, new_adapter
@@ -18,10 +19,10 @@ from isopref.build.run import loss_of
 from isopref.cards import GIB, Card, find_card, parse_memory
 from isopref.config.schema import Config
 from isopref.data import schedule
-from isopref.data.packing import Budget, check_budget, tokens_alone
 from isopref.engine.display import Display
 from isopref.engine.microbatch_probe import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError, DataError
+from isopref.examples import Lengths
 from isopref.models import adapter, conversion, hf
 from isopref.models.parallel import check_shard
 from isopref.models.shape import ModelShape, shape_of
@@ -130,7 +131,7 @@ class Planner:
     config: Config
     hardware: Hardware
     shape: ModelShape
-    lengths: IntArray  # N, 3
+    lengths: Lengths
 
     def plan(self, ranks: Sequence[int] = ()) -> RunPlan:
         layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
@@ -160,15 +161,20 @@ class Planner:
     def usable(self) -> float:
         return (1 - HEADROOM) * self.hardware.card.memory
 
-    @cached_property
-    def batches(self) -> list[IntArray]:
+    @property
+    def batches(self) -> list[Lengths]:
         """Lengths of some of the first epoch's global batches."""
+        return [self.lengths.select(index) for index in self._batches]
+
+    @cached_property
+    def _batches(self) -> list[IntArray]:
+        """The examples of those batches."""
         optim = self.config.optim
         order = schedule.epoch_order(len(self.lengths), seed=optim.seed, epoch=1)
         count = schedule.num_batches(len(self.lengths), optim.batch_pairs)
         # The last batch may be short: it is looked at only where it is all there is.
         numbers = np.unique(np.linspace(0, max(0, count - 2), STEPS_LOOKED_AT).astype(int))
-        return [self.lengths[schedule.batch(order, optim.batch_pairs, int(number))] for number in numbers]
+        return [schedule.batch(order, optim.batch_pairs, int(number)) for number in numbers]
 
     def forecast(self, layout: Layout, tokens: int) -> Forecast:
         return forecast(
@@ -265,7 +271,8 @@ class Planner:
     def _usual(self) -> Loads:
         """All that the batches hold, as one microbatch."""
         budget = self._budget(max(MOST_TOKENS, self._longest))
-        return step_loads(np.concatenate(self.batches), budget, ranks=1, attention_share=0.0).summed
+        every = self.lengths.select(np.concatenate(self._batches))
+        return step_loads(every, budget, ranks=1, attention_share=0.0).summed
 
     def _line(self, layout: Layout) -> StepMemory:
         few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, MOST_TOKENS))
@@ -369,12 +376,12 @@ def _more(gpus: int) -> list[int]:
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
 
 
-def _lengths(config: Config, display: Display) -> IntArray:
+def _lengths(config: Config, display: Display) -> Lengths:
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     return pair_tables(config, tokenizer, display).train.lengths
 
 
-def _read_lengths(path: Path) -> IntArray:
+def _read_lengths(path: Path) -> Lengths:
     """Lengths from a .npy file: one row for each pair, tokens of prompt, chosen and rejected."""
     try:
         lengths = np.load(path)
@@ -386,5 +393,4 @@ def _read_lengths(path: Path) -> IntArray:
             f"--lengths {path}: it holds {lengths.dtype} of shape {lengths.shape}, not whole numbers from 1 on in "
             "three columns: the tokens of prompt, chosen and rejected."
         )
-    found: IntArray = lengths.astype(np.int64)
-    return found
+    return Lengths.of_pairs(lengths)

@@ -12,13 +12,13 @@ from olmo_core.train import Trainer
 import isopref
 from isopref.build.run import Run
 from isopref.config.schema import run_id
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.runs.state import Outcome, State, held_state
 from isopref.runs.write import add_start
 
 
 @contextmanager
-def recorded(run: Run, trainer: Trainer, table: PairTable, reference_key: str | None) -> Iterator[None]:
+def recorded(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str | None) -> Iterator[None]:
     """Note the start of training in the run's folder, then, until the block ends, what becomes of it."""
     if not run.env.is_first:
         yield
@@ -39,7 +39,7 @@ def recorded(run: Run, trainer: Trainer, table: PairTable, reference_key: str | 
         note("finished" if trainer.global_step == trainer.max_steps else "stopped")
 
 
-def _note_start(run: Run, trainer: Trainer, table: PairTable, reference_key: str | None) -> None:
+def _note_start(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str | None) -> None:
     device = run.env.device
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -14,14 +14,16 @@ from torch import nn
 import isopref
 from isopref.build.beginning import Beginning, NamedTable
 from isopref.build.data import Tables
-from isopref.build.model import load_policy, pair_progress, spread
+from isopref.build.model import answer_progress, load_policy, spread
 from isopref.build.run import Run, check_score_budget
 from isopref.config.schema import Config
 from isopref.engine.moving import MovingReference
 from isopref.errors import CacheError
+from isopref.examples import Lengths
 from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.places import reference_folder
+from isopref.reference.answers import Items
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.key import identity
 from isopref.reference.store import Identity, Store, key_of
@@ -75,42 +77,34 @@ def frozen_identity(run: Run, policy: Policy) -> Identity | None:
 
 def _identity(run: Run, policy: Policy) -> dict[str, Any]:
     with policy.plain() as model:  # its config must not name our attention
-        return identity(model, compute_dtype=run.compute_dtype, ld_alpha=run.loss.ld_alpha, narrow=policy.narrow)
+        return identity(model, compute_dtype=run.compute_dtype, narrow=policy.narrow)
 
 
 def look_up_or_score(
     run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module], beginning: Beginning | None
 ) -> TableLogps:
     """The reference's log-probabilities of a table, proven complete. `model` is only called where some are missing."""
+    items = Items(table.pairs, heads=run.loss.needs.heads)
     kept = None
     if beginning is not None:
         kept = beginning.known(table, store.key)
         if not len(kept.missing):
             _say_known(run, table, kept, str(beginning.folder))
-            return proven(kept, table.pairs)
-    known = find(store, table.pairs, device=run.env.device, kept=kept)
+            return proven(kept, items)
+    known = find(store, items, device=run.env.device, kept=kept)
     for text in known.damage:
         run.display.say(f"warning: {text}.")
     _say_known(run, table, known, f"store {store.key[:12]}")
     if not len(known.missing):
-        return proven(known, table.pairs)
+        return proven(known, items)
     spread_model = model().eval()
-    with pair_progress(run, f"score {table.name}", len(known.missing)) as progress:
-        filled = fill(
-            store,
-            table.pairs,
-            known,
-            spread_model,
-            run.score_budget,
-            device=run.env.device,
-            ld_alpha=run.loss.ld_alpha,
-            progress=progress,
-        )
-    logps = proven(filled, table.pairs)
-    left = find(store, table.pairs, device=run.env.device, kept=kept).missing  # from the disk, once more
+    with answer_progress(run, f"score {table.name}", len(known.missing)) as progress:
+        filled = fill(store, items, known, spread_model, run.score_budget, device=run.env.device, progress=progress)
+    logps = proven(filled, items)
+    left = find(store, items, device=run.env.device, kept=kept).missing  # from the disk, once more
     if len(left):
         raise CacheError(
-            f"{store.folder}: {len(left)} of {len(table.pairs)} pairs were written and cannot be read. Check the disk, "
+            f"{store.folder}: {len(left)} of {len(items)} answers were written and cannot be read. Check the disk, "
             "or set ISOPREF_CACHE to another folder."
         )
     return logps
@@ -182,13 +176,16 @@ def moving(run: Run) -> MovingReference:
 
 def none_needed(tables: Sequence[NamedTable]) -> Reference:
     """What stands for the reference where the objective has none."""
-    sizes = [len(table.pairs) for table in tables]
-    return Reference(None, [TableLogps(np.zeros(size), np.zeros(size)) for size in sizes])
+
+    def zeros(lengths: Lengths) -> TableLogps:
+        return TableLogps(np.zeros(len(lengths.answer)), np.zeros((2, len(lengths.compared))))
+
+    return Reference(None, [zeros(table.pairs.lengths) for table in tables])
 
 
 def _say_known(run: Run, table: NamedTable, known: Known, where: str) -> None:
-    num_known = int(np.isfinite(known.logps).all(axis=1).sum())
+    num_known = int(np.isfinite(known.logps).sum())
     scoring = f"; scoring {len(known.missing)}" if len(known.missing) else ""
     run.display.say(
-        f"cache {num_known} of {len(table.pairs)} {table.name} pairs have their reference ({where}){scoring}"
+        f"cache {num_known} of {len(known.logps)} {table.name} answers have their reference ({where}){scoring}"
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.config.schema import Config
-from isopref.data.packing import Budget, check_budget, tokens_alone
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
 from isopref.engine.oom_retry import ran_out
@@ -113,13 +113,13 @@ def opened_run(config: Config, name: str) -> Iterator[Run]:
             ) from error
 
 
-def with_longest(run: Run, tables: Sequence[PairTable]) -> Run:
+def with_longest(run: Run, tables: Sequence[ExampleTable]) -> Run:
     """The run with the length of its longest pair, once the tables are known."""
     alone = [tokens_alone(table.lengths, run.config.layout.rows).max() for table in tables]
     return replace(run, longest=int(max(alone)))
 
 
-def check_score_budget(run: Run, table: PairTable) -> None:
+def check_score_budget(run: Run, table: ExampleTable) -> None:
     """Raise ConfigError where a pair is longer than the microbatch that scores it."""
     check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 

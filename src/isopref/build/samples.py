@@ -12,7 +12,7 @@ from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
 from isopref.build.spot_checks import Measured, Tokenised
 from isopref.data.surprises import special_token_pattern
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.models.generate import Answer, answers
 from isopref.models.policy import Policy
 from isopref.runs.write import write_samples
@@ -31,7 +31,7 @@ class Before:
     measured: Measured | None  # on the first rank
 
 
-def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: PairTable | None) -> Before:
+def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: ExampleTable | None) -> Before:
     """Answers before training; none of a model that is never whole."""
     prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
     asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]

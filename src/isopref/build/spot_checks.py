@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
 from isopref.build.run import Run
 from isopref.data.chat import PairEncoder, TokenizeOptions
-from isopref.data.packing import RowKind
-from isopref.data.rows import build_microbatch
 from isopref.data.spot_checks import SpotChecks, read_spot_checks
 from isopref.data.templates import NO_TEMPLATE
 from isopref.errors import DataError
+from isopref.examples import Example
 from isopref.models.generate import greedy_answers
 from isopref.models.hf import context_length
 from isopref.models.policy import Policy
@@ -20,7 +21,7 @@ from isopref.report.cost import cost_of
 from isopref.runs.files import SPOT_CHECKS_FILE
 from isopref.runs.write import write_json
 from isopref.score import score
-from isopref.types import Example, IntArray
+from isopref.types import IntArray
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,7 @@ def _held_out(run: Run, model: nn.Module, data: Data, ref: Reference) -> Evaluat
     if table is None:
         return None
     pairs = HeldOut(run, table, ref.logps[-1])
-    # With ld_alpha the reference's values lack what the likelihood needs.
-    known = run.starts_at_reference and run.loss.ld_alpha == 1
+    known = run.starts_at_reference
     return Evaluated(pairs, ref.logps[-1] if known else score_all(run, model, table, "held-out"))
 
 

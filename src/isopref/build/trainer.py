@@ -16,7 +16,7 @@ from isopref.build.held_out import HeldOut
 from isopref.build.loggers import logger_callbacks
 from isopref.build.model import compute_dtype
 from isopref.build.run import Run
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 from isopref.engine.callbacks.evaluation import EvaluateCallback
 from isopref.engine.callbacks.guard import GuardCallback
@@ -32,7 +32,7 @@ from isopref.engine.checkpoints import (
     sweep,
 )
 from isopref.engine.guard import MOST_IN_A_ROW
-from isopref.engine.loader import PairLoader
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
 from isopref.engine.oom_retry import OomRetry
 from isopref.engine.optim import build_optimizer
@@ -50,7 +50,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 def build_trainer(
     run: Run,
     model: nn.Module,
-    table: PairTable,
+    table: ExampleTable,
     reference: TableLogps | MovingReference,
     held_out: HeldOut | None,
     resume: bool,
@@ -191,16 +191,16 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
     )
 
 
-def _oom_retry(run: Run, model: nn.Module, loader: PairLoader) -> OomRetry:
+def _oom_retry(run: Run, model: nn.Module, loader: ExampleLoader) -> OomRetry:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
     meets = run.loss.first_pass or run.grad_sync == "every"
     return OomRetry(model, loader, meets=meets, asked=asked, file=run.folder / MICROBATCH_FILE, say=run.display.say)
 
 
-def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
+def _loader(run: Run, model: nn.Module, table: ExampleTable) -> ExampleLoader:
     width = unwrap(model).model.config.get_text_config().hidden_size
-    return PairLoader(
+    return ExampleLoader(
         table,
         batch_pairs=run.config.optim.batch_pairs,
         budget=run.train_budget,
@@ -214,7 +214,7 @@ def _loader(run: Run, model: nn.Module, table: PairTable) -> PairLoader:
     )
 
 
-def _callbacks(run: Run, model: nn.Module, table: PairTable, held_out: HeldOut | None) -> dict[str, Callback]:
+def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOut | None) -> dict[str, Callback]:
     settings = run.config.run
     callbacks: dict[str, Callback] = {
         "guard": GuardCallback(display=run.display, origin=table.origin),

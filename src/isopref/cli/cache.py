@@ -63,16 +63,16 @@ def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcess
 
 @app.command("ls")
 def list_stores() -> None:
-    """List the stores: key, pairs, size, last use, and the model they were first made for."""
+    """List the stores: key, answers, size, last use, and the model they were first made for."""
     root = reference_folder()
     every = stores(root)
     if not every:
         print(f"No store in {root}.")
         return
-    print(f"{'key':12}  {'pairs':>9}  {'size':>9}  {'last use':16}  reference")
+    print(f"{'key':12}  {'answers':>9}  {'size':>9}  {'last use':16}  reference")
     for store in every:
         print(
-            f"{store.key[:12]}  {store.num_pairs():>9}  {_size(store.size()):>9}  {_when(store):16}  "
+            f"{store.key[:12]}  {store.num_answers():>9}  {_size(store.size()):>9}  {_when(store):16}  "
             f"{store.manifest().get('reference', '(unknown)')}"
         )
 
@@ -121,10 +121,10 @@ def _is_of_earlier_version(path: Path) -> bool:
 
 
 def _table_problems(path: Path) -> list[str]:
-    from isopref.data.table import DamagedTableError, PairTable
+    from isopref.data.table import DamagedTableError, ExampleTable
 
     try:
-        PairTable.open(path, []).check()
+        ExampleTable.open(path, []).check()
     except DamagedTableError as error:
         return [f"{error}. Delete it: a run that needs it builds it again"]
     except OSError as error:

@@ -39,7 +39,8 @@ from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
-from isopref.types import IntArray, PairTokens
+from isopref.examples import PairTokens
+from isopref.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""Content ids: what a pair or a prompt is, whatever file, order or layout it comes in."""
+"""Content ids: what an example, an answer or a prompt is, whatever file, order or layout it comes in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from isopref.types import IntArray, PairTokens
+from isopref.examples import Example
+from isopref.types import IntArray
 
 ID_BYTES = 16
 PROMPT_ID_BYTES = 8
+PAIR = ((0, 1),)  # what is compared in a pair
 
 
-def pair_id(tokens: PairTokens) -> bytes:
-    """16 bytes over the tokens of the three parts, each with its length. Nothing else goes in."""
-    digest = hashlib.blake2b(digest_size=ID_BYTES)
-    for part in tokens:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(_bytes(part))
-    return digest.digest()
+def example_id(example: Example) -> bytes:
+    """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
+    compared = () if example.comparisons == PAIR else (np.array(example.comparisons),)
+    return _id(example.prompt, *example.answers, *compared)
+
+
+def answer_id(prompt: IntArray, answer: IntArray) -> bytes:
+    """16 bytes over the tokens of an answer and of what it answers."""
+    return _id(prompt, answer)
 
 
 def prompt_id(prompt: IntArray) -> bytes:
@@ -33,6 +37,15 @@ def question_id(messages: Sequence[Any], tools: Sequence[Any] | None) -> bytes:
     """8 bytes over what is asked, before any template or tokenizer: the same for every model."""
     text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=PROMPT_ID_BYTES).digest()
+
+
+def _id(*parts: IntArray) -> bytes:
+    """A digest of some parts, each with its length."""
+    digest = hashlib.blake2b(digest_size=ID_BYTES)
+    for part in parts:
+        digest.update(part.size.to_bytes(8, "little"))
+        digest.update(_bytes(part))
+    return digest.digest()
 
 
 def _bytes(tokens: IntArray) -> bytes:

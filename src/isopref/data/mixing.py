@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isopref.data.sources import SourceSpec
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError, DataError
 from isopref.types import IntArray
 
@@ -34,7 +34,7 @@ def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int, *, why
     return np.concatenate(picked) if picked else np.empty(0, np.int64)
 
 
-def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
+def split_by_prompt(table: ExampleTable, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
     """Indices of the pairs to train on and to evaluate on (about `fraction` of the prompts), each ascending.
 
     A hash of what is asked decides, whatever else is in the table, in whatever order and for whatever model: all pairs
@@ -59,7 +59,7 @@ def split_by_prompt(table: PairTable, fraction: float, seed: int) -> tuple[IntAr
     return train, held
 
 
-def without(table: PairTable, held_out: PairTable) -> IntArray:
+def without(table: ExampleTable, held_out: ExampleTable) -> IntArray:
     """Indices, ascending, of the pairs of `table` whose prompt is not held out: neither as asked nor as it is seen."""
     asked = np.isin(table.question_ids, held_out.question_ids)
     return np.flatnonzero(~(asked | np.isin(table.prompt_ids, held_out.prompt_ids)))

@@ -1,4 +1,4 @@
-"""Building a PairTable from sources: once for the same content, by one process, with all the cores asked for.
+"""Building a ExampleTable from sources: once for the same content, by one process, with all the cores asked for.
 
 Owns the cache (key, lock, whole or not at all), the workers and the policy on bad records. Reading is in
 sources, meaning in shapes, tokens in chat, the file in table.
@@ -28,7 +28,7 @@ from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import (
     DamagedTableError,
-    PairTable,
+    ExampleTable,
     SourceStats,
     TableRow,
     TableStats,
@@ -41,9 +41,9 @@ from isopref.locks import FileLock
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
+__all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 9  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 10  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
@@ -83,7 +83,7 @@ def build_table(
     workers: int = 1,
     head_start_s: float = 0.0,
     say: Callable[[str], None] = log.warning,
-) -> PairTable:
+) -> ExampleTable:
     """The pairs of all sources, in order, tokenised; from `folder` where the same content was built before.
 
     The table holds every usable pair of every source: mixing by weight or count selects from it (see mixing).
@@ -108,14 +108,14 @@ def build_table(
                 say(f"{damage}. Building it again")
             if table is None:
                 _build(path, sources, content, encoder, progress, workers)
-                table = PairTable.open(path, names)
+                table = ExampleTable.open(path, names)
     return table
 
 
-def _find(path: Path, source_names: list[str]) -> tuple[PairTable | None, DamagedTableError | None]:
+def _find(path: Path, source_names: list[str]) -> tuple[ExampleTable | None, DamagedTableError | None]:
     """The table in a file, if it is there and whole; else what is wrong with it, if it is there."""
     try:
-        table = PairTable.open(path, source_names)
+        table = ExampleTable.open(path, source_names)
         if path.stat().st_size <= CHECKED_AT_ONCE:
             table.check()
     except FileNotFoundError:
@@ -307,7 +307,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
             place = pair.origin.removeprefix(chunk.name)
-            rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
+            rows.append(TableRow(result.tokens.example, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns.difference(COLUMNS)
     return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)

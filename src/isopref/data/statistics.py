@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isopref.data.table import PairTable
-from isopref.types import CHOSEN, PROMPT, REJECTED, IntArray, PairTokens
+from isopref.data.table import ExampleTable
+from isopref.examples import Example
+from isopref.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,15 +72,16 @@ class TableFigures:
     over_context: OverContext | None  # None where there are none
 
 
-def figures(table: PairTable, *, context: int | None = None) -> TableFigures:
+def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
-    prompt, chosen, rejected = (table.lengths[:, part].astype(np.int64) for part in (PROMPT, CHOSEN, REJECTED))
-    pair = prompt + chosen + rejected
+    lengths = table.lengths
+    chosen, rejected = lengths.compared_tokens
+    pair = _pair_tokens(table)
     parts = {
-        "prompt": prompt,
+        "prompt": lengths.prompt,
         "chosen": chosen,
         "rejected": rejected,
-        "sequence": prompt + np.maximum(chosen, rejected),
+        "sequence": lengths.sequences.max(axis=1),
         "pair": pair,
     }
     longest = np.argsort(-pair, kind="stable")[:NUM_LONGEST]
@@ -88,19 +90,26 @@ def figures(table: PairTable, *, context: int | None = None) -> TableFigures:
         prompts=len(np.unique(table.question_ids)),
         repeated=len(table) - len(np.unique(table.ids, axis=0)),
         lengths={name: _lengths(values) for name, values in parts.items()},
-        tokens=int((pair + prompt).sum()),
+        tokens=int(lengths.sequence.sum()),
         tokens_shared=int(pair.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
     )
 
 
-def samples(table: PairTable, tokenizer: PreTrainedTokenizerBase) -> list[PairText]:
+def samples(table: ExampleTable, tokenizer: PreTrainedTokenizerBase) -> list[PairText]:
     """A short, a middling and a long pair (the quartiles of length), as text."""
-    order = np.argsort(table.lengths.sum(axis=1), kind="stable")
+    order = np.argsort(_pair_tokens(table), kind="stable")
     steps = range(1, NUM_SAMPLES + 1)
     chosen = dict.fromkeys(int(order[len(order) * step // (NUM_SAMPLES + 1)]) for step in steps)
     return [_text(table, index, tokenizer) for index in chosen]
+
+
+def _pair_tokens(table: ExampleTable) -> IntArray:
+    """Tokens of each pair, its prompt once."""
+    lengths = table.lengths
+    tokens: IntArray = lengths.prompt + lengths.answer.reshape(-1, 2).sum(axis=1)
+    return tokens
 
 
 def _lengths(values: IntArray) -> Lengths:
@@ -108,21 +117,21 @@ def _lengths(values: IntArray) -> Lengths:
     return Lengths(float(values.mean()), {at: int(value) for at, value in zip(PERCENTILES, found, strict=True)})
 
 
-def _over(table: PairTable, sequence: IntArray, context: int) -> OverContext | None:
+def _over(table: ExampleTable, sequence: IntArray, context: int) -> OverContext | None:
     count = int((sequence > context).sum())
     return OverContext(count, _size(table, int(sequence.argmax()))) if count else None
 
 
-def _size(table: PairTable, index: int) -> PairSize:
-    return PairSize(table.origin(index), *(int(length) for length in table.lengths[index]))
+def _size(table: ExampleTable, index: int) -> PairSize:
+    lengths = table.lengths.select([index])
+    return PairSize(table.origin(index), *(int(length) for length in (*lengths.prompt, *lengths.answer)))
 
 
-def _text(table: PairTable, index: int, tokenizer: PreTrainedTokenizerBase) -> PairText:
-    tokens = table.tokens(index)
-    return PairText(_size(table, index), *pair_text(tokens, tokenizer))
+def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -> PairText:
+    return PairText(_size(table, index), *pair_text(table.example(index), tokenizer))
 
 
-def pair_text(tokens: PairTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+def pair_text(tokens: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     """Prompt and both answers. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
 
     def decode(*parts: IntArray) -> str:
@@ -137,4 +146,5 @@ def pair_text(tokens: PairTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[s
         return whole.removeprefix(prompt) if whole.startswith(prompt) else decode(part)
 
     prompt = decode(tokens.prompt)
-    return prompt, answer(tokens.chosen), answer(tokens.rejected)
+    chosen, rejected = (answer(part) for part in tokens.answers)
+    return prompt, chosen, rejected

@@ -1,10 +1,11 @@
-"""PairTable: tokenised pairs in a memory-mapped file. One file format, one writer, one reader.
+"""ExampleTable: tokenised examples in a memory-mapped file. One file format, one writer, one reader.
 
-Owns what is in the file and views on it. Does not know where pairs come from: see pairs.build_table.
+Owns what is in the file and views on it. Does not know where examples come from: see pairs.build_table.
 
-N: pairs of a table. Each chunk of records is two Arrow record batches, each a section with its own digest (see
-sections): the small columns, which are read and checked when the table is opened, and tokens and places, which are
-checked when a pair of the chunk is first used. So a table of any size is written, read and checked piece by piece.
+N: examples of a table, A: their answers. Each chunk of records is two Arrow record batches, each a section with its own
+digest (see sections): the small columns, which are read and checked when the table is opened, and tokens and places,
+which are checked when an example of the chunk is first used. So a table of any size is written, read and checked piece
+by piece.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from isopref.data.content import ID_BYTES, pair_id, prompt_id
+from isopref.data.content import ID_BYTES, answer_id, example_id, prompt_id
 from isopref.data.sections import DamageError, Sections, SectionWriter
 from isopref.errors import DataError, StartAgainError
-from isopref.types import FloatArray, IntArray, PairTokens
+from isopref.examples import Example, Lengths, PairTokens, tree_tokens
+from isopref.types import FloatArray, IntArray
 
 SCHEMA = pa.schema(
     {
-        "tokens": pa.list_(pa.int32()),  # prompt, chosen, rejected, one after the other
-        "lengths": pa.list_(pa.int32(), 3),
+        "tokens": pa.list_(pa.int32()),  # the prompt and the answers, one after the other
+        "lengths": pa.list_(pa.int32()),  # of those
+        "tree": pa.int32(),  # see Lengths
+        "compared": pa.list_(pa.int32()),  # better, worse, better, worse, ...: numbers of answers
         "weight": pa.float64(),
         "id": pa.binary(ID_BYTES),
+        "answer_ids": pa.list_(pa.binary(ID_BYTES)),
         "question_id": pa.uint64(),  # of what is asked, whatever the template
         "prompt_id": pa.uint64(),  # of the prompt's tokens
         "source": pa.int16(),
@@ -109,33 +114,44 @@ class TableStats:
 
 
 class TableRow(NamedTuple):
-    """One pair on its way into a table."""
+    """One example on its way into a table."""
 
-    tokens: PairTokens
+    tokens: Example
     weight: float
-    question_id: bytes  # 8 bytes: pairs that ask the same share it
+    question_id: bytes  # 8 bytes: examples that ask the same share it
     place: str
 
 
 def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
-    """The pairs of one chunk of one source."""
-    parts = [part for row in rows for part in row.tokens]
-    lengths = np.array([len(part) for part in parts], dtype=np.int32)
-    offsets = np.concatenate([[0], lengths.reshape(-1, 3).sum(axis=1).cumsum()]).astype(np.int32)
-    flat = np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+    """The examples of one chunk of one source."""
+    examples = [row.tokens for row in rows]
+    parts = [np.concatenate([one.prompt, *one.answers]) for one in examples]
+    lengths = [np.array([len(one.prompt), *map(len, one.answers)]) for one in examples]
+    compared = [np.array(one.comparisons, np.int32).ravel() for one in examples]
+    answer_ids = [[answer_id(one.prompt, answer) for answer in one.answers] for one in examples]
     return pa.record_batch(
         [
-            pa.ListArray.from_arrays(offsets, flat),
-            pa.FixedSizeListArray.from_arrays(lengths, 3),
+            _lists(parts),
+            _lists(lengths),
+            pa.array([tree_tokens(one) for one in examples], pa.int32()),
+            _lists(compared),
             pa.array([row.weight for row in rows], pa.float64()),
-            pa.array([pair_id(row.tokens) for row in rows], pa.binary(ID_BYTES)),
+            pa.array([example_id(one) for one in examples], pa.binary(ID_BYTES)),
+            pa.array(answer_ids, SCHEMA.field("answer_ids").type),
             pa.array([int.from_bytes(row.question_id, "little") for row in rows], pa.uint64()),
-            pa.array([int.from_bytes(prompt_id(row.tokens.prompt), "little") for row in rows], pa.uint64()),
+            pa.array([int.from_bytes(prompt_id(one.prompt), "little") for one in examples], pa.uint64()),
             pa.array(np.full(len(rows), source, np.int16)),
             pa.array([row.place for row in rows], pa.string()),
         ],
         schema=SCHEMA,
     )
+
+
+def _lists(parts: Sequence[IntArray]) -> pa.ListArray:
+    """One list of int32 for each part."""
+    offsets = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+    flat = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, flat)
 
 
 class TableWriter:
@@ -176,31 +192,62 @@ class _Store:
             raise DamagedTableError(f"{path}: {error}") from error
         self.stats = TableStats.from_json(self._sections.note)
         self.starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self.lengths: IntArray = self._gather(batches, "lengths", np.int32).reshape(-1, 3)
+        self.lengths = self._lengths(batches)
         self.weights: FloatArray = self._gather(batches, "weight", np.float64)
         self.question_ids: NDArray[np.uint64] = self._gather(batches, "question_id", np.uint64)
         self.prompt_ids: NDArray[np.uint64] = self._gather(batches, "prompt_id", np.uint64)
         self.sources: IntArray = self._gather(batches, "source", np.int16)
-        ids = b"".join(batch["id"].buffers()[1].to_pybytes()[: batch.num_rows * ID_BYTES] for batch in batches)
-        self.ids: NDArray[np.uint8] = np.frombuffer(ids, np.uint8).reshape(-1, ID_BYTES)
+        self.ids: NDArray[np.uint8] = self._ids(batches, "id")
+        self.answer_ids: NDArray[np.uint8] = self._ids(batches, "answer_ids")
         self._texts: list[_Texts | None] = [None] * len(batches)
+
+    @classmethod
+    def _lengths(cls, batches: list[pa.RecordBatch]) -> Lengths:
+        num_parts = cls._counts(batches, "lengths")
+        parts = cls._gather(batches, "lengths", np.int32)
+        is_prompt = np.zeros(len(parts), np.bool_)
+        is_prompt[np.cumsum(num_parts) - num_parts] = True
+        return Lengths(
+            prompt=parts[is_prompt],
+            answer=parts[~is_prompt],
+            tree=cls._gather(batches, "tree", np.int32),
+            num_answers=num_parts - 1,
+            num_comparisons=cls._counts(batches, "compared") // 2,
+            compared=cls._gather(batches, "compared", np.int32).reshape(-1, 2),
+        )
 
     @staticmethod
     def _gather(batches: list[pa.RecordBatch], name: str, dtype: Any) -> NDArray[Any]:
-        columns = (batch[name] for batch in batches)
-        flat = [column.values if pa.types.is_fixed_size_list(column.type) else column for column in columns]
+        """The values of a column, those of lists one after the other."""
+        flat = (_flat(batch[name]) for batch in batches)
         return np.concatenate([np.empty(0, dtype), *(column.to_numpy() for column in flat)]).astype(dtype)
+
+    @staticmethod
+    def _counts(batches: list[pa.RecordBatch], name: str) -> IntArray:
+        """How many values each list of a column has."""
+        counts = (np.diff(batch[name].offsets.to_numpy()) for batch in batches)
+        return np.concatenate([np.empty(0, np.int32), *counts]).astype(np.int32)
+
+    @staticmethod
+    def _ids(batches: list[pa.RecordBatch], name: str) -> NDArray[np.uint8]:
+        columns = [_flat(batch[name]) for batch in batches]
+        content = b"".join(column.buffers()[1].to_pybytes()[: len(column) * ID_BYTES] for column in columns)
+        return np.frombuffer(content, np.uint8).reshape(-1, ID_BYTES)
 
     def locate(self, index: int) -> tuple[int, int]:
         batch = int(np.searchsorted(self.starts, index, side="right")) - 1
         return batch, index - int(self.starts[batch])
 
-    def tokens(self, index: int) -> PairTokens:
+    def example(self, index: int) -> Example:
         batch, row = self.locate(index)
         texts = self._read_texts(batch)
-        start = int(texts.offsets[row])
-        chosen, rejected, end = (int(stop) for stop in start + np.cumsum(self.lengths[index]))
-        return PairTokens(texts.tokens[start:chosen], texts.tokens[chosen:rejected], texts.tokens[rejected:end])
+        start, end = (int(offset) for offset in texts.offsets[row : row + 2])
+        this = np.array([index])
+        answers = self.lengths.answer[self.lengths.answers_of(this)]
+        borders = self.lengths.prompt[index] + np.cumsum([0, *answers[:-1]])
+        prompt, *answer_tokens = np.split(texts.tokens[start:end], borders)
+        compared = self.lengths.compared[self.lengths.comparisons_of(this)].tolist()
+        return Example(prompt, tuple(answer_tokens), tuple((better, worse) for better, worse in compared))
 
     def place(self, index: int) -> str:
         batch, row = self.locate(index)
@@ -243,12 +290,17 @@ class _Store:
         ) from error
 
 
-class PairTable:
-    """Tokenised pairs: a whole table, or a view on some of its pairs in some order.
+def _flat(column: Any) -> Any:
+    return column.values if pa.types.is_list(column.type) else column
 
-    lengths (N, 3) int32: tokens of prompt, chosen, rejected. weights (N,) float64. ids (N, 16) uint8: content.
-    question_ids (N,) uint64: pairs that ask the same share it, whatever template and tokenizer made of it.
-    prompt_ids (N,) uint64: pairs with the same tokens as their prompt share it.
+
+class ExampleTable:
+    """Tokenised examples: a whole table, or a view on some of its examples in some order.
+
+    lengths: token counts. weights (N,) float64. ids (N, 16) uint8: content of an example. answer_ids (A, 16) uint8:
+    content of an answer with its prompt.
+    question_ids (N,) uint64: examples that ask the same share it, whatever template and tokenizer made of it.
+    prompt_ids (N,) uint64: examples with the same tokens as their prompt share it.
     sources (N,) int16: index into source_names.
     `stats` tells of the building of the whole table, also on a view.
     """
@@ -260,7 +312,7 @@ class PairTable:
         self.stats = store.stats
 
     @classmethod
-    def open(cls, path: Path, source_names: Sequence[str]) -> PairTable:
+    def open(cls, path: Path, source_names: Sequence[str]) -> ExampleTable:
         """Map the table in a file. Raises DamagedTableError for damage outside tokens and places.
 
         Damage in those is met when they are first used, which raises StartAgainError; `check` looks for it at once.
@@ -271,14 +323,18 @@ class PairTable:
         return cls(_Store(content, path), tuple(source_names))
 
     @classmethod
-    def from_tokens(cls, pairs: Iterable[PairTokens], weights: Iterable[float] | None = None) -> PairTable:
-        """A table in memory; pair i has the origin "pair i"."""
-        pairs = list(pairs)
-        weights = [1.0] * len(pairs) if weights is None else list(weights)
-        rows = [
-            TableRow(tokens, weight, prompt_id(tokens.prompt), f"pair {index}")
-            for index, (tokens, weight) in enumerate(zip(pairs, weights, strict=True))
-        ]
+    def from_tokens(
+        cls, examples: Iterable[Example | PairTokens], weights: Iterable[float] | None = None
+    ) -> ExampleTable:
+        """A table in memory; example i has the origin "example i", or "pair i"."""
+        given = list(examples)
+        weights = [1.0] * len(given) if weights is None else list(weights)
+        rows = []
+        for index, (tokens, weight) in enumerate(zip(given, weights, strict=True)):
+            is_pair = isinstance(tokens, PairTokens)
+            example = tokens.example if isinstance(tokens, PairTokens) else tokens
+            place = f"pair {index}" if is_pair else f"example {index}"
+            rows.append(TableRow(example, weight, prompt_id(example.prompt), place))
         sink = io.BytesIO()
         writer = TableWriter(sink)
         writer.write(record_batch(rows, 0))
@@ -289,8 +345,8 @@ class PairTable:
         return len(self._indices)
 
     @cached_property
-    def lengths(self) -> IntArray:
-        return self._store.lengths[self._indices]
+    def lengths(self) -> Lengths:
+        return self._store.lengths.select(self._indices)
 
     @cached_property
     def weights(self) -> FloatArray:
@@ -299,6 +355,10 @@ class PairTable:
     @cached_property
     def ids(self) -> NDArray[np.uint8]:
         return self._store.ids[self._indices]
+
+    @cached_property
+    def answer_ids(self) -> NDArray[np.uint8]:
+        return self._store.answer_ids[self._store.lengths.answers_of(self._indices)]
 
     @cached_property
     def question_ids(self) -> NDArray[np.uint64]:
@@ -314,23 +374,23 @@ class PairTable:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the pairs and their weights, in this order: what a run trains on, whatever its files."""
+        """Digest of the examples and their weights, in this order: what a run trains on, whatever its files."""
         content = self.ids.tobytes() + self.weights.astype("<f8").tobytes()
         return hashlib.blake2b(content, digest_size=ID_BYTES).hexdigest()
 
-    def tokens(self, index: int) -> PairTokens:
-        """The pair's tokens, int32 views on the file."""
-        return self._store.tokens(int(self._indices[index]))
+    def example(self, index: int) -> Example:
+        """The example's tokens, int32 views on the file."""
+        return self._store.example(int(self._indices[index]))
 
     def origin(self, index: int) -> str:
-        """Where the pair came from: "data.jsonl:12"."""
+        """Where the example came from: "data.jsonl:12"."""
         return self.source_names[int(self.sources[index])] + self._store.place(int(self._indices[index]))
 
     def check(self) -> None:
         """Check every byte of the file, also on a view. Raises DamagedTableError."""
         self._store.check()
 
-    def select(self, indices: IntArray | Sequence[int]) -> PairTable:
-        """A view on these pairs, in this order. No token is copied."""
+    def select(self, indices: IntArray | Sequence[int]) -> ExampleTable:
+        """A view on these examples, in this order. No token is copied."""
         chosen = self._indices[np.asarray(indices, dtype=np.int64)]
-        return PairTable(self._store, self.source_names, chosen)
+        return ExampleTable(self._store, self.source_names, chosen)

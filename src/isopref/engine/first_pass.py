@@ -1,11 +1,11 @@
 """The first pass of a step whose loss couples what the microbatches hold, such as aot or the balance of experts.
 
-It has no gradient. It gives the log-probabilities of all pairs on all ranks; from these follow the loss of the batch
-and its slope, the derivative by each log-probability. The second pass is the usual one and back-propagates
+It has no gradient. It gives the log-probabilities of all comparisons on all ranks; from these follow the loss of the
+batch and its slope, the derivative by each log-probability. The second pass is the usual one and back-propagates
 sum(slope * logp), which has the gradient of the loss. The share of the tokens that each expert gets, which has no
 gradient, comes from the first pass too. So a step takes one forward pass more, and stays exact however it is cut.
 
-N: pairs of the global batch, P: pairs of a microbatch, L: layers with experts, E: experts.
+N: comparisons of the global batch (a pair is one), P: those of a microbatch, L: layers with experts, E: experts.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isopref.batch.step import Linear, Step, Work
 from isopref.engine.metrics import over_ranks
-from isopref.engine.step import Linear, Step, Work
 from isopref.normalize import balance_coefficients
 from isopref.objectives.coupled import Whole
 from isopref.objectives.loss import PairLoss
@@ -67,8 +67,8 @@ class FirstPass:
 
     @torch.no_grad()
     def _score_all(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
-        """What is known of all pairs in the order of the global batch, and the tokens that each expert got."""
-        table_7N = torch.zeros(7, step.num_pairs, dtype=torch.float64, device=self.past.device)
+        """What is known of all comparisons in the order of the global batch, and the tokens that each expert got."""
+        table_7N = torch.zeros(7, step.num_comparisons, dtype=torch.float64, device=self.past.device)
         routings = []
         for one in step.work:
             work = one.to(self.past.device)

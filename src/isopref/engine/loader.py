@@ -1,7 +1,7 @@
-"""PairLoader: global batches of a pair table for OLMo-core's Trainer, each rank's share planned and built.
+"""ExampleLoader: global batches of a table for OLMo-core's Trainer, each rank's share planned and built.
 
-Which pairs form a batch is the schedule's business and the same for every layout; the loader's state is therefore only
-a place in it, and resumes on any number of ranks.
+Which examples form a batch is the schedule's business and the same for every layout; the loader's state is therefore
+only a place in it, and resumes on any number of ranks.
 """
 
 from collections import deque
@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from olmo_core.data import DataLoaderBase
 
+from isopref.batch.packing import Budget, check_budget, plan_step, tokens_alone
+from isopref.batch.step import Step, build_step
 from isopref.data import schedule
-from isopref.data.packing import Budget, check_budget, plan_step
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind
-from isopref.engine.step import Step, build_step
 from isopref.errors import ConfigError, RunError
 from isopref.normalize import Weighting
 from isopref.ranks import num_ranks, own_rank
 from isopref.types import IntArray
 
-WHERE = "PairLoader"
+WHERE = "ExampleLoader"
 STEPS_AHEAD = 2
 
 
-class PairLoader(DataLoaderBase):
+class ExampleLoader(DataLoaderBase):
     """Yields {"step": Step}: this rank's share of each global batch, in packed or padded rows.
 
     :param table: the pairs. The reference is scored for the same table.
@@ -47,7 +47,7 @@ class PairLoader(DataLoaderBase):
 
     def __init__(
         self,
-        table: PairTable,
+        table: ExampleTable,
         *,
         batch_pairs: int,
         budget: Budget,
@@ -59,7 +59,7 @@ class PairLoader(DataLoaderBase):
         attention_share: float = 0.0,
         pin_memory: bool | None = None,
     ):
-        check_kind(WHERE, "table", table, PairTable, "a PairTable, as in PairTable.from_tokens(pairs)")
+        check_kind(WHERE, "table", table, ExampleTable, "a ExampleTable, as in ExampleTable.from_tokens(pairs)")
         check_kind(WHERE, "budget", budget, Budget, 'a Budget, as in Budget("shared", 8192)')
         check_count(WHERE, "batch_pairs", batch_pairs)
         check_count(WHERE, "seed", seed, least=0)
@@ -113,7 +113,7 @@ class PairLoader(DataLoaderBase):
     def step(self, index: IntArray) -> Step:
         """This rank's share of the global batch `index`."""
         plan = plan_step(
-            self.table.lengths[index],
+            self.table.lengths.select(index),
             self.budget,
             num_ranks=self.dp_world_size,
             attention_share=self.attention_share,
@@ -123,7 +123,7 @@ class PairLoader(DataLoaderBase):
 
     def get_mock_batch(self) -> dict[str, Any]:
         """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""
-        tokens = self.table.lengths.sum(axis=1)
+        tokens = tokens_alone(self.table.lengths, self.budget.kind)
         longest = np.argsort(-tokens, kind="stable")
         wanted = self.budget.tokens * self.dp_world_size if torch.cuda.is_available() else 1
         count = int(np.searchsorted(np.cumsum(tokens[longest]), wanted)) + 1

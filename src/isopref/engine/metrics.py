@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isopref.engine.step import Work
+from isopref.batch.step import Work
 from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.ranks import num_ranks, own_rank
 from isopref.types import PairLogps

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from isopref.data.packing import RowKind, tokens_alone
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
+from isopref.batch.packing import RowKind, tokens_alone
+from isopref.batch.rows import build_microbatch
+from isopref.data.table import ExampleTable
 from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, shorter_pairs
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
@@ -101,7 +101,7 @@ def _wanted(longest: int, tokens: int | None) -> int:
 
 def fit_microbatch(
     model: nn.Module,
-    table: PairTable,
+    table: ExampleTable,
     kind: RowKind,
     *,
     grad_sync: GradSync,
@@ -125,7 +125,7 @@ def fit_microbatch(
     return fit
 
 
-def _measure(model: nn.Module, table: PairTable, kind: RowKind, grad_sync: GradSync, layers: int) -> StepMemory:
+def _measure(model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int) -> StepMemory:
     """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
     device = device_of(model)
     checkpoint_layers(unwrap(model), layers)
@@ -143,13 +143,13 @@ def _measure(model: nn.Module, table: PairTable, kind: RowKind, grad_sync: GradS
     return StepMemory.through(*((tokens, -_least(-peak, device)) for tokens, peak in sizes))
 
 
-def _rows(table: PairTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
+def _rows(table: ExampleTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
     """Two rows of pairs of usual length, the second with twice the pairs, each with its tokens."""
     alone = tokens_alone(table.lengths, kind)
     order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
     count = max(1, int(PROBE_TOKENS / np.median(alone)))
     indices = [np.resize(order, pairs) for pairs in (count, 2 * count)]
-    microbatches = [build_microbatch([table.tokens(int(i)).example for i in index], kind) for index in indices]
+    microbatches = [build_microbatch([table.example(int(i)) for i in index], kind) for index in indices]
     return [(sum(one.input_ids.numel() for one in microbatch.passes), microbatch) for microbatch in microbatches]
 
 

@@ -7,10 +7,11 @@ import torch.distributed.checkpoint.state_dict as checkpoint_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from isopref.batch.step import Work
 from isopref.errors import ConfigError
 from isopref.models.parallel import reshard, unwrap
-from isopref.score import compared, score
-from isopref.types import Microbatch, Needs, PairLogps
+from isopref.score import score
+from isopref.types import Needs, Readout
 
 
 class MovingReference:
@@ -29,10 +30,9 @@ class MovingReference:
         self.every, self.mix = every, mix
 
     @torch.no_grad()
-    def score(self, microbatch: Microbatch, *, ld_alpha: float) -> PairLogps:
-        """Log-probabilities of the pairs of a microbatch."""
-        readout = score(self.model, microbatch, Needs(heads=ld_alpha != 1))
-        return compared(readout, microbatch, ld_alpha=ld_alpha)
+    def logps(self, work: Work, policy: Readout) -> Readout:
+        """Log-probabilities of the answers of a microbatch, as references.py has them."""
+        return score(self.model, work.microbatch, Needs(heads=policy.head_logp is not None))
 
     def check(self, policy: nn.Module) -> None:
         """Raise ConfigError for a policy that it could not follow."""

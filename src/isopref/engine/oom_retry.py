@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from isopref.data.packing import Budget, padded_tokens, tokens_alone
-from isopref.engine.loader import PairLoader
-from isopref.engine.step import Step
+from isopref.batch.packing import Budget, parts, tokens_alone
+from isopref.batch.step import Step
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
@@ -56,7 +56,7 @@ class OomRetry:
     def __init__(
         self,
         model: nn.Module,
-        loader: PairLoader,
+        loader: ExampleLoader,
         *,
         meets: bool,
         asked: Mapping[str, Any],
@@ -131,11 +131,10 @@ class OomRetry:
         if pair is None:
             return
         table, kind = self.loader.table, self.loader.budget.kind
-        prompt, chosen, rejected = (int(count) for count in table.lengths[pair])
         raise RunError(
             f"{table.origin(pair)} does not fit into memory, though it was alone in its microbatch: "
-            f"{padded_tokens(table.lengths[pair : pair + 1], kind)} tokens in layout.rows: {kind} (prompt {prompt}, "
-            f"chosen {chosen}, rejected {rejected}). {WAYS_OUT}: {shorter_pairs()}"
+            f"{tokens_alone(table.lengths, kind)[pair]} tokens in layout.rows: {kind} ({parts(table.lengths, pair)}). "
+            f"{WAYS_OUT}: {shorter_pairs()}"
         )
 
     def _stop(self, step: Step, pair: int | None, error: Exception) -> NoReturn:
@@ -155,11 +154,11 @@ class OomRetry:
         longest = int(tokens_alone(lengths, budget.kind).max())
         if budget.tokens > longest:
             return replace(budget, tokens=max(longest, budget.tokens // 2))
-        if budget.pairs == 1:
+        if budget.examples == 1:
             raise RunError(
                 f"out of memory with {_words(budget)}, the smallest there are. {WAYS_OUT}: {shorter_pairs()}"
             )
-        return replace(budget, pairs=1)
+        return replace(budget, examples=1)
 
     def _keep(self, *, always: bool = False) -> None:
         if always or self.loader.dp_rank == 0:
@@ -178,5 +177,6 @@ class OomRetry:
 
 
 def _words(budget: Budget) -> str:
-    pairs = "" if budget.pairs is None else f" and {budget.pairs} {'pair' if budget.pairs == 1 else 'pairs'}"
-    return f"microbatches of {budget.tokens} tokens{pairs}"
+    count = budget.examples
+    examples = "" if count is None else f" and {count} {'example' if count == 1 else 'examples'}"
+    return f"microbatches of {budget.tokens} tokens{examples}"

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isopref.data.packing import padded_tokens
-from isopref.data.rows import build_microbatch
-from isopref.engine.step import Step, Work
+from isopref.batch.packing import padded_tokens
+from isopref.batch.rows import build_microbatch
+from isopref.batch.step import Step, Work
 from isopref.errors import ConfigError, DataError
-from isopref.normalize import Weighting, coefficients, pair_weights, token_coefficients, token_weight
+from isopref.examples import Lengths, PairTokens
+from isopref.normalize import Weighting, coefficients, comparison_weights, token_coefficients, token_weight
 from isopref.ranks import num_ranks
-from isopref.types import CHOSEN, FloatArray, IntArray, PairTokens
+from isopref.types import FloatArray, IntArray
 
 COLLATOR = "DataCollatorForSeq2SeqDPO"
 IGNORE_INDEX = -100
@@ -190,11 +191,11 @@ def padded_to_step(
     cut = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
     pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
-    lengths = [np.array([[len(part) for part in pair] for pair in some]) for some in pairs]
+    lengths = [Lengths.of([pair.example for pair in some]) for some in pairs]
     owns = [_own(piece) for piece in pieces]
-    weights = [pair_weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
-    chosen = sum(token_weight(own, one[:, CHOSEN]) for one, own in zip(lengths, owns, strict=True))
-    slots = sum(padded_tokens(one, "padded") for one in lengths)
+    weights = [comparison_weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
+    chosen = sum(token_weight(own, one.compared_tokens[0]) for one, own in zip(lengths, owns, strict=True))
+    slots = sum(padded_tokens(one, range(len(one)), "padded") for one in lengths)
     weight = float(sum(one.sum() for one in weights))
     mine = [weight, chosen, sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
     (total, total_chosen, num_pairs, num_tokens, num_slots), before, (num_microbatches, widest) = _over_ranks(
@@ -211,16 +212,19 @@ def padded_to_step(
     work = [
         Work(
             build_microbatch([pair.example for pair in some], "padded"),
-            piece["index"],
-            place,
-            torch.from_numpy(coefficients(weight, total=total)),
-            torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
-            torch.from_numpy(token_coefficients(own, one[:, CHOSEN], total=total_chosen)),
+            index=piece["index"],
+            answers=torch.cat([2 * piece["index"], 2 * piece["index"] + 1]),
+            comparisons=piece["index"],
+            example=piece["index"],
+            place=place,
+            loss_share=torch.from_numpy(coefficients(weight, total=total)),
+            mean_share=torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
+            nll_share=torch.from_numpy(token_coefficients(own, one.compared_tokens[0], total=total_chosen)),
         )
         for some, piece, place, weight, own, one in zip(pairs, pieces, places, weights, owns, lengths, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
-    return Step(tuple(work), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
+    return Step(tuple(work), int(num_pairs), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
 
 
 def _check(batch: Mapping[str, Any], num_references: int | None) -> None:
@@ -263,8 +267,8 @@ def _own(piece: Mapping[str, Tensor]) -> FloatArray:
 
 
 def _filler() -> Work:
-    nothing = torch.zeros(0, dtype=torch.float64)
-    return Work(build_microbatch([], "padded"), nothing.long(), nothing.long(), nothing, nothing, nothing)
+    none, nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
+    return Work(build_microbatch([], "padded"), none, none, none, none, none, nothing, nothing, nothing)
 
 
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:

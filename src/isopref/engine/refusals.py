@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
-from isopref.engine.loader import PairLoader
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
 from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, reshard, unwrap
@@ -67,20 +67,22 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
 
 
 def check_loader(
-    loader: PairLoader, weighting: Weighting, rank_microbatch_size: int | None, num_references: int | None
+    loader: ExampleLoader, weighting: Weighting, rank_microbatch_size: int | None, num_references: int | None
 ) -> None:
     """Refuse a loader that says otherwise: it weighs and cuts batches, by its own settings alone."""
     if loader.weighting != weighting:
         raise ConfigError(
-            f"{WHERE}: weighting is {weighting!r}, but the PairLoader's is {loader.weighting!r}. Pass the same to both."
+            f"{WHERE}: weighting is {weighting!r}, but the ExampleLoader's is {loader.weighting!r}. Pass the same to "
+            "both."
         )
     if rank_microbatch_size not in (None, loader.budget.tokens):
         raise ConfigError(
-            f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the PairLoader cuts batches by its own "
+            f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader cuts batches by its own "
             f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
         )
-    if num_references not in (None, len(loader.table)):
+    num_answers = len(loader.table.lengths.answer)
+    if num_references not in (None, num_answers):
         raise ConfigError(
-            f"{WHERE}: reference has {num_references} pairs, but the PairLoader's table has {len(loader.table)}. Score "
+            f"{WHERE}: reference has {num_references} answers, but the ExampleLoader's table has {num_answers}. Score "
             "the table that is trained on: score_table(policy, table, ...)."
         )

@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from isopref.batch.step import Step, Work
 from isopref.engine.arguments import check_choice
 from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.first_pass import FirstPass, Scored
 from isopref.engine.guard import Guard, poisoned
-from isopref.engine.loader import PairLoader
+from isopref.engine.loader import ExampleLoader
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
 from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
+from isopref.engine.references import NoReference, Reference, StoredReference
 from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
-from isopref.engine.step import Step, Work
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
@@ -48,9 +49,9 @@ class DPOTrainModule(TrainModule):
     :param model: a `Policy`, or what `parallelize` made of one.
     :param objective: one loss per pair, from `isopref.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included. Padded batches need
-        it; a PairLoader brings its own budget.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair". A PairLoader's is the same.
-    :param reference: log-probabilities of the reference for all pairs; a batch's `index` looks them up. Or one that
+        it; an ExampleLoader brings its own budget.
+    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair". An ExampleLoader's is it too.
+    :param reference: log-probabilities of the reference for all answers; a batch's `index` looks them up. Or one that
         moves (moving.py). None for an objective without a reference.
     :param grad_sync: reduce gradients after the "last" microbatch of a step or after "every" one.
     :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
@@ -106,7 +107,8 @@ class DPOTrainModule(TrainModule):
         self.moving = reference if isinstance(reference, MovingReference) else None
         if self.moving is not None:
             self.moving.check(model)
-        self.reference_2N = self._table(reference)
+        self.reference = self._reference(reference)
+        self.num_references = len(reference.answers) if isinstance(reference, TableLogps) else None
         self.first_pass = FirstPass(objective, self.device, self.group) if objective.first_pass else None
         self._window = MetricWindow(self.device, self.group)
         self.guard = Guard(self.device)
@@ -117,24 +119,30 @@ class DPOTrainModule(TrainModule):
         """Refuse a loader with other settings, and have someone say which steps were skipped."""
         loader = self.trainer.data_loader
         origin: dict[str, Any] = {}
-        if isinstance(loader, PairLoader):
-            references = None if self.reference_2N is None else self.reference_2N.shape[1]
-            check_loader(loader, self.weighting, self.rank_microbatch_size, references)
+        if isinstance(loader, ExampleLoader):
+            check_loader(loader, self.weighting, self.rank_microbatch_size, self.num_references)
             origin = {"origin": loader.table.origin}
         if not self.trainer.has_callback(GuardCallback):
             self.trainer.add_callback("isopref_guard", GuardCallback(**origin))
 
-    def _table(self, reference: TableLogps | MovingReference | None) -> Tensor | None:
-        if isinstance(reference, MovingReference) and not self.objective.needs_reference:
+    def _reference(self, given: TableLogps | MovingReference | None) -> Reference:
+        if isinstance(given, MovingReference) and not self.objective.needs_reference:
             raise ConfigError("a moving reference does nothing for an objective without one. Leave `reference` out.")
-        if not self.objective.needs_reference or isinstance(reference, MovingReference):
-            return None
-        if reference is None:
+        if not self.objective.needs_reference:
+            return NoReference()
+        if given is None:
             raise ConfigError(
                 "the objective compares with a reference, but `reference` is None. Pass what score_table returns for "
                 "it, or take an objective without one, such as pair_loss('simpo')."
             )
-        return torch.stack([torch.from_numpy(x) for x in (reference.chosen, reference.rejected)]).to(self.device)
+        if isinstance(given, MovingReference):
+            return given
+        if self.objective.needs.heads and given.heads is None:
+            raise ConfigError(
+                "ld_alpha needs the reference's log-probabilities of the first tokens of every answer too. Pass what "
+                "score_table(..., needs=Needs(heads=True)) returns."
+            )
+        return StoredReference(given, self.device)
 
     @property
     def dp_process_group(self) -> dist.ProcessGroup | None:
@@ -183,7 +191,9 @@ class DPOTrainModule(TrainModule):
             step: Step = batch["step"]
             return step
         if self.group is not None:  # see docs/decisions.md
-            raise ConfigError("tensor parallelism needs packed rows, and the batch is padded. Use isopref.PairLoader.")
+            raise ConfigError(
+                "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
+            )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
         return padded_to_step(
@@ -191,7 +201,7 @@ class DPOTrainModule(TrainModule):
             self.rank_microbatch_size,
             self.weighting,
             device=self.device,
-            num_references=None if self.reference_2N is None else self.reference_2N.shape[1],
+            num_references=None if self.num_references is None else self.num_references // 2,
         )
 
     @contextmanager
@@ -219,24 +229,15 @@ class DPOTrainModule(TrainModule):
         with torch.no_grad():
             # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
             of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
-            self.guard.look(work.index, loss_P if work.linear is None else torch.stack(of_pair).abs().sum(dim=0))
+            self.guard.look(work.example, loss_P if work.linear is None else torch.stack(of_pair).abs().sum(dim=0))
             return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work, routing=routing)
 
     def _score(self, work: Work) -> Scored:
         """What the policy says of a microbatch, and what it is compared with."""
-        readout = score(self.model, work.microbatch, self.objective.needs)
-        policy = compared(readout, work.microbatch, ld_alpha=self.objective.ld_alpha)
-        return Scored(policy, self._reference(policy, work), readout.routing)
-
-    def _reference(self, policy: PairLogps, work: Work) -> PairLogps:
-        """The reference's log-probabilities; zeros if there is no reference."""
-        if self.moving is not None:
-            return self.moving.score(work.microbatch, ld_alpha=self.objective.ld_alpha)
-        if self.reference_2N is not None:
-            chosen, rejected = self.reference_2N[:, work.index].to(policy.chosen.dtype)
-        else:
-            chosen, rejected = torch.zeros_like(policy.chosen), torch.zeros_like(policy.rejected)
-        return PairLogps(chosen, rejected, policy.num_chosen, policy.num_rejected)
+        policy = score(self.model, work.microbatch, self.objective.needs)
+        both = policy, self.reference.logps(work, policy)
+        pairs = [self.objective.taken(compared(readout, work.microbatch)) for readout in both]
+        return Scored(pairs[0], pairs[1], policy.routing)
 
     def logs_now(self) -> bool:
         """Whether this step's metrics are logged."""
@@ -249,7 +250,7 @@ class DPOTrainModule(TrainModule):
             if name != "balance" or self.objective.balance_weight:
                 self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
-        self.record_metric("train/pair_count", step.num_pairs)
+        self.record_metric("train/pair_count", step.num_comparisons)
         self.record_metric("train/padding_fraction", step.padding_fraction)
 
     def _check_first_step(self, sums: Tensor) -> None:
@@ -279,7 +280,7 @@ class DPOTrainModule(TrainModule):
 
     def _pairs(self, microbatch: Microbatch) -> PairLogps:
         readout = score(self.model, microbatch, Needs(heads=self.objective.needs.heads))
-        return compared(readout, microbatch, ld_alpha=self.objective.ld_alpha)
+        return self.objective.taken(compared(readout, microbatch))
 
     def is_finite(self, step: Step) -> bool:
         """Whether the gradient of a batch is finite; it is not kept. All ranks call this together."""

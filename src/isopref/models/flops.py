@@ -10,9 +10,9 @@ from torch import nn
 
 from isopref.cards import CARDS
 from isopref.errors import ModelError
+from isopref.examples import Lengths
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
-from isopref.types import CHOSEN, PROMPT, REJECTED, IntArray
 
 
 class UsefulFlops:
@@ -43,12 +43,13 @@ class UsefulFlops:
         # Scores and their sum over values, for every query and key.
         self.per_query_key = 4 * width * heads * config.num_hidden_layers
 
-    def __call__(self, lengths_P3: IntArray) -> float:
-        prompt, chosen, rejected = (lengths_P3[:, side].astype(float) for side in (PROMPT, CHOSEN, REJECTED))
-        first = prompt + chosen
-        seen = first * (first + 1) / 2 + rejected * prompt + rejected * (rejected + 1) / 2
-        tokens, predicted = lengths_P3.sum(), lengths_P3[:, CHOSEN:].sum()
-        forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * seen.sum()
+    def __call__(self, lengths: Lengths) -> float:
+        prompt, answer = lengths.prompt.astype(float), lengths.answer.astype(float)
+        of_prompts = prompt * (prompt + 1) / 2
+        of_answers = answer * (answer + 1) / 2 + answer * prompt[lengths.of_answer]
+        seen = of_prompts.sum() + of_answers.sum()
+        tokens, predicted = lengths.tree.sum(), lengths.answer.sum()
+        forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * seen
         return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
 
 

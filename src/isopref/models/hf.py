@@ -31,9 +31,9 @@ from transformers.utils.hub import cached_file
 
 from isopref import optional
 from isopref.errors import ModelError, shorter_pairs
+from isopref.examples import Lengths
 from isopref.models import hub
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
-from isopref.types import CHOSEN, PROMPT, IntArray
 
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel
@@ -252,11 +252,11 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_fits(
-    model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths_N3: IntArray, name: Callable[[int], str]
+    model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths: Lengths, name: Callable[[int], str]
 ) -> None:
     """Raise ModelError if the model cannot take the tokens, or would score a sequence by the others beside it.
 
-    `name` is what a pair is called in the message.
+    `name` is what an example is called in the message.
     """
     config = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
@@ -264,22 +264,21 @@ def check_fits(
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: they do not fit."
         )
-    sequences_N2 = lengths_N3[:, [PROMPT]] + lengths_N3[:, CHOSEN:]
-    most, pair = int(sequences_N2.max()), int(sequences_N2.max(axis=1).argmax())
+    most, longest = int(lengths.sequence.max()), int(lengths.of_answer[lengths.sequence.argmax()])
     limit = context_length(config) or most
     if most > limit:
         raise ModelError(
-            f"{name(pair)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
+            f"{name(longest)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
             f"{shorter_pairs(limit)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
         border = part.get("original_max_position_embeddings") or limit
-        mixes = {"dynamic": most > border, "longrope": sequences_N2.min() <= border < most}
+        mixes = {"dynamic": most > border, "longrope": lengths.sequence.min() <= border < most}
         if mixes.get(part.get("rope_type", "")):
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "
-                f"{border} tokens, as {name(pair)} is ({most}), so scores would depend on which pairs share a "
+                f"{border} tokens, as {name(longest)} is ({most}), so scores would depend on which pairs share a "
                 f"microbatch. {shorter_pairs(border)}"
             )
 

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from isopref.data.packing import RowKind
-from isopref.data.rows import build_microbatch
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
+from isopref.examples import PairTokens
 from isopref.models.attention import recorded_windows
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
-from isopref.types import PairTokens, Readout
+from isopref.types import Readout
 
 PACKED = ("shared", "packed")
 # What two right computations may differ by: nats per completion token, and a share of the log-probability. In half

@@ -1,9 +1,10 @@
 """The loss of a run: a sum of objectives with their parameters filled in, and what modifies it. P: pairs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isopref.errors import ConfigError
@@ -60,6 +61,18 @@ class PairLoss:
     def first_pass(self) -> bool:
         """Whether a step begins with a pass without gradient over the global batch."""
         return self.coupled or self.balance_weight > 0
+
+    def taken(self, logps: PairLogps) -> PairLogps:
+        """Log-probabilities as this loss takes them: with `ld_alpha`, a discount on what is beyond the shorter answer.
+
+        LD-DPO, Liu et al. 2024. The policy's and the reference's alike.
+        """
+        if self.ld_alpha == 1:
+            return logps
+        assert logps.heads is not None, "not asked for"
+        whole = torch.stack([logps.chosen, logps.rejected])
+        chosen, rejected = logps.heads + self.ld_alpha * (whole - logps.heads)
+        return replace(logps, chosen=chosen, rejected=rejected, whole_chosen=logps.chosen)
 
     def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
         """The implicit rewards over beta, up to a constant: P, P. Where there are several objectives, of the first."""

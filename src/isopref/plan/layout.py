@@ -6,9 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from isopref.data.packing import Budget, Group, RowKind, padded_tokens, plan_step
+from isopref.batch.packing import Budget, Group, RowKind, padded_tokens, plan_step
+from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
-from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
+from isopref.types import FloatArray, IntArray
 
 TILE = 128  # queries and keys that FlashAttention computes at a time, whether all of them are needed or not
 
@@ -85,36 +86,42 @@ class Loads:
         return Loads(*(x * (tokens / self.tokens.sum()) for x in vars(self).values()))
 
 
-def step_loads(lengths_P3: IntArray, budget: Budget, *, ranks: int, attention_share: float) -> Loads:
+def step_loads(lengths: Lengths, budget: Budget, *, ranks: int, attention_share: float) -> Loads:
     """The microbatches of a global batch, cut as the run would cut it."""
-    plan = plan_step(lengths_P3, budget, num_ranks=ranks, attention_share=attention_share)
-    return loads_of(lengths_P3, plan, budget.kind)
+    plan = plan_step(lengths, budget, num_ranks=ranks, attention_share=attention_share)
+    return loads_of(lengths, plan, budget.kind)
 
 
-def loads_of(lengths_P3: IntArray, plan: Sequence[Sequence[Group]], kind: RowKind) -> Loads:
+def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -> Loads:
     groups = [group for rank in plan for group in rank]
     of_group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    pairs = lengths_P3[[pair for group in groups for pair in group]].astype(np.float64)
+    examples = lengths.select([example for group in groups for example in group])
     if kind in ("shared", "packed"):
-        sizes = _packed(pairs, kind)
+        sizes = _packed(examples, kind)
     else:
-        slots = np.array([padded_tokens(lengths_P3[group], kind) / max(1, len(group)) for group in groups])[of_group]
-        sizes = np.stack([slots, slots, 2 * tile_scores(slots / 2, slots / 2)])
-    sizes = np.vstack([sizes, pairs[:, CHOSEN:].sum(axis=1)])
+        slots = np.array([padded_tokens(lengths, group, kind) / max(1, len(group)) for group in groups])[of_group]
+        count = examples.num_answers
+        sizes = np.stack([slots, slots, count * tile_scores(slots / count, slots / count)])
+    sizes = np.vstack([sizes, _sums(examples, examples.answer)])
     tokens, keys, scores, predicted = (
         np.bincount(of_group, size, minlength=len(groups)).astype(np.float64).reshape(len(plan), -1) for size in sizes
     )
     return Loads(tokens, keys, predicted, scores)
 
 
-def _packed(pairs_P3: FloatArray, kind: RowKind) -> FloatArray:
-    """Tokens, keys and scores of each pair: 3, P."""
-    prompt, chosen, rejected = (pairs_P3[:, side] for side in (PROMPT, CHOSEN, REJECTED))
-    keys = 2 * prompt + chosen + rejected
-    tokens = prompt + chosen + rejected if kind == "shared" else keys
-    of_rejected = rejected if kind == "shared" else prompt + rejected
-    scores = tile_scores(prompt + chosen, prompt + chosen) + tile_scores(of_rejected, prompt + rejected)
-    return np.stack([tokens, keys, scores])
+def _packed(examples: Lengths, kind: RowKind) -> FloatArray:
+    """Tokens, keys and scores of each example: 3, N. What answers begin with alike is counted in each."""
+    queries = keys = examples.sequence.astype(np.float64)
+    if kind == "shared":  # the prompt is computed with the first answer
+        queries = queries - examples.prompt[examples.of_answer]
+        queries[examples.first_answer] += examples.prompt
+    tokens = examples.tree if kind == "shared" else _sums(examples, keys)
+    return np.stack([tokens, _sums(examples, keys), _sums(examples, tile_scores(queries, keys))])
+
+
+def _sums(examples: Lengths, of_answers: IntArray | FloatArray) -> FloatArray:
+    """Sums over the answers of each example: N."""
+    return np.bincount(examples.of_answer, of_answers, minlength=len(examples)).astype(np.float64)
 
 
 def tile_scores(queries: FloatArray, keys: FloatArray) -> FloatArray:

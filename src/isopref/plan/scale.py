@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from isopref.batch.packing import Budget
 from isopref.cards import Card
-from isopref.data.packing import Budget
+from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout, step_loads
 from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
 from isopref.plan.speed import StepTime, step_time
-from isopref.types import IntArray
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def forecast(
     layout: Layout,
     card: Card,
     network: Network,
-    batches: Sequence[IntArray],
+    batches: Sequence[Lengths],
     budget: Budget,
     *,
     pairs: int,
@@ -66,7 +66,7 @@ def forecast(
     useful = float(np.mean([shape.flops(batch) for batch in batches]))
     batch_pairs = float(np.mean([len(batch) for batch in batches]))
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
-    real = sum(int(batch.sum() + (0 if layout.rows == "shared" else batch[:, 0].sum())) for batch in batches)
+    real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
     memory, loading = peak_memory(shape, layout, largest, pairs=pairs), loading_memory(shape, layout)
     return Forecast(

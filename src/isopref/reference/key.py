@@ -35,15 +35,12 @@ NOT_NUMBERS = frozenset(
 )  # fmt: skip
 
 
-def identity(
-    model: PreTrainedModel, *, compute_dtype: str, ld_alpha: float = 1.0, narrow: bool = False
-) -> dict[str, Any]:
+def identity(model: PreTrainedModel, *, compute_dtype: str, narrow: bool = False) -> dict[str, Any]:
     """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work.
 
     A `narrow` one stands for itself in float32.
     """
     return {
-        **({"ld_alpha": ld_alpha} if ld_alpha != 1 else {}),
         "score_version": SCORE_VERSION,
         "transformers": transformers.__version__,  # its model code may change, and with it the numbers
         "architecture": type(model).__name__,

@@ -1,10 +1,10 @@
-"""Stores: log-probabilities of one reference for any number of pairs, on disk. Knows no model and no torch.
+"""Stores: log-probabilities of one reference for any number of answers, on disk. Knows no model and no torch.
 
 A store is a folder named by its key. `manifest.json` says what the key was made of. Everything else is in shards: files
 that are written once, whole or not at all, and never changed. A shard is
 
-    magic, 8 bytes | key of the store, 16 | number of records, 8 | records of 40 bytes:
-    id of the pair, 16 | log-probability of chosen and rejected, 2 x float64 | their tokens, 2 x uint32
+    magic, 8 bytes | key of the store, 16 | number of records, 8 | records of 28 bytes:
+    id of the answer, 16 | its log-probability, float64 | its tokens, uint32
 
 (little-endian) and its name is the digest of all of that. So any number of processes may write to one store at a time,
 a process may be killed at any moment, and no damaged byte is ever believed.
@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from isopref.errors import CacheError
 from isopref.places import write_whole
 
-FORMAT = 1
-MAGIC = b"isoprefR"
+FORMAT = 2  # 1 had records of pairs
+MAGIC = b"isoprefA"
 HEADER = struct.Struct("<8s16sQ")
-RECORD = np.dtype([("id", "V16"), ("logp", "<f8", (2,)), ("num_tokens", "<u4", (2,))])
+RECORD = np.dtype([("id", "V16"), ("logp", "<f8"), ("num_tokens", "<u4")])
 KEY_BYTES = 16
 KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 ABANDONED_S = 3600  # a temporary file this old belongs to a process that died: writing one takes moments
@@ -48,18 +48,18 @@ def key_of(identity: Identity) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=KEY_BYTES).hexdigest()
 
 
-def records(ids_N16: NDArray[np.uint8], logp_N2: NDArray[Any], num_tokens_N2: NDArray[Any]) -> Records:
-    """Records of N pairs."""
-    made = np.empty(len(ids_N16), RECORD)
-    made["id"] = as_keys(ids_N16)
-    made["logp"] = logp_N2
-    made["num_tokens"] = num_tokens_N2
+def records(ids_A16: NDArray[np.uint8], logp_A: NDArray[Any], num_tokens_A: NDArray[Any]) -> Records:
+    """Records of A answers."""
+    made = np.empty(len(ids_A16), RECORD)
+    made["id"] = as_keys(ids_A16)
+    made["logp"] = logp_A
+    made["num_tokens"] = num_tokens_A
     return made
 
 
-def as_keys(ids_N16: NDArray[np.uint8]) -> NDArray[np.void]:
-    """Ids as values that can be sorted and compared: N."""
-    return np.ascontiguousarray(ids_N16).view("V16").ravel()
+def as_keys(ids_A16: NDArray[np.uint8]) -> NDArray[np.void]:
+    """Ids as values that can be sorted and compared: A."""
+    return np.ascontiguousarray(ids_A16).view("V16").ravel()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Store:
     """The store of one reference."""
 
     folder: Path
-    repaired: tuple[str, ...] = ()  # what was damaged when it was opened
+    repaired: tuple[str, ...] = ()  # what was damaged or outdated when it was opened, and what was done
     identity: Identity = field(default_factory=dict)  # that it was opened by
     setting: str = "ISOPREF_CACHE"  # what puts it elsewhere
 
@@ -91,12 +91,18 @@ class Store:
             with suppress(OSError):  # someone else's, to read only; then its last use is not known
                 os.utime(store.manifest_file)
             return store
-        damaged = (problem,) if store.manifest_file.exists() else ()
+        repaired = (f"{problem}. Rewritten",) if store.manifest_file.exists() else ()
         manifest = {"format": FORMAT, **hints, "identity": identity}
         with store._refusing():
             store.folder.mkdir(parents=True, exist_ok=True)
+            if store.is_outdated():
+                for shard in store.shards():
+                    shard.unlink(missing_ok=True)
+                repaired = (
+                    f"{store.folder}: written by an earlier version of isopref, in another format. Scored again",
+                )
             write_whole(store.manifest_file, (json.dumps(manifest, indent=2) + "\n").encode())
-        return replace(store, repaired=damaged)
+        return replace(store, repaired=repaired)
 
     def manifest(self) -> dict[str, Any]:
         """What the manifest says; nothing where it cannot be read."""
@@ -106,11 +112,17 @@ class Store:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def is_outdated(self) -> bool:
+        """Whether an earlier version wrote the store, whose records cannot be read any more."""
+        return self.manifest().get("format") in range(1, FORMAT)
+
     def manifest_problem(self) -> str | None:
         """What is wrong with the manifest, or None: it must be of this format, and its identity must give the key."""
         found = self.manifest()
         if found.get("format") == FORMAT and isinstance(found.get("identity"), dict):
             return None if key_of(found["identity"]) == self.key else f"{self.manifest_file}: not of this store"
+        if self.is_outdated():
+            return f"{self.manifest_file}: of an earlier version of isopref; the next run that needs it scores it again"
         return f"{self.manifest_file}: {'damaged' if self.manifest_file.exists() else 'missing'}"
 
     def shards(self) -> list[Path]:
@@ -151,13 +163,13 @@ class Store:
             raise ValueError("not a shard of this store")
         return np.frombuffer(content, RECORD, offset=HEADER.size)
 
-    def look_up(self, ids_N16: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], Records, list[str]]:
-        """Which of N pairs are known, and their records (of the unknown ones: anything). Damaged shards are removed.
+    def look_up(self, ids_A16: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], Records, list[str]]:
+        """Which of A answers are known, and their records (of the unknown ones: anything). Damaged shards are removed.
 
         Also returns what was found to be damaged.
         """
         found, damage = self.read(repair=True)
-        wanted = as_keys(ids_N16)
+        wanted = as_keys(ids_A16)
         if not len(found):
             return np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), RECORD), damage
         keys, first = np.unique(found["id"], return_index=True)
@@ -171,8 +183,8 @@ class Store:
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
                     path.unlink()
 
-    def num_pairs(self) -> int:
-        """How many different pairs are known."""
+    def num_answers(self) -> int:
+        """How many different answers are known."""
         return len(np.unique(self.read()[0]["id"]))
 
     def size(self) -> int:

@@ -16,11 +16,12 @@ from olmo_core.nn.hf.convert import get_converter_to_hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from isopref.data.packing import Budget, Group, RowKind, plan_step, tokens_alone
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, Group, RowKind, plan_step, tokens_alone
+from isopref.batch.step import build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
-from isopref.engine.step import build_step
 from isopref.engine.train_module import DPOTrainModule
+from isopref.examples import Example, Lengths, PairTokens
 from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_group, parallelize, unwrap
@@ -30,8 +31,8 @@ from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.equations import ALL_CASES, answers, batch_loss, reward
-from isopref.testing.models import random_pairs, tiny_model, with_adapter
-from isopref.types import PairLogps, PairTokens
+from isopref.testing.models import random_pairs, tiny_model, tree_examples, with_adapter
+from isopref.types import PairLogps
 
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
@@ -39,7 +40,7 @@ Split = Literal["plan", "uneven", "idle"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout of a global batch of `num_pairs` pairs."""
+    """One layout of a global batch: of `num_pairs` pairs, or of examples with other numbers of answers."""
 
     architecture: str = "gpt2"
     native: bool = False  # computed by OLMo-core's modules
@@ -56,6 +57,7 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -107,10 +109,25 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
+@cache
+def tree_batch() -> tuple[list[Example], list[float]]:
+    """Examples with any number of answers, and weights of their own."""
+    examples = tree_examples(seed=5)
+    return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
+
+
+def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
+    """The batch of a cell."""
+    if cell.trees:
+        return tree_batch()
+    pairs, own = batch(cell.num_pairs)
+    return [pair.example for pair in pairs], own
+
+
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -122,6 +139,7 @@ def _expected(
     weighting: Weighting,
     own_weights: bool,
     num_pairs: int,
+    trees: bool,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -130,36 +148,47 @@ def _expected(
     adapter: Kind | None,
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    pairs, own = batch(num_pairs)
-    model, whole, policy, ref = _scored(architecture, dtype, num_pairs, ld_alpha, adapter, quantize)
-    told = own if own_weights else None
+    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    model, whole, policy, ref, reference = _scored(architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize)
+    pairs = oracle.comparisons(examples)
+    told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
+    count = [len(one.comparisons) for one in examples for _ in one.comparisons]
+    shared = [weight / number if weighting == "pair" else weight for weight, number in zip(told, count, strict=True)]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
-    loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, told), factors) + nll_weight * nll
+    loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors) + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
     if balance_weight:
-        balance = oracle.balance(model, pairs)
+        balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
         metrics["train/balance"] = float(balance.detach())
     return (
         float(loss.detach()),
         oracle.gradient(model, loss, again=True),
         metrics,
-        TableLogps(ref.chosen.double().numpy(), ref.rejected.double().numpy()),
+        reference,
     )
 
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, ld_alpha: float, adapter: Kind | None, quantize: bool
-) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps]:
-    """A model, its log-probabilities of the batch with their graph, those as LD-DPO has them, and the reference's."""
-    pairs, _ = batch(num_pairs)
+    architecture: str, dtype: str, num_pairs: int, trees: bool, ld_alpha: float, adapter: Kind | None, quantize: bool
+) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
+    """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
+
+    And what a table of the reference has: answers, and their heads.
+    """
+    examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    pairs = oracle.comparisons(examples)
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
     _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
-    return model, oracle.pair_logps(model, pairs), oracle.pair_logps(model, pairs, ld_alpha), ref
+        answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
+        heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
+    reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
+    whole = oracle.pair_logps(model, pairs)
+    return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> PairLoss:
@@ -204,18 +233,17 @@ def measure(cell: Cell) -> Found:
 
 
 def _planned(cell: Cell, rank: int) -> dict[str, Any]:
-    """A rank's share of the batch as PairLoader makes it."""
-    pairs, own = batch(cell.num_pairs)
-    table = PairTable.from_tokens(pairs, own if cell.own_weights else None)
-    index = np.arange(cell.num_pairs)[:: -1 if cell.reverse else 1].copy()
-    cut = plan(cell, table.lengths[index])
+    """A rank's share of the batch as ExampleLoader makes it."""
+    examples, own = examples_of(cell)
+    table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
+    index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
+    cut = plan(cell, table.lengths.select(index))
     return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank)}
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
     """A rank's share of the batch as a script's collator makes it. The train module cuts it."""
-    pairs, _ = batch(cell.num_pairs)
-    lengths = np.array([[len(part) for part in pair] for pair in pairs])
+    lengths = Lengths.of(examples_of(cell)[0])
     share = [pair for group in plan(cell, lengths)[rank] for pair in group]
     longest = int(tokens_alone(lengths, "padded").max())
     module.rank_microbatch_size = {"pair": longest, "tokens": 180, "whole": 4096}[cell.cut]
@@ -283,11 +311,11 @@ def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreT
     return model if adapter is None else with_adapter(model, adapter)
 
 
-def plan(cell: Cell, lengths: Any) -> list[list[Group]]:
+def plan(cell: Cell, lengths: Lengths) -> list[list[Group]]:
     """The cell's cut: by the planner, or forced to be unfair to some ranks."""
     budgets = {
         "pair": Budget(cell.rows, 4096, 1),
-        "tokens": Budget(cell.rows, 180),
+        "tokens": Budget(cell.rows, 300 if cell.trees else 180),
         "whole": Budget(cell.rows, 4096),
     }
     if cell.split == "plan":

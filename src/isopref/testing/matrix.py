@@ -46,6 +46,7 @@ def cells(ranks: int) -> list[Cell]:
         base = Cell(ranks=ranks, parallel=parallel)  # type: ignore[arg-type]
         found.update(dict.fromkeys(_full(base)))
         found.update(dict.fromkeys(_one_by_one(base)))
+        found.update(dict.fromkeys(_trees(base)))
         found.update(dict.fromkeys(_collated(base)))
         found.update(dict.fromkeys(_architectures(base)))
         found.update(dict.fromkeys(_native(base)))
@@ -84,6 +85,26 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
             yield replace(kind, split="idle")
         if base.parallel in ("fsdp", "hsdp"):
             yield replace(kind, offload=True)
+
+
+def _trees(base: Cell) -> Iterator[Cell]:
+    """Examples of one to eight answers: every kind of row and every cut, and whatever follows comparisons."""
+    trees = replace(base, trees=True)
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    for n, rows in enumerate(KINDS):
+        kind = replace(trees, rows=rows)
+        for turn, cut in enumerate(cuts):
+            yield replace(kind, cut=cut, weighting=weightings[(n + turn) % len(weightings)], own_weights=turn == 1)
+        yield replace(kind, ld_alpha=0.4, wpo=True, nll_weight=0.7, own_weights=True)
+        yield replace(kind, objective="aot", cut="pair")
+        yield replace(kind, architecture="mistral", checkpointing=True)  # with a sliding window
+        if base.ranks > 1:
+            yield replace(kind, split="uneven", nll_weight=0.7)
+            yield replace(kind, split="idle")
+    yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
+    yield replace(trees, architecture="llama", dtype="float32", native=True)
+    yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
 
 
 def _collated(base: Cell) -> Iterator[Cell]:
@@ -142,6 +163,7 @@ def _tensor(base: Cell) -> Iterator[Cell]:
         yield replace(model, rows="packed" if n % 2 else "shared")
         yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="pair", own_weights=True)
         yield replace(model, num_pairs=3, nll_weight=0.7)
+        yield replace(model, trees=True)
     llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
     yield replace(llama, objective="aot", cut="pair")
     yield replace(llama, ld_alpha=0.4, wpo=True)
@@ -243,7 +265,8 @@ The global batch defines the math; the layout never changes it. This page is tha
 
 One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed
 rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
-at all; on 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
+at all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on
+1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
 recomputed; pairs in order and in reverse;
 weighted by token, completion and pair, with and without weights of their own; every objective in some of these

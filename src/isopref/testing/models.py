@@ -13,9 +13,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isopref.examples import FEWEST_SHARED, Example, PairTokens
 from isopref.models.adapter import Kind, NewAdapter, add_adapter
 from isopref.models.hf import disable_dropout
-from isopref.types import Example, PairTokens
+from isopref.types import IntArray
 
 VOCABULARY = 97
 
@@ -135,6 +136,38 @@ def random_pairs(num_pairs: int, *, seed: int = 0, longest: int = 14, vocabulary
             )
         )
         for _ in range(num_pairs)
+    ]
+
+
+def tree_examples(*, seed: int = 0) -> list[Example]:
+    """Examples with one, two, three and eight answers; nested beginnings; one prompt in several of them."""
+    rng = np.random.default_rng(seed)
+
+    def tokens(count: int) -> IntArray:
+        return rng.integers(3, VOCABULARY, size=count)
+
+    def in_a_chain(count: int, prompt: IntArray) -> Example:
+        """Each answer against the next one, and the first against the last."""
+        answers = tuple(tokens(int(n)) for n in rng.integers(1, 16, size=count))
+        chain = [(k, k + 1) for k in range(count - 1)]
+        return Example(prompt, answers, tuple([*chain, (0, count - 1)] if count > 2 else chain))
+
+    def nested(prompt: IntArray) -> Example:
+        """Answers that part at different depths: four share `trunk`, three of them `branch` too, one ends with it."""
+        trunk, branch = tokens(FEWEST_SHARED + 3), tokens(FEWEST_SHARED + 1)
+        deep = [np.concatenate([trunk, branch, tokens(n)]) for n in (4, 6)]
+        answers = (deep[0], np.append(trunk, tokens(1)), deep[1], np.append(trunk, branch), tokens(3))
+        return Example(prompt, answers, ((0, 1), (2, 1), (0, 4), (3, 4)))
+
+    prompt = tokens(7)
+    return [
+        in_a_chain(1, tokens(5)),
+        in_a_chain(3, prompt),
+        nested(tokens(9)),
+        in_a_chain(2, prompt),
+        in_a_chain(8, tokens(2)),
+        nested(prompt),
+        in_a_chain(2, tokens(20)),
     ]
 
 

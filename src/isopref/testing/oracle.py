@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isopref.types import IntArray, PairLogps, PairTokens
+from isopref.examples import Example, PairTokens
+from isopref.types import IntArray, PairLogps
 
 
 def predictions(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
@@ -54,6 +55,15 @@ def pair_logps(model: Any, pairs: Sequence[PairTokens], ld_alpha: float = 1.0) -
     )
 
 
+def comparisons(examples: Sequence[Example]) -> list[PairTokens]:
+    """Every comparison as a pair of its own."""
+    return [
+        PairTokens(example.prompt, example.answers[better], example.answers[worse])
+        for example in examples
+        for better, worse in example.comparisons
+    ]
+
+
 @torch.no_grad()
 def wpo_weights(model: Any, pairs: Sequence[PairTokens]) -> list[float]:
     """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over tokens of p(token) / sum of all p^2."""
@@ -66,15 +76,15 @@ def wpo_weights(model: Any, pairs: Sequence[PairTokens]) -> list[float]:
     return [weight(pair.prompt, pair.chosen) * weight(pair.prompt, pair.rejected) for pair in pairs]
 
 
-def balance(model: Any, pairs: Sequence[PairTokens]) -> Tensor:
-    """Switch Transformer's auxiliary loss (Fedus et al. 2021, eqs. 4 to 6), each token of both sequences of each pair.
+def balance(model: Any, examples: Sequence[Example]) -> Tensor:
+    """Switch Transformer's auxiliary loss (Fedus et al. 2021, eqs. 4 to 6), each token of each sequence.
 
     E sum_e f_e P_e, on the mean over layers. A token that goes to several experts counts in the f of each.
     """
     layers: dict[int, list[Tensor]] = {}
-    for pair in pairs:
-        for completion in (pair.chosen, pair.rejected):
-            ids = torch.tensor([[*map(int, pair.prompt), *map(int, completion)]])
+    for example in examples:
+        for answer in example.answers:
+            ids = torch.tensor([[*map(int, example.prompt), *map(int, answer)]])
             for layer, logits in enumerate(model(input_ids=ids, output_router_logits=True).router_logits):
                 layers.setdefault(layer, []).extend(logits.double().softmax(dim=-1))
     losses = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isopref.data.packing import Budget, Group, RowKind, check_budget, padded_tokens, plan_step
+from isopref.batch.packing import Budget, Group, RowKind, check_budget, padded_tokens, plan_step
 from isopref.data.schedule import batch, epoch_order, num_batches
 from isopref.errors import ConfigError
 from isopref.types import IntArray

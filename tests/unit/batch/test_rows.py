@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.data.packing import RowKind
-from isopref.data.rows import build_microbatch
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
+from isopref.examples import Example, PairTokens
 from isopref.testing.models import examples
-from isopref.types import Example, IntArray, Microbatch, PairTokens, Pass
+from isopref.types import IntArray, Microbatch, Pass
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 

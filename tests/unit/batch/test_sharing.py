@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
 from isopref.data.chat import PairEncoder, TokenizeOptions
-from isopref.data.packing import RowKind
-from isopref.data.rows import build_microbatch
 from isopref.data.shapes import PreferencePair
+from isopref.examples import PairTokens
 from isopref.testing.models import examples
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
-from isopref.types import PairTokens, Pass
+from isopref.types import Pass
 
 OPTIONS = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="drop")
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1, max_size=12).filter(str.strip)

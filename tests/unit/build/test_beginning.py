@@ -9,7 +9,7 @@ import torch
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.run import Run
 from isopref.config.schema import Config
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
 from isopref.errors import CacheError
@@ -19,7 +19,7 @@ from isopref.testing.models import random_pairs
 
 MODELS = Models({"weights": "a"})
 KEY = key_of({"weights": "a"})
-PAIRS = PairTable.from_tokens(random_pairs(5, seed=0)).select([0, 1, 2, 3, 4, 2])
+PAIRS = ExampleTable.from_tokens(random_pairs(5, seed=0)).select([0, 1, 2, 3, 4, 2])
 TRAINING, HELD_OUT = NamedTable("training", PAIRS), NamedTable("held-out", PAIRS.select([4, 0]))
 
 

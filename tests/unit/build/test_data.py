@@ -16,7 +16,7 @@ from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
 from isopref.data.shapes import SIDES
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -50,12 +50,12 @@ def load(folder: Path) -> Load:
     return load
 
 
-def origins(table: PairTable | None) -> list[str]:
+def origins(table: ExampleTable | None) -> list[str]:
     assert table is not None
     return [table.origin(index) for index in range(len(table))]
 
 
-def prompts(table: PairTable | None) -> set[bytes]:
+def prompts(table: ExampleTable | None) -> set[bytes]:
     assert table is not None
     return {table.tokens(index).prompt.tobytes() for index in range(len(table))}
 
@@ -328,7 +328,7 @@ def test_all_cores_tokenise_and_the_first_rank_goes_ahead(
     calls: list[dict[str, Any]] = []
     waits: list[float] = []
 
-    def build_table(*args: Any, **kwargs: Any) -> PairTable:
+    def build_table(*args: Any, **kwargs: Any) -> ExampleTable:
         calls.append(kwargs)
         return building.build_table(*args, **kwargs)
 

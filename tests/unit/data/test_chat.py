@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError, PreferencePair
 from isopref.errors import ConfigError
+from isopref.examples import PairTokens
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
-from isopref.types import PairTokens
 
 Truncation = Literal["drop", "keep_start", "keep_end"]
 tokenizer_of = cache(tiny_tokenizer)

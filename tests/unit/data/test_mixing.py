@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isopref.data.mixing import mix, split_by_prompt, without
-from isopref.data.pairs import PairTable, SourceSpec
+from isopref.data.pairs import ExampleTable, SourceSpec
 from isopref.errors import ConfigError, DataError
-from isopref.types import PairTokens
+from isopref.examples import PairTokens
 
 
 def specs(*, counts: list[int | None] | None = None, weights: list[float | None] | None = None) -> list[SourceSpec]:
@@ -21,9 +21,9 @@ def specs(*, counts: list[int | None] | None = None, weights: list[float | None]
     ]
 
 
-def table_of(prompts: list[int], *, seed: int = 0) -> PairTable:
+def table_of(prompts: list[int], *, seed: int = 0) -> ExampleTable:
     rng = np.random.default_rng(seed)
-    return PairTable.from_tokens(
+    return ExampleTable.from_tokens(
         [PairTokens(np.array([prompt, 1]), rng.integers(0, 9, 5), rng.integers(0, 9, 6)) for prompt in prompts]
     )
 
@@ -130,7 +130,7 @@ def test_the_split_has_about_the_share_asked_for_and_stays_when_data_is_added() 
 
 def test_pairs_made_equal_by_truncation_stay_on_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
     same = PairTokens(np.array([1]), np.array([2]), np.array([3]))
-    table = PairTable.from_tokens([same] * 200)
+    table = ExampleTable.from_tokens([same] * 200)
     # As after keep_end: different prompts, of which max_length left the same tokens.
     table.__dict__["question_ids"] = np.arange(200, dtype=np.uint64)
     with pytest.raises(DataError, match="leaves 200 to train on and 0"):
@@ -140,7 +140,7 @@ def test_pairs_made_equal_by_truncation_stay_on_one_side(monkeypatch: pytest.Mon
 def test_prompts_that_truncation_joined_take_all_they_touch_along() -> None:
     """A chain: question 0 is cut to prompt 1 once, which is also what question 1 is cut to, and so on to the end."""
     size = 60
-    table = PairTable.from_tokens([PairTokens(np.array([n]), np.array([2]), np.array([3])) for n in range(2 * size)])
+    table = ExampleTable.from_tokens([PairTokens(np.array([n]), np.array([2]), np.array([3])) for n in range(2 * size)])
     table.__dict__["question_ids"] = np.repeat(np.arange(size, dtype=np.uint64), 2)
     table.__dict__["prompt_ids"] = (np.arange(2 * size, dtype=np.uint64) + 1) // 2
     with pytest.raises(DataError, match="leaves 120 to train on and 0"):

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from isopref.data import pairs as building
-from isopref.data.pairs import PairTable, SourceSpec, SourceStats, TableStats, TokenizeOptions, build_table
+from isopref.data.pairs import ExampleTable, SourceSpec, SourceStats, TableStats, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError, DataError
+from isopref.examples import PairTokens
 from isopref.testing.models import random_pairs
 from isopref.testing.tokenizers import tiny_tokenizer
-from isopref.types import PairTokens
 
 OPTIONS = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
 DROP = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="drop")
@@ -38,7 +38,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> SourceSpec:
     return SourceSpec(str(path))
 
 
-def build(*specs: SourceSpec, folder: Path, options: TokenizeOptions = OPTIONS, **kwargs: Any) -> PairTable:
+def build(*specs: SourceSpec, folder: Path, options: TokenizeOptions = OPTIONS, **kwargs: Any) -> ExampleTable:
     tokenizer = kwargs.pop("tokenizer", None) or tiny_tokenizer("chatml")
     return build_table(specs, tokenizer, folder=folder, options=options, **kwargs)
 
@@ -59,7 +59,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_in_memory_gives_back_what_went_in() -> None:
     pairs = random_pairs(7, seed=3)
     weights = [1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0]
-    table = PairTable.from_tokens(pairs, weights)
+    table = ExampleTable.from_tokens(pairs, weights)
     assert len(table) == 7
     assert table.lengths.tolist() == [[len(part) for part in pair] for pair in pairs]
     dtypes = [
@@ -73,12 +73,12 @@ def test_a_table_in_memory_gives_back_what_went_in() -> None:
         assert [part.tolist() for part in found] == [list(part) for part in pair]
         assert found.prompt.dtype == np.int32
         assert table.origin(index) == f"pair {index}"
-    assert len(PairTable.from_tokens([])) == 0
+    assert len(ExampleTable.from_tokens([])) == 0
 
 
 def test_ids_are_of_the_content_only() -> None:
-    def table(*pairs: tuple[list[int], list[int], list[int]]) -> PairTable:
-        return PairTable.from_tokens([PairTokens(*(np.array(part) for part in pair)) for pair in pairs])
+    def table(*pairs: tuple[list[int], list[int], list[int]]) -> ExampleTable:
+        return ExampleTable.from_tokens([PairTokens(*(np.array(part) for part in pair)) for pair in pairs])
 
     first = ([1, 2], [3], [4, 5])
     both = table(first, ([7], [8], [9]))
@@ -94,9 +94,9 @@ def test_ids_are_of_the_content_only() -> None:
 
 def test_the_digest_follows_pairs_weights_and_order() -> None:
     pairs = random_pairs(4)
-    table = PairTable.from_tokens(pairs)
-    assert table.digest == PairTable.from_tokens(pairs).digest
-    others = [PairTable.from_tokens(pairs, [1, 1, 1, 2]), table.select([1, 0, 2, 3]), table.select([0, 1, 2])]
+    table = ExampleTable.from_tokens(pairs)
+    assert table.digest == ExampleTable.from_tokens(pairs).digest
+    others = [ExampleTable.from_tokens(pairs, [1, 1, 1, 2]), table.select([1, 0, 2, 3]), table.select([0, 1, 2])]
     assert len({table.digest, *(other.digest for other in others)}) == 4
 
 
@@ -334,7 +334,7 @@ def test_one_builds_and_the_others_wait(tmp_path: Path) -> None:
     spec = write(tmp_path / "a.jsonl", [record(n) for n in range(5)])
     building_now, go_on = threading.Event(), threading.Event()
     builders: list[str] = []
-    found: dict[str, PairTable] = {}
+    found: dict[str, ExampleTable] = {}
 
     def run(name: str) -> None:
         def progress(done: int, total: int | None) -> None:

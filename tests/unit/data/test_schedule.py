@@ -59,5 +59,5 @@ def test_the_order_is_frozen(num_pairs: int, seed: int, epoch: int, order: list[
 
 
 def test_the_schedule_needs_no_torch() -> None:
-    code = "import sys, isopref.data.schedule, isopref.data.packing; sys.exit('torch' in sys.modules)"
+    code = "import sys, isopref.data.schedule, isopref.batch.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

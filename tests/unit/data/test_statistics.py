@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from isopref.data.statistics import OverContext, PairSize, figures, pair_text, samples
-from isopref.data.table import PairTable
+from isopref.data.table import ExampleTable
+from isopref.examples import PairTokens
 from isopref.testing.tokenizers import tiny_tokenizer
-from isopref.types import PairTokens
 
 
-def table_of(*lengths: tuple[int, int, int]) -> PairTable:
+def table_of(*lengths: tuple[int, int, int]) -> ExampleTable:
     """Pairs of these lengths, all different."""
     parts = [[np.full(length, number) for length in one] for number, one in enumerate(lengths)]
-    return PairTable.from_tokens([PairTokens(*part) for part in parts])
+    return ExampleTable.from_tokens([PairTokens(*part) for part in parts])
 
 
 def test_figures_by_hand() -> None:

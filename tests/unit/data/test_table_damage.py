@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isopref.data import pairs as building
-from isopref.data.pairs import PairTable, SourceSpec, TokenizeOptions, build_table
+from isopref.data.pairs import ExampleTable, SourceSpec, TokenizeOptions, build_table
 from isopref.data.table import DamagedTableError
 from isopref.errors import DataError, StartAgainError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -35,7 +35,7 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "CHECKED_AT_ONCE", 0)
 
 
-def build(spec: SourceSpec, said: list[str] | None = None) -> PairTable:
+def build(spec: SourceSpec, said: list[str] | None = None) -> ExampleTable:
     say = (lambda text: None) if said is None else said.append
     folder = Path(spec.path).parent
     return build_table([spec], tiny_tokenizer("chatml"), folder=folder, options=OPTIONS, say=say)
@@ -46,7 +46,7 @@ def file_of(spec: SourceSpec) -> Path:
     return path
 
 
-def content(table: PairTable) -> list[Any]:
+def content(table: ExampleTable) -> list[Any]:
     """Everything that a run can read of a table."""
     columns = (table.lengths, table.weights, table.ids, table.question_ids, table.prompt_ids, table.sources)
     pairs = [[part.tolist() for part in table.tokens(i)] for i in range(len(table))]
@@ -77,7 +77,7 @@ def test_every_flipped_bit_is_noticed(spec: SourceSpec) -> None:
         damaged.write_bytes(whole)
         flip(damaged, byte, bit)
         with pytest.raises(DamagedTableError, match="damaged: "):
-            PairTable.open(damaged, ["a"]).check()
+            ExampleTable.open(damaged, ["a"]).check()
 
 
 def test_in_use_a_flipped_bit_never_gives_other_content(spec: SourceSpec) -> None:
@@ -89,7 +89,7 @@ def test_in_use_a_flipped_bit_never_gives_other_content(spec: SourceSpec) -> Non
         path.write_bytes(whole)
         flip(path, byte, bit)
         try:
-            table = PairTable.open(path, [spec.path])
+            table = ExampleTable.open(path, [spec.path])
         except DamagedTableError:
             continue
         opened += 1
@@ -98,7 +98,7 @@ def test_in_use_a_flipped_bit_never_gives_other_content(spec: SourceSpec) -> Non
         assert not path.exists()
     assert opened > 100  # what was flipped there is the tokens or places, which opening does not read
     path.write_bytes(whole)
-    assert content(PairTable.open(path, [spec.path])) == expected
+    assert content(ExampleTable.open(path, [spec.path])) == expected
 
 
 def test_a_damaged_table_is_built_again_and_one_line_says_so(spec: SourceSpec) -> None:
@@ -134,7 +134,7 @@ def test_bytes_taken_out_of_the_middle_are_noticed(spec: SourceSpec) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:64] + whole[72:])
     with pytest.raises(DamagedTableError, match=rf"damaged: {len(whole) - 8} bytes long, not {len(whole)}"):
-        PairTable.open(path, ["a"])
+        ExampleTable.open(path, ["a"])
 
 
 def test_a_chunk_is_checked_when_it_is_first_used(spec: SourceSpec, in_use: None) -> None:

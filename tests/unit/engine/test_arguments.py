@@ -10,7 +10,7 @@ import pytest
 import torch
 from olmo_core.train import Duration, TrainerConfig
 
-from isopref import Budget, DPOTrainModule, PairLoader, PairTable, Policy, TableLogps, pair_loss
+from isopref import Budget, DPOTrainModule, ExampleLoader, ExampleTable, Policy, TableLogps, pair_loss
 from isopref.engine.guard import MOST_IN_A_ROW
 from isopref.errors import ConfigError, DataError, FirstStepError
 from isopref.testing.exactness import StubTrainer, padded_batch
@@ -18,7 +18,7 @@ from isopref.testing.models import random_pairs, tiny_model
 
 NUM_PAIRS = 8
 ZEROS = np.zeros(NUM_PAIRS)
-TABLE = PairTable.from_tokens(random_pairs(NUM_PAIRS))
+TABLE = ExampleTable.from_tokens(random_pairs(NUM_PAIRS))
 
 
 def module(**changes: Any) -> DPOTrainModule:
@@ -33,9 +33,9 @@ def module(**changes: Any) -> DPOTrainModule:
     return DPOTrainModule(policy, **{**given, **changes})
 
 
-def loader(**changes: Any) -> PairLoader:
+def loader(**changes: Any) -> ExampleLoader:
     given: dict[str, Any] = {"table": TABLE, "batch_pairs": 4, "budget": Budget("shared", 4096), "work_dir": "."}
-    return PairLoader(**{**given, **changes})
+    return ExampleLoader(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,10 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"table": random_pairs(3)}, "table must be a PairTable, as in PairTable.from_tokens(pairs); found a list."),
+        (
+            {"table": random_pairs(3)},
+            "table must be a ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
+        ),
         ({"table": TABLE.select([])}, "the table has no pairs."),
         ({"batch_pairs": 0}, "batch_pairs must be a whole number, at least 1; found 0."),
         ({"budget": 4096}, 'budget must be a Budget, as in Budget("shared", 8192); found 4096.'),
@@ -76,7 +79,7 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
 def test_arguments_of_the_loader(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         loader(**changes)
-    assert str(refusal.value) == f"PairLoader: {message}"
+    assert str(refusal.value) == f"ExampleLoader: {message}"
 
 
 def test_a_kind_of_rows_that_there_is_not() -> None:
@@ -87,12 +90,16 @@ def test_a_kind_of_rows_that_there_is_not() -> None:
 @pytest.mark.parametrize(
     ("module_s", "loader_s", "message"),
     [
-        ({"weighting": "pair"}, {}, "weighting is 'pair', but the PairLoader's is 'token'. Pass the same to both."),
-        ({"rank_microbatch_size": 100}, {}, "rank_microbatch_size is 100, but the PairLoader cuts batches by its own "),
+        ({"weighting": "pair"}, {}, "weighting is 'pair', but the ExampleLoader's is 'token'. Pass the same to both."),
+        (
+            {"rank_microbatch_size": 100},
+            {},
+            "rank_microbatch_size is 100, but the ExampleLoader cuts batches by its own ",
+        ),
         (
             {"reference": TableLogps(ZEROS[1:], ZEROS[1:])},
             {},
-            "reference has 7 pairs, but the PairLoader's table has 8.",
+            "reference has 7 pairs, but the ExampleLoader's table has 8.",
         ),
     ],
 )

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.data.packing import Budget, plan_step
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, plan_step
+from isopref.batch.step import Step, build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.first_pass import FirstPass, Score
-from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
 from isopref.objectives.coupled import Whole
@@ -127,7 +127,7 @@ def test_far_out_it_stays_finite(name: str) -> None:
 
 def steps(cut: int, weighting: str = "pair") -> list[Step]:
     """Eight pairs as batches of three, three and two, in microbatches of at most `cut` pairs."""
-    table = PairTable.from_tokens(batch(8)[0])
+    table = ExampleTable.from_tokens(batch(8)[0])
     found = []
     for start in (0, 3, 6):
         index = np.arange(8)[start : start + 3]

@@ -5,17 +5,17 @@ import threading
 import numpy as np
 import pytest
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
-from isopref.engine.loader import STEPS_AHEAD, PairLoader
-from isopref.engine.step import Step
+from isopref.batch.packing import Budget
+from isopref.batch.step import Step
+from isopref.data.table import ExampleTable
+from isopref.engine.loader import STEPS_AHEAD, ExampleLoader
 from isopref.testing.models import random_pairs
 from isopref.types import IntArray
 
 
-def loader(pairs: int = 23) -> PairLoader:
-    made = PairLoader(
-        PairTable.from_tokens(random_pairs(pairs, seed=0, longest=9)),
+def loader(pairs: int = 23) -> ExampleLoader:
+    made = ExampleLoader(
+        ExampleTable.from_tokens(random_pairs(pairs, seed=0, longest=9)),
         batch_pairs=4,
         budget=Budget("shared", 200),
         weighting="token",
@@ -54,13 +54,13 @@ def test_no_thread_is_left_when_the_reader_stops_early() -> None:
 
 
 def test_it_works_a_few_steps_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, built, step = loader(200), [], PairLoader.step
+    made, built, step = loader(200), [], ExampleLoader.step
 
-    def count(self: PairLoader, index: IntArray) -> Step:
+    def count(self: ExampleLoader, index: IntArray) -> Step:
         built.append(np.asarray(index))
         return step(self, index)
 
-    monkeypatch.setattr(PairLoader, "step", count)
+    monkeypatch.setattr(ExampleLoader, "step", count)
     batches = iter(made)
     for _ in range(5):
         next(batches)
@@ -69,9 +69,9 @@ def test_it_works_a_few_steps_ahead_and_no_further(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fault_in_the_thread_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: PairLoader, index: IntArray) -> Step:
+    def fail(self: ExampleLoader, index: IntArray) -> Step:
         raise RuntimeError("no such pair")
 
-    monkeypatch.setattr(PairLoader, "step", fail)
+    monkeypatch.setattr(ExampleLoader, "step", fail)
     with pytest.raises(RuntimeError, match="no such pair"):
         next(iter(loader()))

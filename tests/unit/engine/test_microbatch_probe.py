@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
+from isopref.batch.rows import build_microbatch
+from isopref.data.table import ExampleTable
 from isopref.engine import microbatch_probe
 from isopref.engine.microbatch_probe import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError
@@ -120,14 +120,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Policy:
     return Policy(tiny_model("llama")).train()
 
 
-def fitted(policy: Policy, table: PairTable) -> Fit:
+def fitted(policy: Policy, table: ExampleTable) -> Fit:
     return microbatch_probe.fit_microbatch(policy, table, "shared", grad_sync="last", layers=(0, 0), tokens=None)
 
 
 @pytest.mark.parametrize("longest", [9, 1500])
 def test_long_pairs_are_measured_like_short_ones(device: Policy, longest: int) -> None:
     """Rows of one pair and of two, where one is longer than a row should be."""
-    found = fitted(device, PairTable.from_tokens(random_pairs(5, seed=0, longest=longest)))
+    found = fitted(device, ExampleTable.from_tokens(random_pairs(5, seed=0, longest=longest)))
     assert found.tokens == pytest.approx(6000, rel=1e-3)
 
 
@@ -145,7 +145,7 @@ def test_recomputing_is_measured_only_where_it_may_be_needed(
 
     monkeypatch.setattr(microbatch_probe, "_peak", peak)
     monkeypatch.setattr(microbatch_probe, "_room", lambda *_: room)
-    table = PairTable.from_tokens(random_pairs(5, seed=0, longest=9))
+    table = ExampleTable.from_tokens(random_pairs(5, seed=0, longest=9))
     found = microbatch_probe.fit_microbatch(device, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
     assert sorted(set(seen)) == measured
     assert found.layers == layers
@@ -157,7 +157,7 @@ def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytes
 
     monkeypatch.setattr(microbatch_probe, "_peak", out_of_memory)
     with pytest.raises(ConfigError, match=r"not even a microbatch of .* fits .*layout\.checkpointing"):
-        fitted(device, PairTable.from_tokens(random_pairs(5, seed=0, longest=9)))
+        fitted(device, ExampleTable.from_tokens(random_pairs(5, seed=0, longest=9)))
 
 
 def test_a_part_of_a_layer_is_no_layer() -> None:

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isopref.data.packing import Budget, plan_step
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, plan_step
+from isopref.batch.step import Step, build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO, padded_to_step, split_batch_dpo
-from isopref.engine.step import Step, build_step
 from isopref.errors import ConfigError, DataError
+from isopref.examples import PairTokens
 from isopref.normalize import Weighting
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer, random_pairs, tiny_model
-from isopref.types import PairTokens
 
 CPU = torch.device("cpu")
 IGNORE = -100
@@ -125,7 +125,7 @@ def test_a_padded_batch_and_a_plan_give_the_same_shares(weighting: Weighting, nu
     size = 2 * batch["chosen_input_ids"].shape[1] * per_microbatch
     step = padded_to_step(batch, size, weighting, device=CPU)
     assert len(step.work) == num_microbatches
-    table = PairTable.from_tokens(pairs)
+    table = ExampleTable.from_tokens(pairs)
     plan = plan_step(table.lengths, Budget("shared", 50))
     planned = build_step(table, np.arange(7), plan, "shared", weighting)
     weights = oracle.weights(pairs, weighting)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isopref.batch.rows import build_microbatch
 from isopref.build.model import _compiles
 from isopref.build.run import Run
 from isopref.config.schema import Config
-from isopref.data.rows import build_microbatch
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
 from isopref.errors import ConfigError

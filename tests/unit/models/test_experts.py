@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.data.packing import Budget, RowKind, plan_step
-from isopref.data.rows import build_microbatch
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget, RowKind, plan_step
+from isopref.batch.rows import build_microbatch
+from isopref.batch.step import Step, build_step
+from isopref.data.table import ExampleTable
 from isopref.engine.first_pass import FirstPass, Score
-from isopref.engine.step import Step, build_step
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError, ModelError
+from isopref.examples import PairTokens
 from isopref.models.experts import check_routers, routing
 from isopref.models.policy import Policy
 from isopref.normalize import balance_coefficients
@@ -21,7 +22,6 @@ from isopref.objectives.loss import pair_loss
 from isopref.testing import matrix
 from isopref.testing.exactness import KINDS, Cell, StubTrainer, batch, measure
 from isopref.testing.models import ARCHITECTURES, examples, tiny_model
-from isopref.types import PairTokens
 
 
 def test_routing_by_hand() -> None:
@@ -82,7 +82,7 @@ def test_one_layer_is_what_transformers_computes() -> None:
     )
     trainer = StubTrainer()
     module._attach_trainer(trainer)  # type: ignore[arg-type]
-    table = PairTable.from_tokens(pairs)
+    table = ExampleTable.from_tokens(pairs)
     plan = plan_step(table.lengths, Budget("shared", 100), num_ranks=1)
     module.train_batch({"step": build_step(table, np.arange(8), plan, "shared", "token")})
     assert trainer.metrics["train/balance"] == pytest.approx(float(expected), rel=1e-5)

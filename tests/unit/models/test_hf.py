@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref import optional
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.models import hf
 from isopref.models.hf import (

@@ -15,8 +15,8 @@ from olmo_core.train.checkpoint import Checkpointer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from isopref.data.packing import RowKind
-from isopref.data.rows import build_microbatch
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError
 from isopref.models import conversion
 from isopref.models.conversion import HF_CONFIG, empty_checkpoint, from_hf, read_checkpoint, write_checkpoint

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlavaNextConfig, LlavaNextForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from isopref.data.rows import build_microbatch
+from isopref.batch.rows import build_microbatch
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy

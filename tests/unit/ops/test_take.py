@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isopref.data.rows import copies_of
+from isopref.batch.rows import copies_of
 from isopref.ops.take import take
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from isopref.batch.packing import RowKind
 from isopref.cards import CARDS
-from isopref.data.packing import RowKind
 from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import ModelShape, shape_of

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.data.packing import Budget
-from isopref.data.table import PairTable
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
 from isopref.errors import CacheError, ConfigError
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
@@ -43,7 +43,7 @@ class Counted(torch.nn.Module):
         return self.policy(microbatch, *needs)
 
 
-def filled(store: Store, pairs: PairTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
+def filled(store: Store, pairs: ExampleTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
     """Looked up or scored; and how many pairs went through the model."""
     model = Counted()
     known = find(store, pairs, device=CPU)
@@ -94,13 +94,13 @@ def test_pairs_that_are_there_twice_are_scored_once(tmp_path: Path) -> None:
 
 def test_one_other_token_is_another_pair(tmp_path: Path) -> None:
     pairs = random_pairs(10, seed=8)
-    filled(open_store(tmp_path), PairTable.from_tokens(pairs))
+    filled(open_store(tmp_path), ExampleTable.from_tokens(pairs))
     for part in range(3):
         changed = [*pairs]
         tokens = changed[4][part].copy()
         tokens[-1] = 3 if tokens[-1] != 3 else 4
         changed[4] = changed[4]._replace(**{("prompt", "chosen", "rejected")[part]: tokens})
-        assert filled(open_store(tmp_path), PairTable.from_tokens(changed))[1] == 1
+        assert filled(open_store(tmp_path), ExampleTable.from_tokens(changed))[1] == 1
 
 
 def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) 
     first = np.array([7])
     longer = pair._replace(chosen=np.concatenate([first, pair.chosen]), rejected=np.concatenate([first, pair.rejected]))
     shorter = pair._replace(prompt=np.concatenate([pair.prompt, first]))
-    filled(open_store(tmp_path), PairTable.from_tokens([longer]))
-    assert filled(open_store(tmp_path), PairTable.from_tokens([shorter]))[1] == 1
+    filled(open_store(tmp_path), ExampleTable.from_tokens([longer]))
+    assert filled(open_store(tmp_path), ExampleTable.from_tokens([shorter]))[1] == 1
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from olmo_core.train.callbacks import Callback
 
+from isopref.batch.step import Step
 from isopref.engine.display import Display
 from isopref.engine.guard import MOST_IN_A_ROW, Skipped
-from isopref.engine.loader import PairLoader
-from isopref.engine.step import Step
+from isopref.engine.loader import ExampleLoader
 from isopref.ranks import own_rank
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class GuardCallback(Callback):
     def _blame(self) -> int | None:
         """The pair of this step whose gradient alone is not finite. All ranks search together."""
         module, loader = self.trainer.train_module, self.trainer.data_loader
-        if self._step is None or self._step.index is None or not isinstance(loader, PairLoader):
+        if self._step is None or self._step.index is None or not isinstance(loader, ExampleLoader):
             return None
         for pair in self._step.index.tolist():
             if not module.is_finite(loader.step(np.array([pair]))):  # type: ignore[attr-defined]

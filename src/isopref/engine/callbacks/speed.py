@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from olmo_core.train.callbacks import SpeedMonitorCallback
 
-from isopref.engine.step import Step
-from isopref.types import IntArray
+from isopref.batch.step import Step
+from isopref.examples import Lengths
 
 
 @dataclass
@@ -23,7 +23,7 @@ class PairSpeedCallback(SpeedMonitorCallback):
 
     priority: ClassVar[int] = 3  # before a checkpoint, at which the engine passes on what it has
 
-    flops: Callable[[IntArray], float] | None = None
+    flops: Callable[[Lengths], float] | None = None
     peak_flops: float = 0.0
     _since: float = 0.0
     _load: float = 0.0
@@ -42,7 +42,7 @@ class PairSpeedCallback(SpeedMonitorCallback):
         self._waited += time.perf_counter() - self._load
         if "step" in batch:
             step: Step = batch["step"]
-            self._pairs += step.num_pairs
+            self._pairs += step.num_examples
             self._tokens += step.num_tokens
             if self.flops is not None and step.lengths is not None:
                 self._flops += self.flops(step.lengths)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isopref.data.packing import RowKind
-from isopref.types import Example, IntArray, Microbatch, Pass, Segments
+from isopref.batch.packing import RowKind
+from isopref.examples import Example, Lengths, shared_tokens
+from isopref.types import IntArray, Microbatch, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
-FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
 FEWEST_COPIES = 2  # rows of pairs have tables of one shape, shared or not
 
 
@@ -38,6 +38,7 @@ def build_microbatch(
 
     `row_tokens` pads a packed row to that length; the padding is a segment of its own. `num_passes` is for
     padded_separate: the most answers of an example in the global batch, so that ranks stay in step.
+    Answers are numbered in rounds: the first ones of all examples, then the second ones (see `in_rounds`).
     """
     if row_tokens is not None and kind not in ("shared", "packed"):
         raise ValueError(f"row_tokens is for packed rows, not for {kind}")
@@ -60,6 +61,13 @@ def build_microbatch(
         compared=torch.from_numpy(compared),
         compared_copies=torch.from_numpy(copies_of(compared, len(sequences))),
     )
+
+
+def in_rounds(lengths: Lengths, index: IntArray) -> IntArray:
+    """The answers of some examples in the order of their microbatch, as numbers among all answers of `lengths`."""
+    count = lengths.num_answers[index]
+    round_A = np.concatenate([np.arange(0), *(np.arange(n) for n in count)])
+    return lengths.answers_of(index)[np.argsort(round_A, kind="stable")]
 
 
 def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence]]:
@@ -174,30 +182,21 @@ def copies_of(index_K: IntArray, size: int) -> IntArray:
 
 def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
     row = _Row()
-    placed: dict[int, list[tuple[IntArray, IntArray]]] = {}  # by example: tokens of its sequences, and where they are
+    placed: dict[int, list[tuple[IntArray, IntArray]]] = {}  # by example: its answers, and where their sequences are
     for one in sequences:
-        alike = placed.setdefault(one.example, [])
-        alike.append((one.tokens, row.append(one, _shared_path(one, alike))))
+        before = placed.setdefault(one.example, [])
+        before.append((one.own, row.append(one, _shared_path(one, before))))
     return row.finish(row_tokens)
 
 
-def _shared_path(one: _Sequence, alike: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
+def _shared_path(one: _Sequence, before: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
     """Where the row has the longest beginning of a sequence that an earlier one of its example has too."""
-    best = 0
     path: IntArray = np.arange(0)
-    for tokens, where in alike:
-        shared = _common(one.tokens, tokens)
-        shared = shared if shared >= len(one.prompt) + FEWEST_SHARED else len(one.prompt)
-        if shared > best:
-            best, path = shared, where[:shared]
+    for answer, where in before:
+        shared = len(one.prompt) + shared_tokens(one.own, answer)
+        if shared > len(path):
+            path = where[:shared]
     return path
-
-
-def _common(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences begin with alike."""
-    shorter = min(len(a), len(b))
-    different = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 def _packed_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:

@@ -7,19 +7,20 @@ speed and memory, never the result.
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from isopref.errors import ConfigError, shorter_pairs
-from isopref.types import CHOSEN, PROMPT, REJECTED, FloatArray, IntArray
+from isopref.examples import Lengths
+from isopref.types import FloatArray, IntArray
 
 RowKind = Literal["shared", "packed", "padded", "padded_separate"]
 Group = list[int]  # positions in the global batch that share a microbatch
 GROUPS_PER_RANK = 4
-ROWS_AT_ONCE = 16  # one in so many rows gets a pair at a time
+ROWS_AT_ONCE = 16  # one in so many rows gets an example at a time
 
 
 @dataclass(frozen=True)
@@ -28,97 +29,102 @@ class Budget:
 
     kind: RowKind
     tokens: int
-    pairs: int | None = None
+    examples: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RowKind):
             raise ConfigError(f"Budget: kind must be one of {', '.join(get_args(RowKind))}; found {self.kind!r}.")
-        if self.tokens < 1 or (self.pairs is not None and self.pairs < 1):
+        if self.tokens < 1 or (self.examples is not None and self.examples < 1):
             raise ConfigError(
-                f"a microbatch of {self.tokens} tokens and {self.pairs} pairs holds nothing; use 1 or more."
+                f"a microbatch of {self.tokens} tokens and {self.examples} examples holds nothing; use 1 or more."
             )
 
 
-def padded_tokens(lengths_P3: IntArray, kind: RowKind) -> int:
-    """Token slots, padding included, that the given pairs take as one microbatch."""
-    if len(lengths_P3) == 0:
+def padded_tokens(lengths: Lengths, group: Sequence[int] | IntArray, kind: RowKind) -> int:
+    """Token slots, padding included, that some of the examples take as one microbatch."""
+    if len(group) == 0:
         return 0
-    prompt, chosen, rejected = (lengths_P3[:, side].astype(np.int64) for side in (PROMPT, CHOSEN, REJECTED))
+    if kind in ("shared", "packed"):
+        return int(tokens_alone(lengths, kind)[group].sum())
+    sequences = lengths.sequences[group]
+    if kind == "padded":
+        return int(lengths.num_answers[group].sum() * sequences.max())
+    return int(((sequences > 0).sum(axis=0) * sequences.max(axis=0)).sum())
+
+
+def tokens_alone(lengths: Lengths, kind: RowKind) -> IntArray:
+    """Token slots that each example takes as a microbatch of its own: N."""
     if kind == "shared":
-        return int((prompt + chosen + rejected).sum())
-    if kind == "packed":
-        return int((2 * prompt + chosen + rejected).sum())
-    longest_chosen, longest_rejected = int((prompt + chosen).max()), int((prompt + rejected).max())
+        return lengths.tree
     if kind == "padded":
-        return 2 * len(lengths_P3) * max(longest_chosen, longest_rejected)
-    return len(lengths_P3) * (longest_chosen + longest_rejected)
-
-
-def tokens_alone(lengths_N3: IntArray, kind: RowKind) -> IntArray:
-    """Token slots that each pair takes as a microbatch of its own: N."""
-    alone: IntArray = lengths_N3.sum(axis=1) + (0 if kind == "shared" else lengths_N3[:, PROMPT])
-    if kind == "padded":
-        alone = 2 * (lengths_N3[:, PROMPT] + lengths_N3[:, CHOSEN:].max(axis=1))
-    return alone
+        padded: IntArray = lengths.num_answers * lengths.sequences.max(axis=1, initial=0)
+        return padded
+    together: IntArray = lengths.sequences.sum(axis=1)
+    return together
 
 
 def check_budget(
-    lengths_N3: IntArray,
+    lengths: Lengths,
     budget: Budget,
     *,
     setting: str | None = None,
-    name: Callable[[int], str] = "pair {}".format,
+    name: Callable[[int], str] = "example {}".format,
 ) -> None:
-    """Raise ConfigError if the longest pair does not fit into a microbatch alone.
+    """Raise ConfigError if the longest example does not fit into a microbatch alone.
 
-    `setting` is the config's field that the budget comes from (None: a script's own Budget), `name` what a pair is
+    `setting` is the config's field that the budget comes from (None: a script's own Budget), `name` what an example is
     called in the message.
     """
-    totals = tokens_alone(lengths_N3, budget.kind)
+    totals = tokens_alone(lengths, budget.kind)
     worst = int(totals.argmax())
     if totals[worst] > budget.tokens:
-        prompt, chosen, rejected = (int(n) for n in lengths_N3[worst])
         rows = f"{budget.kind} rows" if setting is None else f"layout.rows: {budget.kind}"
-        shorten = "shorten the pair." if setting is None else f"shorten the pairs: {shorter_pairs()}"
+        shorten = "shorten it." if setting is None else f"shorten the data: {shorter_pairs()}"
         raise ConfigError(
             f"{setting or 'Budget.tokens'} is {budget.tokens}, but {name(worst)} takes {int(totals[worst])} tokens in "
-            f"{rows} (prompt {prompt}, chosen {chosen}, rejected {rejected}). Raise it to at least "
-            f"{int(totals[worst])}, or {shorten}"
+            f"{rows} ({parts(lengths, worst)}). Raise it to at least {int(totals[worst])}, or {shorten}"
         )
 
 
+def parts(lengths: Lengths, example: int) -> str:
+    """The parts of an example in words: "prompt 10, chosen 5, rejected 7"; of a list "prompt 10, answers 5, 7, 3"."""
+    of_example = lengths.select([example])
+    answers = of_example.answer.tolist()
+    if of_example.compared.tolist() == [[0, 1]]:
+        return f"prompt {lengths.prompt[example]}, chosen {answers[0]}, rejected {answers[1]}"
+    return f"prompt {lengths.prompt[example]}, answers {', '.join(map(str, answers))}"
+
+
 def plan_step(
-    lengths_P3: IntArray, budget: Budget, *, num_ranks: int = 1, attention_share: float = 0.0
+    lengths: Lengths, budget: Budget, *, num_ranks: int = 1, attention_share: float = 0.0
 ) -> list[list[Group]]:
     """Microbatches of one global batch, by rank: the same number on every rank, empty groups where work runs out.
 
     `attention_share` is the cost of attending to one token over the cost of passing one token through the linear
-    layers; it balances long sequences against short ones. A pair too long for the budget raises ConfigError.
+    layers; it balances long sequences against short ones. An example too long for the budget raises ConfigError.
     """
-    check_budget(lengths_P3, budget)
+    check_budget(lengths, budget)
+    work = _work(lengths, budget.kind, attention_share)
     if budget.kind in ("shared", "packed"):
-        groups = _pack(lengths_P3, budget, num_ranks, attention_share)
+        groups = _pack(tokens_alone(lengths, budget.kind), work, budget, num_ranks)
     else:
-        groups = _sort_and_cut(lengths_P3, budget, num_ranks)
-    return _deal(groups, _work(lengths_P3, budget.kind, attention_share), num_ranks)
+        groups = _sort_and_cut(lengths, budget, num_ranks)
+    return _deal(groups, work, num_ranks)
 
 
-def _work(lengths_P3: IntArray, kind: RowKind, attention_share: float) -> FloatArray:
-    """Relative time of each pair: linear in the tokens computed, plus attention."""
-    lengths = lengths_P3.astype(np.float64)
-    sequences = lengths[:, PROMPT, None] + lengths[:, CHOSEN:]
-    tokens = lengths.sum(axis=1) if kind == "shared" else sequences.sum(axis=1)
+def _work(lengths: Lengths, kind: RowKind, attention_share: float) -> FloatArray:
+    """Relative time of each example: linear in the tokens computed, plus attention."""
+    sequences = lengths.sequences.astype(np.float64)
+    tokens = lengths.tree if kind == "shared" else sequences.sum(axis=1)
     work: FloatArray = tokens + attention_share / 2 * (sequences**2).sum(axis=1)
     return work
 
 
-def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share: float) -> list[Group]:
+def _pack(tokens: IntArray, work: FloatArray, budget: Budget, num_ranks: int) -> list[Group]:
     """As few rows as hold everything, with the same work in each if that can be had."""
-    tokens = tokens_alone(lengths_P3, budget.kind)
-    work = _work(lengths_P3, budget.kind, attention_share)
     num_rows = -(-int(tokens.sum()) // budget.tokens)
-    if budget.pairs is not None:
-        num_rows = max(num_rows, -(-len(tokens) // budget.pairs))
+    if budget.examples is not None:
+        num_rows = max(num_rows, -(-len(tokens) // budget.examples))
     order = np.argsort(-work, kind="stable")
     while True:
         num_rows = -(-num_rows // num_ranks) * num_ranks
@@ -132,7 +138,7 @@ def _pack(lengths_P3: IntArray, budget: Budget, num_ranks: int, attention_share:
 def _least_work(
     order: IntArray, tokens: IntArray, work: FloatArray, num_rows: int, budget: Budget
 ) -> list[Group] | None:
-    """Largest pair first, into the row with the least work that has room; of many rows, several such at once.
+    """Largest example first, into the row with the least work that has room; of many rows, several such at once.
 
     Sorting is stable throughout: every rank must find the same plan, whatever its processor.
     """
@@ -142,58 +148,59 @@ def _least_work(
     row_of = np.empty(len(order), np.int64)
     at, at_once = 0, max(1, num_rows // ROWS_AT_ONCE)
     while at < len(order):
-        pairs = order[at : at + at_once]
-        free = used[rows] + tokens[pairs].max() <= budget.tokens
-        if budget.pairs is not None:
-            free &= count[rows] < budget.pairs
-        chosen = rows[np.flatnonzero(free)[: len(pairs)]]
-        if len(chosen) < len(pairs):
+        some = order[at : at + at_once]
+        free = used[rows] + tokens[some].max() <= budget.tokens
+        if budget.examples is not None:
+            free &= count[rows] < budget.examples
+        taken = rows[np.flatnonzero(free)[: len(some)]]
+        if len(taken) < len(some):
             if at_once == 1:
                 return None
             at_once //= 2
             continue
-        row_of[at : at + len(pairs)] = chosen
-        used[chosen] += tokens[pairs]
-        load[chosen] += work[pairs]
-        count[chosen] += 1
+        row_of[at : at + len(some)] = taken
+        used[taken] += tokens[some]
+        load[taken] += work[some]
+        count[taken] += 1
         rows = rows[np.argsort(load[rows], kind="stable")]
-        at += len(pairs)
+        at += len(some)
     members = order[np.argsort(row_of, kind="stable")].tolist()
     ends = np.cumsum(count).tolist()
     return [members[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _best_fit(order: list[int], tokens: list[int], num_rows: int, budget: Budget) -> list[Group] | None:
-    """Each pair into the fullest row that still has room: less even, but it fits where balance alone would not."""
+    """Each example into the fullest row that still has room: less even, but it fits where balance alone would not."""
     rows: list[Group] = [[] for _ in range(num_rows)]
     room = [(budget.tokens, row) for row in range(num_rows)]  # sorted
-    for pair in order:
-        at = bisect.bisect_left(room, (tokens[pair], -1))
+    for example in order:
+        at = bisect.bisect_left(room, (tokens[example], -1))
         if at == len(room):
             return None
         free, row = room.pop(at)
-        rows[row].append(pair)
-        if budget.pairs is None or len(rows[row]) < budget.pairs:
-            bisect.insort(room, (free - tokens[pair], row))
+        rows[row].append(example)
+        if budget.examples is None or len(rows[row]) < budget.examples:
+            bisect.insort(room, (free - tokens[example], row))
     return rows
 
 
-def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[Group]:
+def _sort_and_cut(lengths: Lengths, budget: Budget, num_ranks: int) -> list[Group]:
     """Neighbours in length share a padded microbatch, which keeps padding low; halve groups until ranks are even."""
 
     def slots(group: Group) -> int:
-        return padded_tokens(lengths_P3[group], budget.kind)
+        return padded_tokens(lengths, group, budget.kind)
 
-    longest = lengths_P3[:, PROMPT] + lengths_P3[:, CHOSEN:].max(axis=1)
+    longest = lengths.sequences.max(axis=1, initial=0)
+    alone = lengths.num_answers * longest
     # Several groups to a rank, so that they can be dealt out evenly.
-    even = 2 * int(longest.sum()) // (GROUPS_PER_RANK * num_ranks) if num_ranks > 1 else budget.tokens
-    tokens = min(budget.tokens, max(even, 2 * int(longest.max())))
+    even = int(alone.sum()) // (GROUPS_PER_RANK * num_ranks) if num_ranks > 1 else budget.tokens
+    tokens = min(budget.tokens, max(even, int(alone.max())))
     groups: list[Group] = []
-    for pair in np.argsort(-longest, kind="stable").tolist():
-        full = not groups or len(groups[-1]) == budget.pairs or slots([*groups[-1], pair]) > tokens
+    for example in np.argsort(-longest, kind="stable").tolist():
+        full = not groups or len(groups[-1]) == budget.examples or slots([*groups[-1], example]) > tokens
         if full:
             groups.append([])
-        groups[-1].append(pair)
+        groups[-1].append(example)
     while len(groups) % num_ranks and max(map(len, groups)) > 1:
         largest = max(groups, key=lambda group: (len(group) > 1, slots(group)))
         groups.remove(largest)
@@ -203,8 +210,8 @@ def _sort_and_cut(lengths_P3: IntArray, budget: Budget, num_ranks: int) -> list[
 
 def _deal(groups: list[Group], work: FloatArray, num_ranks: int) -> list[list[Group]]:
     """Groups to ranks: equal counts, near-equal work, large ones first so that ranks stay in step."""
-    of_pair = work.tolist()
-    loads = [(sum(of_pair[pair] for pair in group), group) for group in groups]
+    of_example = work.tolist()
+    loads = [(sum(of_example[example] for example in group), group) for group in groups]
     loads += [(0.0, [])] * (-len(groups) % num_ranks)
     loads.sort(key=lambda item: (-item[0], item[1]))
     per_rank = len(loads) // num_ranks

@@ -1,0 +1,119 @@
+"""One global batch as one rank sees it: its microbatches, and what is known of the whole batch.
+
+A `Step` comes from a table of examples and a plan (isopref's own loader), or from a padded batch in the form that
+OLMo-core scripts use (engine/padded.py). Both end in the same list of microbatches.
+
+E: examples of a microbatch, A: their answers, M: their comparisons; a pair has one.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isopref.batch import packing
+from isopref.batch.rows import FILLER_TOKENS, build_microbatch, in_rounds
+from isopref.data.table import ExampleTable
+from isopref.examples import Lengths
+from isopref.normalize import Weighting, coefficients, comparison_weights, token_coefficients
+from isopref.types import IntArray, Microbatch, moved
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A loss that couples comparisons, at the log-probabilities that a first pass found (see first_pass.py)."""
+
+    slope: Tensor  # 2, M: derivative of the batch's loss by the log-probability of chosen and rejected
+    loss: Tensor  # M
+    loss_at_reference: Tensor  # M: what it would be if the policy were the reference
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch with what each of its M comparisons counts for."""
+
+    microbatch: Microbatch
+    index: Tensor  # E: which examples of the table
+    answers: Tensor  # A: which answer of the table, to look up the reference
+    comparisons: Tensor  # M: which comparison of the table, likewise
+    example: Tensor  # M: which example of the table it is of
+    place: Tensor  # M: which comparison of the global batch
+    loss_share: Tensor  # M: coefficient in the loss; they sum to one over the global batch
+    mean_share: Tensor  # M: one over the comparisons of the global batch
+    nll_share: Tensor  # M: what the chosen answer counts for in a mean over the chosen tokens of the global batch
+    linear: Linear | None = None  # where the objective is coupled
+    balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
+
+    def to(self, device: torch.device) -> "Work":
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """This rank's share of a global batch. The counts are of the whole batch, over all ranks."""
+
+    work: tuple[Work, ...]
+    num_examples: int
+    num_comparisons: int
+    num_tokens: int  # real tokens of all sequences, the prompt counted in each
+    padding_fraction: float  # share of the token slots of all microbatches that hold no token
+    # The whole batch: examples of the table, and their lengths. None where a rank knows only its own.
+    index: IntArray | None = None
+    lengths: Lengths | None = None
+
+    def pinned(self) -> "Step":
+        """The same in page-locked memory, from which a copy to a GPU does not wait."""
+        return replace(self, work=tuple(moved(work, Tensor.pin_memory) for work in self.work))
+
+
+def build_step(
+    table: ExampleTable,
+    index: IntArray,
+    plan: list[list[packing.Group]],
+    kind: packing.RowKind,
+    weighting: Weighting,
+    *,
+    rank: int = 0,
+) -> Step:
+    """This rank's share of the global batch `index` (examples of `table`), cut as `plan` says (by rank)."""
+    lengths = table.lengths.select(index)
+    own = table.weights[index]
+    loss_share = coefficients(comparison_weights(lengths, weighting, own))
+    mean_share = coefficients(np.ones(len(lengths.compared)))
+    nll_share = token_coefficients(own[lengths.of_comparison], lengths.compared_tokens[0])
+    num_passes = int(lengths.num_answers.max())
+
+    def work(group: IntArray) -> Work:
+        of_table, place = index[group], lengths.comparisons_of(group)
+        examples = [table.example(int(i)) for i in of_table]
+        return Work(
+            build_microbatch(examples, kind, num_passes=num_passes),
+            index=torch.from_numpy(of_table),
+            answers=torch.from_numpy(in_rounds(table.lengths, of_table)),
+            comparisons=torch.from_numpy(table.lengths.comparisons_of(of_table)),
+            example=torch.from_numpy(index[lengths.of_comparison[place]]),
+            place=torch.from_numpy(place),
+            loss_share=torch.from_numpy(loss_share[place]),
+            mean_share=torch.from_numpy(mean_share[place]),
+            nll_share=torch.from_numpy(nll_share[place]),
+        )
+
+    slots = sum(_slots(lengths, group, kind, num_passes) for of_rank in plan for group in of_rank)
+    filled = int(lengths.tree.sum() if kind == "shared" else lengths.sequence.sum())
+    return Step(
+        work=tuple(work(np.asarray(group, np.int64)) for group in plan[rank]),
+        num_examples=len(index),
+        num_comparisons=len(lengths.compared),
+        num_tokens=int(lengths.sequence.sum()),
+        index=index,
+        lengths=lengths,
+        padding_fraction=1 - filled / slots,
+    )
+
+
+def _slots(lengths: Lengths, group: packing.Group, kind: packing.RowKind, num_passes: int) -> int:
+    """Token slots of a microbatch, those of passes without an answer included."""
+    passes = num_passes if kind == "padded_separate" else 1
+    used = int(lengths.num_answers[group].max(initial=0)) if kind == "padded_separate" else min(1, len(group))
+    return packing.padded_tokens(lengths, group, kind) + (passes - used) * FILLER_TOKENS

@@ -1,0 +1,183 @@
+"""Examples: a prompt with K answers, what is known of them, and how many tokens they have. Knows numpy alone.
+
+Dimensions: N examples, A answers of all of them, M comparisons of all of them. Answers and comparisons are listed
+example by example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from isopref.types import IntArray
+
+FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
+
+
+class Example(NamedTuple):
+    """Token ids of one prompt and its answers. Each answer follows the prompt directly."""
+
+    prompt: IntArray
+    answers: tuple[IntArray, ...]
+    comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
+
+
+class PairTokens(NamedTuple):
+    """Token ids of one pair: an example with two answers, the first of which is better."""
+
+    prompt: IntArray
+    chosen: IntArray
+    rejected: IntArray
+
+    @property
+    def example(self) -> Example:
+        return Example(self.prompt, (self.chosen, self.rejected), ((0, 1),))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token counts of N examples: all that a plan and a denominator have to know of them."""
+
+    prompt: IntArray  # N
+    answer: IntArray  # A
+    tree: IntArray  # N: tokens of the example as a prefix tree, in which every shared beginning counts once
+    num_answers: IntArray  # N
+    num_comparisons: IntArray  # N
+    compared: IntArray  # M, 2: better and worse, as numbers of the example's own answers
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> Self:
+        """Those of some examples."""
+        compared = [pair for one in examples for pair in one.comparisons]
+        return cls(
+            prompt=_counts(len(one.prompt) for one in examples),
+            answer=_counts(len(answer) for one in examples for answer in one.answers),
+            tree=_counts(tree_tokens(one) for one in examples),
+            num_answers=_counts(len(one.answers) for one in examples),
+            num_comparisons=_counts(len(one.comparisons) for one in examples),
+            compared=np.array(compared, np.int64).reshape(-1, 2),
+        )
+
+    @classmethod
+    def of_pairs(cls, lengths_N3: IntArray) -> Self:
+        """Those of pairs whose answers have no beginning in common: tokens of prompt, chosen and rejected."""
+        lengths = np.asarray(lengths_N3, np.int64)
+        size = len(lengths)
+        return cls(
+            prompt=lengths[:, 0],
+            answer=lengths[:, 1:].ravel(),
+            tree=lengths.sum(axis=1),
+            num_answers=np.full(size, 2),
+            num_comparisons=np.ones(size, np.int64),
+            compared=np.tile(np.arange(2), (size, 1)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def select(self, index: IntArray | Sequence[int]) -> Lengths:
+        """Those of some of the examples, in this order."""
+        index = np.asarray(index, np.int64)
+        return Lengths(
+            prompt=self.prompt[index],
+            answer=self.answer[self.answers_of(index)],
+            tree=self.tree[index],
+            num_answers=self.num_answers[index],
+            num_comparisons=self.num_comparisons[index],
+            compared=self.compared[self.comparisons_of(index)],
+        )
+
+    # --- where answers and comparisons are -----------------------------------------------------------
+
+    def answers_of(self, index: IntArray) -> IntArray:
+        """The numbers, among all A, of the answers of some examples, example by example."""
+        return _ranges(self.first_answer[index], self.num_answers[index])
+
+    def comparisons_of(self, index: IntArray) -> IntArray:
+        """The numbers, among all M, of the comparisons of some examples, example by example."""
+        return _ranges(self.first_comparison[index], self.num_comparisons[index])
+
+    @cached_property
+    def first_answer(self) -> IntArray:
+        """The number, among all A, of the first answer of each example: N."""
+        first: IntArray = np.cumsum(self.num_answers) - self.num_answers
+        return first
+
+    @cached_property
+    def first_comparison(self) -> IntArray:
+        """The number, among all M, of the first comparison of each example: N."""
+        first: IntArray = np.cumsum(self.num_comparisons) - self.num_comparisons
+        return first
+
+    @cached_property
+    def of_answer(self) -> IntArray:
+        """The example of each answer: A."""
+        return np.repeat(np.arange(len(self)), self.num_answers)
+
+    @cached_property
+    def of_comparison(self) -> IntArray:
+        """The example of each comparison: M."""
+        return np.repeat(np.arange(len(self)), self.num_comparisons)
+
+    @cached_property
+    def sides(self) -> IntArray:
+        """The better and the worse answer of each comparison, as numbers among all A: 2, M."""
+        sides: IntArray = (self.compared + self.first_answer[self.of_comparison][:, None]).T
+        return sides
+
+    # --- tokens ------------------------------------------------------------------------------------
+
+    @cached_property
+    def sequence(self) -> IntArray:
+        """Tokens of each answer with its prompt: A."""
+        sequence: IntArray = self.answer + self.prompt[self.of_answer]
+        return sequence
+
+    @cached_property
+    def sequences(self) -> IntArray:
+        """The same for each example, one after the other, 0 where it has fewer answers than another: N, K."""
+        most = int(self.num_answers.max(initial=0))
+        filled = np.zeros((len(self), most), np.int64)
+        filled[self.of_answer, np.arange(len(self.answer)) - self.first_answer[self.of_answer]] = self.sequence
+        return filled
+
+    @cached_property
+    def compared_tokens(self) -> IntArray:
+        """Tokens of the better and the worse answer of each comparison: 2, M."""
+        return self.answer[self.sides]
+
+
+def tree_tokens(example: Example) -> int:
+    """Tokens of an example in a row that holds every shared beginning once."""
+    total = len(example.prompt)
+    for k, answer in enumerate(example.answers):
+        total += len(answer) - max((shared_tokens(answer, other) for other in example.answers[:k]), default=0)
+    return total
+
+
+def shared_tokens(answer: IntArray, other: IntArray) -> int:
+    """Tokens that two answers of a prompt begin with and that a row holds once."""
+    shared = common_tokens(answer, other)
+    return shared if shared >= FEWEST_SHARED else 0
+
+
+def common_tokens(a: IntArray, b: IntArray) -> int:
+    """How many tokens two sequences begin with alike."""
+    shorter = min(len(a), len(b))
+    different = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _counts(values: Iterable[int]) -> IntArray:
+    return np.fromiter(values, np.int64)
+
+
+def _ranges(first: IntArray, count: IntArray) -> IntArray:
+    """first[0], first[0] + 1, ... (count[0] of them), first[1], ..."""
+    ends = np.cumsum(count)
+    within: IntArray = np.arange(int(count.sum())) - np.repeat(ends - count, count)
+    return np.repeat(first, count) + within
