@@ -14,13 +14,14 @@ SMOKE  := tests/unit/cli/test_cli.py tests/unit/data/test_sources.py \
           tests/unit/models/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest trajectories soak audit lint format exactness docs picture clean
+.PHONY: help install demo test lowest trajectories trl soak audit lint format exactness docs picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
 	@echo "make test     install, then lint, types, import contract and all CPU tests"
 	@echo "make lowest   a short smoke test with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make trajectories  compare whole runs of all objectives and layouts with recorded ones (some minutes)"
+	@echo "make trl      install TRL into .venv and compare losses with it; from then on make test does so too"
 	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
@@ -71,6 +72,11 @@ lowest:
 
 trajectories: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "soak or not soak" tests/e2e/test_trajectories.py
+
+# Everything else that TRL needs is in .venv already, and constraints.txt keeps it as it is.
+trl: $(READY)
+	$(PIP) install -q -c constraints.txt trl
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/objectives/test_trl.py
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py

@@ -2,7 +2,6 @@
 
 import pytest
 
-from isopref.testing import matrix
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.ranks import RankDiedError, RankError, Ranks
 from support import mistakes
@@ -75,17 +74,3 @@ def test_a_rank_that_dies_is_named_and_started_again(two_ranks: Ranks) -> None:
     with pytest.raises(RankDiedError, match=r"(?s)rank 1: died with exit code -9"):
         two_ranks(mistakes.die_on_rank_one)
     assert same_on_all(two_ranks, "hsdp_mesh").startswith("ConfigError")
-
-
-def test_cells_are_measured_once_more_where_a_rank_dies() -> None:
-    asked = []
-
-    def group(function: object, wanted: list[str]) -> list[list[str]]:
-        asked.append(wanted)
-        if len(asked) == 1:
-            raise RankDiedError("rank 1: died with exit code -11")
-        return [["found"], ["found"]]
-
-    with pytest.warns(UserWarning, match="exit code -11"):
-        assert matrix._measure_on(group, ["cell"]) == ["found"]  # type: ignore[arg-type, list-item, comparison-overlap]
-    assert asked == [["cell"], ["cell"]]

@@ -1,13 +1,12 @@
 """The promise: every layout gives the oracle's gradient, loss and metrics. To select cells: -k "hsdp and aot"."""
 
-import warnings
-
 import pytest
 
 from isopref.testing import matrix
 from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import Cell, Found, batch, measure
-from isopref.testing.ranks import RankDiedError, Ranks
+from isopref.testing.ranks import Ranks
+from support.retry import retried
 
 
 def check(cell: Cell, found: Found) -> None:
@@ -17,16 +16,6 @@ def check(cell: Cell, found: Found) -> None:
     assert found.metric_error <= bound
 
 
-def measured(ranks: Ranks, cell: Cell) -> Found:
-    """What the first rank found. A rank that died is named, and the cell is measured once more."""
-    try:
-        found: Found = ranks(measure, cell)[0]
-    except RankDiedError as error:
-        warnings.warn(f"a rank died and the cell is measured again: {error}", stacklevel=2)
-        found = ranks(measure, cell)[0]
-    return found
-
-
 @pytest.mark.parametrize("cell", matrix.cells(1), ids=str)
 def test_one_rank(cell: Cell) -> None:
     check(cell, measure(cell))
@@ -34,12 +23,12 @@ def test_one_rank(cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", matrix.cells(2), ids=str)
 def test_two_ranks(two_ranks: Ranks, cell: Cell) -> None:
-    check(cell, measured(two_ranks, cell))
+    check(cell, retried(two_ranks, measure, cell)[0])
 
 
 @pytest.mark.parametrize("cell", matrix.cells(4), ids=str)
 def test_four_ranks(four_ranks: Ranks, cell: Cell) -> None:
-    check(cell, measured(four_ranks, cell))
+    check(cell, retried(four_ranks, measure, cell)[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from isopref.testing.models import tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
+from support.project import MakeProject, Project
 
 LORA = "model.adapter={rank: 4}"
 FOUR_BITS = "model.adapter={rank: 4, quantize: nf4}"

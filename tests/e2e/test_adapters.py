@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from isopref.testing.models import tiny_folder
 from isopref.testing.oracle import relative_error
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
+from support.project import MakeProject, Project
 
 LORA = "model.adapter={rank: 4}"
 SAVE = ("run.save_every=3", "data.eval=null")

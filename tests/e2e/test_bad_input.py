@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from isopref.build import resolve
 from isopref.ops import flash
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
+from support.project import MakeProject, Project
 
 SCRIPT = Path(sys.executable).with_name("isopref")
 QUICK = ("optim.max_steps=1", "data.eval=null")  # what a try needs once the mistake is mended

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,9 +25,7 @@ from isopref.runs.read import read_run
 from isopref.score import score as ours
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 MARK = "~"  # in one prompt, of line 7
 (TOKEN,) = byte_tokenizer().encode(MARK)

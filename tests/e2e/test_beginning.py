@@ -7,15 +7,13 @@ import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import transformers
 
 from isopref.reference.store import Store
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project, Weights
+from support.project import Project, Weights
 
 SAVE = ("run.save_every=3", "run.keep=9")
 LoadWeights = Callable[[Path], "Weights"]

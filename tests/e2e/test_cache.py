@@ -9,7 +9,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +24,7 @@ from isopref.models.policy import Policy
 from isopref.reference.store import Store
 from isopref.testing import oracle
 from isopref.testing.models import byte_tokenizer, tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 NUM_TRAIN, NUM_EVAL = 23, 8
 NO_EVAL = ("data.eval=null", "optim.max_steps=1", "run.export=false")

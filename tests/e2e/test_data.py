@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
 COLOURS = {"prompt": "36", "chosen": "32", "rejected": "31"}

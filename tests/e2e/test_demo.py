@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import pytest
 
 from isopref.report.cost import cost_of
 from isopref.runs.read import RunRecord, read_run
 from isopref.testing.models import tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 
 def trained(project: Project, *overrides: str) -> RunRecord:

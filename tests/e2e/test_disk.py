@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +29,7 @@ from isopref.errors import RunError
 from isopref.runs.files import LOCK_FILE
 from isopref.runs.lock import locked
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 SETTINGS = ("data.eval=null", "run.save_every=3")
 LoadWeights = Callable[[Path], "Weights"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +20,7 @@ from isopref.build import trainer as build_trainer
 from isopref.build.microbatch import settle_layout
 from isopref.engine.loader import ExampleLoader
 from isopref.testing.models import tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]

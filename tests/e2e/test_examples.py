@@ -8,16 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from isopref.testing.models import tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = sorted(

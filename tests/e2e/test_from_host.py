@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.testing import oracle
 from isopref.testing.models import tiny_folder
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 FSDP = ("layout.parallel=fsdp", "run.samples=2", "run.sample_tokens=4")
 

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from isopref.engine.callbacks.metrics_file import MetricsFileCallback
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
 

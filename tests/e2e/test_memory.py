@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,7 @@ from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
 from isopref.score import score as ours
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 SETTINGS = ("run.folder=run", "data.eval=null", "run.save_every=3")
 

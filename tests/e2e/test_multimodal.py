@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from isopref.testing.oracle import relative_error
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
 LoadWeights = Callable[[Path], "Weights"]

@@ -9,14 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
 

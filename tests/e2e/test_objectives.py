@@ -6,12 +6,10 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
+from support.project import MakeProject, Project
 
 SHORT = ("optim.max_steps=4", "run.export=false")
 

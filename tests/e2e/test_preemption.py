@@ -8,16 +8,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from isopref.runs.read import read_run
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

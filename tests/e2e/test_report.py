@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +15,8 @@ from isopref.errors import RunError
 from isopref.report.html import page
 from isopref.runs.read import read_run
 from support.browser import Tab, browser, chromium
+from support.project import MakeProject, Project
 from support.runs import make_run, noisy_metrics
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
 
 PHONE = 390
 STEPS = 6

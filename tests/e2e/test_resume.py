@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,9 +22,7 @@ from isopref.engine import checkpoints as checkpoint_files
 from isopref.engine.callbacks import checkpointer
 from isopref.runs.read import read_run
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 STEPS = 10
 SAVE = ("run.save_every=3", "data.eval=null")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from olmo_core.train.callbacks import Callback
@@ -14,9 +14,7 @@ from olmo_core.train.callbacks import Callback
 from isopref.build import train as build_train
 from isopref.build import trainer as build_trainer
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, Project
+from support.project import Command, Project
 
 SETTINGS = ("data.eval=null", "run.save_every=3")
 AUTO = ("--resume", "auto")

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -27,9 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 import isopref
 from isopref.errors import ConfigError, RunError, UserError
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project, Weights
+from support.project import Project, Weights
 
 GROUP = "layout.parallel=ddp"  # a process group, though there is one process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ import torch
 from isopref.build.reference import look_up_or_score
 from isopref.build.trainer import build_trainer
 from isopref.score import TableLogps
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 QUICK = ("optim.max_steps=2", "data.eval=null")
 WAYS_OUT = (

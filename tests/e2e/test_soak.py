@@ -10,13 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200), pytest.mark.xdist_group("ranks")]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION
 from isopref.testing.oracle import relative_error
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
 SAVE = ("layout.rows=padded", "run.save_every=3", "run.keep=20")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isopref.testing.oracle import sequence_logp
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
-    from torch import Tensor
+from support.project import MakeProject, Project
 
 TEXTS = ["It rained all night.", "The road was dry by noon, and we walked home."]
 PROMPTS = ["abc?", "a longer question"]

@@ -7,16 +7,13 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from isopref.models.conversion import read_checkpoint
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project, Weights
+from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
 Load = Callable[[Path], "Weights"]

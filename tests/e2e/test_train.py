@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +22,7 @@ from isopref.data.schedule import epoch_order
 from isopref.examples import PairTokens
 from isopref.testing import oracle
 from isopref.types import PairLogps
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 BETA, LR, SEED, STEPS = 0.1, 1e-3, 0, 10
 # The default schedule on ten steps by hand: one step of warm-up, then down by a tenth each.

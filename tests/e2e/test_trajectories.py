@@ -15,14 +15,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Command, MakeProject, Project
+from support.project import Command, MakeProject, Project
 
 RECORDED = Path(__file__).parent / "recorded" / "trajectories.json"
 LOSSES = (

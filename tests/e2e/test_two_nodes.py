@@ -14,14 +14,11 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from isopref.testing import oracle
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights
 
 TIMEOUT_S = 240
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]

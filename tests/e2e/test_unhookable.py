@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.e2e.conftest import MakeProject, Project
+from support.project import MakeProject, Project
 
 ARCHITECTURES = {"falcon": "FalconForCausalLM", "mamba": "MambaForCausalLM"}
 

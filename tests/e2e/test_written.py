@@ -7,16 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
-
-if TYPE_CHECKING:
-    from tests.e2e.conftest import Project
+from support.project import Project
 
 
 def test_default_folder_has_the_run_id(project: Project) -> None:

@@ -1,9 +1,8 @@
 """The whole command on the demo's pairs, as tests on a GPU share it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -11,19 +10,9 @@ from isopref.build.train import train
 from isopref.config.load import load_config
 from isopref.demo import write
 from isopref.testing.models import tiny_folder
+from support.cuda import Command, Done
 
 SHAPE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
-
-
-class Done(NamedTuple):
-    """A finished run, and the accuracy on held-out pairs before and after."""
-
-    folder: Path
-    before: float
-    after: float
-
-
-Command = Callable[..., Done]
 
 
 @pytest.fixture

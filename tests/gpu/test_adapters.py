@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Command
+from support.cuda import Command
 
 pytestmark = pytest.mark.gpu
 

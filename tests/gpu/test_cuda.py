@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ from isopref.ops.logprob import (
 from isopref.testing import oracle
 from isopref.testing.exactness import KINDS
 from isopref.testing.models import examples, random_pairs, tiny_model
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Command
+from support.cuda import Command
 
 pytestmark = pytest.mark.gpu
 

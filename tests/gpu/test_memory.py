@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
 from isopref.testing.models import tiny_model
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Command, Done
+from support.cuda import Command, Done
 
 pytestmark = pytest.mark.gpu
 

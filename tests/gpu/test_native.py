@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
+from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.models.conversion import from_hf
 from isopref.models.parallel import compile_layers
@@ -14,11 +15,7 @@ from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
 from isopref.testing.models import examples, random_pairs, tiny_model
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Command
-
-    from isopref.batch.packing import RowKind
+from support.cuda import Command
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from isopref.data.table import ExampleTable
 from isopref.engine import train_module
 from isopref.engine.guard import Skipped
 from isopref.engine.loader import ExampleLoader
-from isopref.engine.references import StoredReference
 from isopref.engine.oom_retry import OomRetry
+from isopref.engine.references import StoredReference
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.finite import bad_weights
 from isopref.models.parallel import Parallel, parallelize, unwrap

@@ -13,7 +13,7 @@ from isopref.examples import PairTokens
 from isopref.normalize import (
     Weighting,
     coefficients,
-    pair_weights,
+    comparison_weights,
     share_of_loss,
     token_coefficients,
     token_weight,
@@ -50,9 +50,9 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 )
 def test_weights_by_hand(weighting: Weighting, expected: list[float]) -> None:
     lengths = np.array([[5, 6, 8], [1, 2, 3]])
-    assert pair_weights(lengths, weighting, np.ones(2)).tolist() == expected
+    assert comparison_weights(lengths, weighting, np.ones(2)).tolist() == expected
     own = np.array([0.5, 3.0])
-    assert pair_weights(lengths, weighting, own).tolist() == [0.5 * expected[0], 3.0 * expected[1]]
+    assert comparison_weights(lengths, weighting, own).tolist() == [0.5 * expected[0], 3.0 * expected[1]]
 
 
 @settings(deadline=None)
@@ -65,7 +65,7 @@ def test_weights_and_their_sum_are_the_oracles(
     lengths: list[tuple[int, int, int]], weighting: Weighting, seed: int
 ) -> None:
     own = np.random.default_rng(seed).uniform(0.1, 5, len(lengths))
-    weights = pair_weights(np.array(lengths), weighting, own)
+    weights = comparison_weights(np.array(lengths), weighting, own)
     pairs = [PairTokens(*(np.zeros(n, np.int64) for n in pair)) for pair in lengths]
     np.testing.assert_allclose(weights, oracle.weights(pairs, weighting, own.tolist()), rtol=1e-15)
     assert coefficients(weights).sum() == pytest.approx(1.0, abs=1e-12)
@@ -81,14 +81,14 @@ def test_weights_and_their_sum_are_the_oracles(
 )
 def test_narrow_integers_do_not_overflow(dtype: type[np.integer[Any]]) -> None:
     lengths: IntArray = np.array([[30000, 30000, 30000]], dtype=dtype)
-    assert pair_weights(lengths, "token", np.ones(1)).tolist() == [120000.0]
+    assert comparison_weights(lengths, "token", np.ones(1)).tolist() == [120000.0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_no_cut_changes_the_loss(weighting: Weighting, num_ranks: int) -> None:
     """Microbatches of any four pairs, dealt to ranks whose losses are then averaged, as DDP and FSDP do."""
-    share = torch.from_numpy(coefficients(pair_weights(LENGTHS, weighting, np.ones(4))))
+    share = torch.from_numpy(coefficients(comparison_weights(LENGTHS, weighting, np.ones(4))))
     cuts = list(partitions([0, 1, 2, 3]))
     assert len(cuts) == 15  # Bell's number of 4
     for cut in cuts:

@@ -5,7 +5,6 @@ The tests run the same cells and hold them to BOUNDS.
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
 from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
-from isopref.testing.ranks import RankDiedError, Ranks
+from isopref.testing.ranks import Ranks
 
 # Largest relative error of the gradient, by how a model computes. That of float32 is for the batch of exactness.py, not
 # for any batch: of 13 others with answers as long, 6 exceeded it, by a factor of 2 at most. A sum of 200 nats rounds by
@@ -204,27 +203,16 @@ def _adapters(base: Cell) -> Iterator[Cell]:
 
 
 def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
-    """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process."""
+    """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process.
+
+    Raises RankError, also where a rank crashes.
+    """
     wanted = [cell for cell in cells(ranks) if cell.parallel == parallel]
     found: list[Found] = []
     for start in range(0, len(wanted), CHUNK):
         some = wanted[start : start + CHUNK]
-        found += _measure_all(some) if group is None else _measure_on(group, some)
+        found += _measure_all(some) if group is None else group(_measure_all, some)[0]
     return dict(zip(wanted, found, strict=True))
-
-
-def _measure_on(group: Ranks, wanted: list[Cell]) -> list[Found]:
-    """The same on ranks, which are asked once more if one of them crashes.
-
-    Nothing of ours can crash a process, but a thread of torch's gloo was seen to do so, inside malloc. It is rare, and
-    cells do not depend on those before.
-    """
-    try:
-        found: list[Found] = group(_measure_all, wanted)[0]
-    except RankDiedError as error:
-        warnings.warn(f"a rank crashed, and {len(wanted)} cells are measured again:\n{error}", stacklevel=2)
-        found = group(_measure_all, wanted)[0]
-    return found
 
 
 def _measure_all(wanted: list[Cell]) -> list[Found]:

@@ -181,9 +181,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TableLogps:
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """Processes that start with everything imported."""
+    """Processes that start with everything imported.
+
+    Python 3.11's fork server does not know pytest's path, so it cannot import support.filling; it gets what that needs.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.filling"])
+    context.set_forkserver_preload(["isopref.testing.models", "isopref.reference.fill", "isopref.evaluate"])
     return context
 
 
