@@ -33,6 +33,7 @@ from isopref.batch.packing import Budget
 from isopref.build.model import new_adapter
 from isopref.cards import GIB, find_card
 from isopref.config.values import AdapterConfig
+from isopref.examples import Lengths
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import shape_of
 from isopref.plan.layout import ONE_GPU, step_loads
@@ -96,7 +97,9 @@ def predicted_gib(kind: Kind, layers: int) -> float:
         frozen_bytes=NF4_BYTES + root * (2 - NF4_BYTES) if kind.quantised else 2,
         quantised=kind.quantised,
     )
-    load = step_loads(workload.lengths("even", PAIRS), Budget("shared", TOKENS), ranks=1, attention_share=0.0)
+    load = step_loads(
+        Lengths.of_pairs(workload.lengths("even", PAIRS)), Budget("shared", TOKENS), ranks=1, attention_share=0.0
+    )
     step = peak_memory(shape, layout, load, pairs=2 * PAIRS).total
     return max(step, loading_memory(shape, layout)) / GIB
 

@@ -87,7 +87,7 @@ def tokenise(data: Path, folder: Path, model: str, workers: int) -> dict[str, An
     load, cpu, idle, start = os.getloadavg()[0], cpu_seconds(), idle_seconds(), time.perf_counter()
     table = build_table([SourceSpec(str(data))], tokenizer, folder=folder, options=options, workers=workers)
     wall = time.perf_counter() - start
-    tokens = int(table.lengths.sum(dtype=np.int64))
+    tokens = int(table.lengths.prompt.sum() + table.lengths.answer.sum())
     return {
         "pairs": len(table),
         "tokens": tokens,
@@ -143,7 +143,7 @@ def take_batches(path: Path, steps: int) -> dict[str, Any]:
             [
                 timed(
                     plan_step,
-                    table.lengths[schedule.batch(order, pairs, number)],
+                    table.lengths.select(schedule.batch(order, pairs, number)),
                     budget,
                     num_ranks=ranks,
                     attention_share=1 / (6 * 2048),

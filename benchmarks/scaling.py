@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from isopref.batch.packing import Budget, plan_step
 from isopref.build import resolve
 from isopref.cards import CARDS, GIB
+from isopref.examples import Lengths
 from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.network import Network
@@ -98,7 +99,7 @@ def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Foreca
         layout,
         CARD,
         Network.of(CARD),
-        [workload.lengths("chat", pairs)],
+        [Lengths.of_pairs(workload.lengths("chat", pairs))],
         Budget("shared", TOKENS),
         pairs=pairs,
         attention_share=resolve.attention_share(shape.width),
@@ -108,12 +109,13 @@ def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Foreca
 def balance(shape: ModelShape, pairs: int, ranks: int) -> float:
     """Of tokens: mean over the slowest, microbatch by microbatch."""
     share = resolve.attention_share(shape.width)
-    loads = step_loads(workload.lengths("chat", pairs), Budget("shared", TOKENS), ranks=ranks, attention_share=share)
+    lengths = Lengths.of_pairs(workload.lengths("chat", pairs))
+    loads = step_loads(lengths, Budget("shared", TOKENS), ranks=ranks, attention_share=share)
     return float(loads.tokens.sum() / ranks / loads.tokens.max(axis=0).sum())
 
 
 def planning_ms(pairs: int, ranks: int) -> float:
-    lengths, times = workload.lengths("chat", pairs), []
+    lengths, times = Lengths.of_pairs(workload.lengths("chat", pairs)), []
     for _ in range(3):
         started = time.process_time()
         plan_step(lengths, Budget("shared", TOKENS), num_ranks=ranks, attention_share=resolve.attention_share(4096))

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 import workload
 from olmo_core.train.callbacks import Callback
@@ -163,8 +162,8 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
         figures: dict[str, Any] = clock.result()
-        timed = workload.in_order(list(ready.table.lengths))[cell.warmup * cell.batch_pairs :]
-        rate = UsefulFlops(ready.policy)(np.stack(timed)) / cell.steps / figures["step_s"]
+        timed = workload.in_order(list(range(len(ready.table))))[cell.warmup * cell.batch_pairs :]
+        rate = UsefulFlops(ready.policy)(ready.table.lengths.select(timed)) / cell.steps / figures["step_s"]
         metrics = ready.metrics()
         fill = 1 - sum(one["train/padding_fraction"] for one in metrics) / len(metrics)
         figures |= {"row_fill": fill, "useful_tflops": rate / 1e12, "data_wait": metrics[-1]["speed/data_wait"]}

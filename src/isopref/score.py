@@ -68,6 +68,16 @@ class TableLogps:
             )
         return cls(np.stack(sides, axis=1).ravel())
 
+    @property
+    def chosen(self) -> FloatArray:
+        """Of a table of pairs: those of the chosen answers."""
+        return self.answers[::2]
+
+    @property
+    def rejected(self) -> FloatArray:
+        """Of a table of pairs: those of the rejected answers."""
+        return self.answers[1::2]
+
     def compared(self, lengths: Lengths) -> PairLogps:
         """The comparisons of the table that these are of, as pairs."""
         chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)

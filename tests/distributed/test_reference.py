@@ -13,9 +13,8 @@ from isopref.evaluate import Evaluation
 from isopref.reference.store import records
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.models import tiny_model
+from isopref.testing.models import random_pairs, tiny_model
 from isopref.testing.ranks import Ranks
-from isopref.types import CHOSEN
 from support.filling import (
     NUM_PAIRS,
     evaluate_on_ranks,
@@ -55,7 +54,7 @@ def test_one_folder_for_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     assert count == NUM_PAIRS
     assert logps.chosen == pytest.approx(alone.chosen, rel=1e-10)
     store = open_store(tmp_path)
-    assert store.num_pairs() == NUM_PAIRS
+    assert store.num_answers() == 2 * NUM_PAIRS
     assert len(store.shards()) == 2  # each rank wrote its share, and nobody more
     # Any number of ranks and any rows find it.
     again, count, _ = all_alike(two_ranks(fill_on_ranks, [tmp_path, tmp_path], NUM_PAIRS, "padded"))
@@ -74,7 +73,7 @@ def test_a_folder_for_each_machine(two_ranks: Ranks, tmp_path: Path) -> None:
     at = [n for n, pair in enumerate(table().ids) if pair.tobytes() in in_both]
     assert len(at) == 20
     assert set(logps.chosen[at].tolist()) == set(known.chosen.tolist())
-    assert [open_store(root).num_pairs() for root in roots] == [NUM_PAIRS, NUM_PAIRS]
+    assert [open_store(root).num_answers() for root in roots] == [2 * NUM_PAIRS] * 2
     assert all_alike(two_ranks(fill_on_ranks, roots, NUM_PAIRS))[1] == 0
 
 
@@ -91,12 +90,12 @@ def test_damage_is_told_by_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
 def test_what_one_rank_keeps_all_keep(two_ranks: Ranks, tmp_path: Path) -> None:
     """Also where the folder does not show it to another rank yet."""
     kept, unseen, root = (tmp_path / name for name in ("kept", "unseen", "root"))
-    tokens = table().lengths[:, CHOSEN:]
-    open_store(kept).write(records(table().ids, np.full((NUM_PAIRS, 2), -5.0), tokens)[:40])
-    open_store(root).write(records(table().ids, np.full((NUM_PAIRS, 2), -4.0), tokens))
+    ids, tokens = table().answer_ids, table().lengths.answer
+    open_store(kept).write(records(ids, np.full(2 * NUM_PAIRS, -5.0), tokens)[:40])
+    open_store(root).write(records(ids, np.full(2 * NUM_PAIRS, -4.0), tokens))
     for logps in two_ranks(find_kept_on_ranks, [unseen, kept], root):
-        assert logps[:40].tolist() == [[-5.0, -5.0]] * 40
-        assert logps[40:].tolist() == [[-4.0, -4.0]] * 20
+        assert logps[:40].tolist() == [-5.0] * 40
+        assert logps[40:].tolist() == [-4.0] * 80
 
 
 # --- evaluation ------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_evaluation_is_the_oracles_on_any_number_of_ranks(two_ranks: Ranks, rows
 
 def check(found: Evaluation) -> None:
     """Against the definitions, one sequence at a time."""
-    pairs = [table().tokens(i) for i in range(NUM_PAIRS)]
+    pairs = random_pairs(NUM_PAIRS, seed=5)
     with torch.no_grad(), policy().plain() as reference:
         new = oracle.pair_logps(tiny_model("gpt2", dtype=torch.float64, seed=1), pairs)
         ref = oracle.pair_logps(reference, pairs)

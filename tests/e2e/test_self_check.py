@@ -38,7 +38,8 @@ def test_a_reference_that_is_off(project: Project, monkeypatch: pytest.MonkeyPat
 
     def off(*arguments: Any) -> TableLogps:
         logps = look_up_or_score(*arguments)
-        return TableLogps(logps.chosen + 0.01 * (side != "rejected"), logps.rejected + 0.01 * (side != "chosen"))
+        sides = logps.chosen + 0.01 * (side != "rejected"), logps.rejected + 0.01 * (side != "chosen")
+        return TableLogps.of_pairs(*sides)
 
     with monkeypatch.context() as patch:
         patch.setattr("isopref.build.reference.look_up_or_score", off)
@@ -67,7 +68,7 @@ def test_weights_that_changed_after_the_reference(project: Project, monkeypatch:
 def test_a_reference_that_is_no_number(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> TableLogps:
         logps = look_up_or_score(*arguments)
-        return TableLogps(logps.chosen * math.nan, logps.rejected)
+        return TableLogps.of_pairs(logps.chosen * math.nan, logps.rejected)
 
     monkeypatch.setattr("isopref.build.reference.look_up_or_score", broken)
     check_refusal(project, project.refused("run", *QUICK))

@@ -61,7 +61,7 @@ def test_the_measured_line_foretells_a_longer_row() -> None:
     for layers in (0, 8):
         line = _measure(policy, table, "shared", "last", layers)
         assert line is not None
-        row = build_microbatch(examples([table.tokens(i) for i in range(len(table))]), "shared")
+        row = build_microbatch([table.example(i) for i in range(len(table))], "shared")
         tokens = row.passes[0].input_ids.shape[1]
         assert tokens > 20000
         assert _peak(policy, row, "last") == pytest.approx(line.at(tokens), rel=0.1)

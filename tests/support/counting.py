@@ -153,7 +153,7 @@ def one_step(model: PreTrainedModel, device: torch.device) -> Callable[[], None]
         torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True),
         objective=pair_objective(),
         rank_microbatch_size=4096,
-        reference=TableLogps(np.zeros(len(pairs)), np.zeros(len(pairs))),
+        reference=TableLogps(np.zeros(2 * len(pairs))),
         max_grad_norm=1.0,
         check_first_step=False,
     )
@@ -196,7 +196,7 @@ def mixed_accumulation_error(copies: int, grad_sync: GradSync, narrow: bool, off
             torch.optim.SGD(model.parameters(), lr=0.0),
             objective=pair_objective(),
             rank_microbatch_size=4096,
-            reference=TableLogps(np.zeros(count), np.zeros(count)),
+            reference=TableLogps(np.zeros(2 * count)),
             grad_sync=grad_sync,
             check_first_step=False,
             compute_dtype=torch.bfloat16,

@@ -84,7 +84,7 @@ def _module(mode: Parallel, fused: bool, loss: str = "hinge") -> DPOTrainModule:
         torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused),
         objective=pair_loss(loss, beta=0.1),
         rank_microbatch_size=4096,
-        reference=TableLogps(np.full(NUM_PAIRS, -30.0), np.full(NUM_PAIRS, -30.0)),
+        reference=TableLogps(np.full(2 * NUM_PAIRS, -30.0)),
         max_grad_norm=1.0,
         check_first_step=False,
     )

@@ -80,7 +80,7 @@ def _module(policy: Policy, optim: torch.optim.Optimizer, rank_microbatch_size: 
         optim,
         objective=pair_objective(),
         rank_microbatch_size=rank_microbatch_size,
-        reference=TableLogps(nothing, nothing),
+        reference=TableLogps(nothing),
     )
 
 

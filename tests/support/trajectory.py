@@ -32,7 +32,7 @@ def reference(architecture: str, dtype: torch.dtype, seed: int) -> TableLogps:
     """The reference is the starting point itself, as in training."""
     with torch.no_grad():
         logps = oracle.pair_logps(tiny_model(architecture, dtype=dtype, seed=seed), pairs())
-    return TableLogps(logps.chosen.double().numpy(), logps.rejected.double().numpy())
+    return TableLogps.of_pairs(logps.chosen, logps.rejected)
 
 
 def by_oracle(architecture: str = "gpt2", *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Weights:

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from isopref.evaluate import Evaluation, evaluate, source_labels
+from isopref.examples import Lengths
 from isopref.normalize import Weighting
 from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.score import TableLogps
 
 # Four pairs. Margins are +2, -1, 0 and +3.
-POLICY = TableLogps(np.array([-4.0, -6.0, -5.0, -1.0]), np.array([-6.0, -2.0, -9.0, -1.0]))
-REF = TableLogps(np.array([-5.0, -6.0, -4.0, -3.0]), np.array([-5.0, -3.0, -8.0, 0.0]))
-LENGTHS = np.array([[3, 4, 4], [1, 3, 1], [10, 2, 6], [5, 2, 2]])
+POLICY = TableLogps.of_pairs(np.array([-4.0, -6.0, -5.0, -1.0]), np.array([-6.0, -2.0, -9.0, -1.0]))
+REF = TableLogps.of_pairs(np.array([-5.0, -6.0, -4.0, -3.0]), np.array([-5.0, -3.0, -8.0, 0.0]))
+LENGTHS = Lengths.of_pairs(np.array([[3, 4, 4], [1, 3, 1], [10, 2, 6], [5, 2, 2]]))
 BETA = 0.5
 
 
@@ -41,7 +42,7 @@ def figures(
         np.ones(4) if own is None else np.array(own),
         loss=loss or pair_loss("sigmoid", beta=BETA),
         weighting=weighting,
-        sources_N=None if sources is None else np.array(sources),
+        sources=None if sources is None else np.array(sources),
         source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
     )
 
@@ -107,8 +108,9 @@ def test_win_rate_by_length() -> None:
 
 def test_every_pair_is_in_one_quarter() -> None:
     rng = np.random.default_rng(3)
-    lengths = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
-    policy, ref = (TableLogps(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
+    tokens = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
+    lengths = Lengths.of_pairs(tokens)
+    policy, ref = (TableLogps.of_pairs(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
     found = evaluate(policy, ref, lengths, np.ones(101), loss=pair_loss("sigmoid", beta=BETA), weighting="pair")
     assert [bucket.quarter for bucket in found.by_length] == [1, 2, 3, 4]
     assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
@@ -161,9 +163,9 @@ def many(count: int, seed: int, share: float = 0.7) -> Evaluation:
     rng = np.random.default_rng(seed)
     chosen = np.where(rng.random(count) < share, 1.0, -1.0) * rng.exponential(1.0, count)
     zero = np.zeros(count)
-    lengths = rng.integers(1, 50, (count, 3))
+    lengths = Lengths.of_pairs(rng.integers(1, 50, (count, 3)))
     return evaluate(
-        TableLogps(chosen, zero), TableLogps(zero, zero), lengths, np.ones(count),
+        TableLogps.of_pairs(chosen, zero), TableLogps.of_pairs(zero, zero), lengths, np.ones(count),
         loss=pair_loss("sigmoid", beta=1.0), weighting="token",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isopref.examples import PairTokens
+from isopref.examples import Example, Lengths, PairTokens
 from isopref.normalize import (
     Weighting,
     coefficients,
@@ -19,12 +19,11 @@ from isopref.normalize import (
     token_weight,
 )
 from isopref.testing import oracle
-from isopref.types import IntArray
 
 WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "pair")
 
 # DESIGN.md's example: pairs of 100, 900, 100, 900 tokens (the prompt counted twice) with losses 1, 2, 3, 4.
-LENGTHS = np.array([[10, 40, 40], [100, 300, 400], [10, 30, 50], [100, 350, 350]])
+LENGTHS = Lengths.of_pairs(np.array([[10, 40, 40], [100, 300, 400], [10, 30, 50], [100, 350, 350]]))
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 EXPECTED: dict[Weighting, float] = {
     "token": (1 * 100 + 2 * 900 + 3 * 100 + 4 * 900) / 2000,  # 2.9
@@ -49,10 +48,20 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
     [("token", [24.0, 7.0]), ("completion", [14.0, 5.0]), ("pair", [1.0, 1.0])],
 )
 def test_weights_by_hand(weighting: Weighting, expected: list[float]) -> None:
-    lengths = np.array([[5, 6, 8], [1, 2, 3]])
+    lengths = Lengths.of_pairs(np.array([[5, 6, 8], [1, 2, 3]]))
     assert comparison_weights(lengths, weighting, np.ones(2)).tolist() == expected
     own = np.array([0.5, 3.0])
     assert comparison_weights(lengths, weighting, own).tolist() == [0.5 * expected[0], 3.0 * expected[1]]
+
+
+def test_comparisons_of_an_example_share_it() -> None:
+    """A prompt of 5 tokens with answers of 1, 2 and 4, all compared; and a pair of 1, 2 and 3."""
+    three = Example(np.arange(5), (np.arange(1), np.arange(2), np.arange(4)), ((0, 1), (0, 2), (1, 2)))
+    lengths = Lengths.of([three, PairTokens(np.arange(1), np.arange(2), np.arange(3)).example])
+    own = np.array([3.0, 2.0])
+    assert comparison_weights(lengths, "token", own).tolist() == [39.0, 45.0, 48.0, 14.0]
+    assert comparison_weights(lengths, "completion", own).tolist() == [9.0, 15.0, 18.0, 10.0]
+    assert comparison_weights(lengths, "pair", own).tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
 @settings(deadline=None)
@@ -65,7 +74,7 @@ def test_weights_and_their_sum_are_the_oracles(
     lengths: list[tuple[int, int, int]], weighting: Weighting, seed: int
 ) -> None:
     own = np.random.default_rng(seed).uniform(0.1, 5, len(lengths))
-    weights = comparison_weights(np.array(lengths), weighting, own)
+    weights = comparison_weights(Lengths.of_pairs(np.array(lengths)), weighting, own)
     pairs = [PairTokens(*(np.zeros(n, np.int64) for n in pair)) for pair in lengths]
     np.testing.assert_allclose(weights, oracle.weights(pairs, weighting, own.tolist()), rtol=1e-15)
     assert coefficients(weights).sum() == pytest.approx(1.0, abs=1e-12)
@@ -80,7 +89,7 @@ def test_weights_and_their_sum_are_the_oracles(
     ],
 )
 def test_narrow_integers_do_not_overflow(dtype: type[np.integer[Any]]) -> None:
-    lengths: IntArray = np.array([[30000, 30000, 30000]], dtype=dtype)
+    lengths = Lengths.of_pairs(np.array([[30000, 30000, 30000]], dtype=dtype))
     assert comparison_weights(lengths, "token", np.ones(1)).tolist() == [120000.0]
 
 
@@ -118,7 +127,7 @@ def test_an_empty_microbatch_adds_zero_and_keeps_a_gradient_path() -> None:
 
 def test_a_mean_over_tokens_by_hand() -> None:
     """Chosen answers of 40, 300, 30, 350 tokens; sums of -1, -2, -3, -4 nats; the second pair counts double."""
-    own, tokens = np.array([1.0, 2.0, 1.0, 1.0]), LENGTHS[:, 1]
+    own, tokens = np.array([1.0, 2.0, 1.0, 1.0]), LENGTHS.compared_tokens[0]
     share = token_coefficients(own, tokens)
     assert float(share @ np.array([1.0, 2.0, 3.0, 4.0])) == pytest.approx((1 + 2 * 2 + 3 + 4) / (40 + 600 + 30 + 350))
     parts = [token_coefficients(own[some], tokens[some], total=token_weight(own, tokens)) for some in ([0, 2], [1, 3])]

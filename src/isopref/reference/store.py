@@ -114,7 +114,8 @@ class Store:
 
     def is_outdated(self) -> bool:
         """Whether an earlier version wrote the store, whose records cannot be read any more."""
-        return self.manifest().get("format") in range(1, FORMAT)
+        found = self.manifest()
+        return found.get("format") in range(1, FORMAT) and key_of(found.get("identity", {})) == self.key
 
     def manifest_problem(self) -> str | None:
         """What is wrong with the manifest, or None: it must be of this format, and its identity must give the key."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from isopref.batch.packing import Budget, Group, RowKind, check_budget, padded_tokens, plan_step
 from isopref.data.schedule import batch, epoch_order, num_batches
 from isopref.errors import ConfigError
+from isopref.examples import Example, Lengths
 from isopref.types import IntArray
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
@@ -59,7 +60,9 @@ def cases(draw: st.DrawFn, kinds: tuple[RowKind, ...] = KINDS) -> Case:
 
 
 def plan_of(case: Case) -> list[list[Group]]:
-    return plan_step(case.lengths, case.budget, num_ranks=case.num_ranks, attention_share=case.attention_share)
+    return plan_step(
+        Lengths.of_pairs(case.lengths), case.budget, num_ranks=case.num_ranks, attention_share=case.attention_share
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -71,7 +74,7 @@ def test_every_plan_keeps_its_promises(case: Case) -> None:
     assert len(plan) == case.num_ranks
     assert len({len(rank) for rank in plan}) == 1
     assert max(slots(case.lengths[group], case.budget.kind) for group in groups if group) <= case.budget.tokens
-    assert max(map(len, groups)) <= (case.budget.pairs or len(case.lengths))
+    assert max(map(len, groups)) <= (case.budget.examples or len(case.lengths))
     assert sum(not group for group in groups) < case.num_ranks  # never a round in which all ranks idle
     assert plan == plan_of(case)
 
@@ -92,7 +95,7 @@ def test_packed_rows_are_few(case: Case) -> None:
 def test_ranks_differ_by_one_pair_at_most_where_the_budget_is_free(case: Case) -> None:
     """Largest first into the least loaded: the fullest rank was the emptiest before its last pair."""
     lengths = case.lengths
-    plan = plan_step(lengths, Budget("shared", int(lengths.sum())), num_ranks=case.num_ranks)
+    plan = plan_step(Lengths.of_pairs(lengths), Budget("shared", int(lengths.sum())), num_ranks=case.num_ranks)
     of_rank = loads(lengths, plan, "shared")
     assert max(of_rank) - min(of_rank) <= lengths.sum(axis=1).max()
 
@@ -100,7 +103,7 @@ def test_ranks_differ_by_one_pair_at_most_where_the_budget_is_free(case: Case) -
 @settings(deadline=None)
 @given(cases(("shared",)))
 def test_ranks_differ_by_one_microbatch_at_most(case: Case) -> None:
-    plan = plan_step(case.lengths, case.budget, num_ranks=case.num_ranks)
+    plan = plan_step(Lengths.of_pairs(case.lengths), case.budget, num_ranks=case.num_ranks)
     of_rank = loads(case.lengths, plan, "shared")
     largest = max(slots(case.lengths[group], "shared") for rank in plan for group in rank if group)
     assert max(of_rank) - min(of_rank) <= largest
@@ -116,14 +119,14 @@ def test_ranks_differ_by_one_microbatch_at_most(case: Case) -> None:
 def test_balance_is_in_the_tokens_that_are_computed(kind: RowKind) -> None:
     """One pair of long answers against twenty of long prompts."""
     lengths = np.array([[1, 1000, 1000], *[[100, 1, 1]] * 20])
-    of_rank = loads(lengths, plan_step(lengths, Budget(kind, 10_000), num_ranks=2), kind)
+    of_rank = loads(lengths, plan_step(Lengths.of_pairs(lengths), Budget(kind, 10_000), num_ranks=2), kind)
     longest_pair = slots(lengths[:1], kind)
     assert max(of_rank) <= max(longest_pair, sum(of_rank) / 2 + slots(lengths[1:2], kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_ranks_than_pairs(kind: RowKind) -> None:
-    plan = plan_step(np.array([[3, 2, 1], [1, 1, 1]]), Budget(kind, 1000), num_ranks=5)
+    plan = plan_step(Lengths.of_pairs(np.array([[3, 2, 1], [1, 1, 1]])), Budget(kind, 1000), num_ranks=5)
     assert sorted(len(group) for rank in plan for group in rank) == [0, 0, 0, 1, 1]
     assert [len(rank) for rank in plan] == [1] * 5
 
@@ -134,35 +137,55 @@ def test_more_ranks_than_pairs(kind: RowKind) -> None:
     [("shared", 22, 30), ("packed", 32, 44), ("padded", 34, 68), ("padded_separate", 32, 64)],
 )
 def test_slots_by_hand_and_the_budget_to_the_token(kind: RowKind, alone: int, both: int) -> None:
-    lengths = np.array([[10, 5, 7], [4, 3, 1]], dtype=np.int32)
-    assert padded_tokens(lengths[:1], kind) == slots(lengths[:1], kind) == alone
-    assert padded_tokens(lengths, kind) == slots(lengths, kind) == both
-    assert padded_tokens(lengths[:0], kind) == 0
+    pairs = np.array([[10, 5, 7], [4, 3, 1]], dtype=np.int32)
+    lengths = Lengths.of_pairs(pairs)
+    assert padded_tokens(lengths, [0], kind) == slots(pairs[:1], kind) == alone
+    assert padded_tokens(lengths, [0, 1], kind) == slots(pairs, kind) == both
+    assert padded_tokens(lengths, [], kind) == 0
     assert len(plan_step(lengths, Budget(kind, both))[0]) == 1
     assert len(plan_step(lengths, Budget(kind, both - 1))[0]) == 2
     check_budget(lengths, Budget(kind, alone))
     with pytest.raises(ConfigError) as refusal:
-        plan_step(lengths[::-1], Budget(kind, alone - 1))
+        plan_step(lengths.select([1, 0]), Budget(kind, alone - 1))
     message = str(refusal.value)
-    assert f"is {alone - 1}, but pair 1 takes {alone} tokens" in message
+    assert f"is {alone - 1}, but example 1 takes {alone} tokens" in message
     assert "prompt 10, chosen 5, rejected 7" in message
     assert message.startswith("Budget.tokens is ")
-    assert message.endswith(f"Raise it to at least {alone}, or shorten the pair.")
+    assert message.endswith(f"Raise it to at least {alone}, or shorten it.")
     with pytest.raises(ConfigError) as refusal:
         check_budget(lengths, Budget(kind, alone - 1), setting="layout.microbatch_tokens")
-    assert str(refusal.value).startswith(f"layout.microbatch_tokens is {alone - 1}, but pair 0 takes {alone} tokens")
+    assert str(refusal.value).startswith(f"layout.microbatch_tokens is {alone - 1}, but example 0 takes {alone} tokens")
     assert str(refusal.value).endswith(
-        f"Raise it to at least {alone}, or shorten the pairs: data.max_length drops longer pairs; with "
+        f"Raise it to at least {alone}, or shorten the data: data.max_length drops longer pairs; with "
         "data.truncation: keep_end or keep_start it cuts their prompts."
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pair_too_many_starts_another_microbatch(kind: RowKind) -> None:
-    lengths = np.full((9, 3), 5)
-    assert sorted(map(len, plan_step(lengths, Budget(kind, 10_000, pairs=4))[0])) == (
+    lengths = Lengths.of_pairs(np.full((9, 3), 5))
+    assert sorted(map(len, plan_step(lengths, Budget(kind, 10_000, examples=4))[0])) == (
         [3, 3, 3] if kind in PACKED else [1, 4, 4]
     )
+
+
+def test_lists_by_hand() -> None:
+    """Answers of 9, 12 and 3 tokens to a prompt of 10, two of which share their first 8. And a single answer of 4."""
+    start = np.arange(100, 108)
+    answers = (np.append(start, 1), np.append(start, np.arange(2, 6)), np.array([6, 7, 8]))
+    lengths = Lengths.of([Example(np.arange(10), answers), Example(np.arange(6), (np.arange(4),))])
+    assert lengths.tree.tolist() == [10 + 9 + 4 + 3, 10]
+    sizes: dict[RowKind, tuple[int, int]] = {
+        "shared": (26, 36),
+        "packed": (19 + 22 + 13, 19 + 22 + 13 + 10),
+        "padded": (3 * 22, 4 * 22),
+        "padded_separate": (19 + 22 + 13, 2 * 19 + 22 + 13),
+    }
+    for kind, (alone, both) in sizes.items():
+        assert (padded_tokens(lengths, [0], kind), padded_tokens(lengths, [0, 1], kind)) == (alone, both), kind
+        assert plan_step(lengths, Budget(kind, both)) == [[[0, 1]]]
+        with pytest.raises(ConfigError, match=r"prompt 10, answers 9, 12, 3"):
+            plan_step(lengths, Budget(kind, alone - 1))
 
 
 def real_plans(path: Path, kind: RowKind, num_ranks: int) -> list[tuple[IntArray, list[list[Group]]]]:
@@ -170,7 +193,7 @@ def real_plans(path: Path, kind: RowKind, num_ranks: int) -> list[tuple[IntArray
     lengths = np.load(path)
     order = epoch_order(len(lengths), seed=0, epoch=1)
     batches = [lengths[batch(order, 64, n)] for n in range(num_batches(len(lengths), 64))]
-    return [(one, plan_step(one, Budget(kind, 16384), num_ranks=num_ranks)) for one in batches]
+    return [(one, plan_step(Lengths.of_pairs(one), Budget(kind, 16384), num_ranks=num_ranks)) for one in batches]
 
 
 needs_lengths = pytest.mark.skipif(not LENGTH_FILES, reason="no length files on this machine")

@@ -32,7 +32,7 @@ def beginning(tmp_path: Path) -> Beginning:
 def values(table: NamedTable, first: float) -> TableLogps:
     """The same for the same pair."""
     _, number = np.unique(table.pairs.ids, axis=0, return_inverse=True)
-    return TableLogps(first - number.ravel(), first - 0.1 * number.ravel())
+    return TableLogps.of_pairs(first - number.ravel(), first - 0.1 * number.ravel())
 
 
 def test_every_bit_comes_back_for_each_table(beginning: Beginning) -> None:
@@ -42,19 +42,19 @@ def test_every_bit_comes_back_for_each_table(beginning: Beginning) -> None:
     for table, logps in ((TRAINING, training), (HELD_OUT, held_out)):
         found = beginning.known(table, KEY)
         assert len(found.missing) == 0
-        assert found.logps.tobytes() == np.stack([logps.chosen, logps.rejected], axis=1).tobytes()
-    assert beginning.known(TRAINING, key_of({"weights": "b"})).missing.tolist() == [0, 1, 2, 3, 4]
+        assert found.logps.tobytes() == logps.answers.tobytes()
+    assert beginning.known(TRAINING, key_of({"weights": "b"})).missing.tolist() == list(range(10))
 
 
 def test_what_is_kept_is_not_written_over(beginning: Beginning) -> None:
     some = NamedTable("training", PAIRS.select([1, 3]))
     beginning.write(MODELS, [some], [values(some, -1.0)])
     beginning.write(MODELS, [TRAINING], [values(TRAINING, -7.0)])
-    found, first, later = beginning.known(TRAINING, KEY).logps[:, 0], values(some, -1.0), values(TRAINING, -7.0)
+    found, first, later = beginning.known(TRAINING, KEY).logps[::2], values(some, -1.0), values(TRAINING, -7.0)
     assert found[[1, 3]].tolist() == first.chosen.tolist()
     assert found[[0, 2, 4, 5]].tolist() == later.chosen[[0, 2, 4, 5]].tolist()
     beginning.forget_values()
-    assert len(beginning.known(TRAINING, KEY).missing) == 5
+    assert len(beginning.known(TRAINING, KEY).missing) == 10
 
 
 def test_a_folder_without_room(beginning: Beginning, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def origins(table: ExampleTable | None) -> list[str]:
 
 def prompts(table: ExampleTable | None) -> set[bytes]:
     assert table is not None
-    return {table.tokens(index).prompt.tobytes() for index in range(len(table))}
+    return {table.example(index).prompt.tobytes() for index in range(len(table))}
 
 
 def said(tables: Tables) -> list[str]:

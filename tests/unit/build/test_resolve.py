@@ -16,6 +16,7 @@ from isopref.build.run import Run
 from isopref.config.schema import Config
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
+from isopref.examples import Lengths
 from isopref.models.policy import Policy
 from isopref.models.shape import shape_of
 from isopref.plan.layout import Layout
@@ -62,7 +63,7 @@ def run_of(config: Config, ranks: int) -> Run:
 def planned(config: Config, model: PreTrainedModel, room: float, ranks: int) -> Layout:
     hardware = Hardware.named("h100", ranks, None, 400.0)
     hardware = replace(hardware, card=replace(hardware.card, memory=room))
-    lengths = np.full((40, 3), 5)
+    lengths = Lengths.of_pairs(np.full((40, 3), 5))
     return Planner(config, hardware, shape_of(model), lengths)._layout(ranks)
 
 

@@ -21,9 +21,10 @@ from isopref.data import pairs as building
 from isopref.data.pairs import ExampleTable, SourceSpec, SourceStats, TableStats, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError, DataError
-from isopref.examples import PairTokens
-from isopref.testing.models import random_pairs
+from isopref.examples import Example, Lengths, PairTokens
+from isopref.testing.models import random_pairs, tree_examples
 from isopref.testing.tokenizers import tiny_tokenizer
+from isopref.types import IntArray
 
 OPTIONS = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
 DROP = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="drop")
@@ -53,6 +54,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "CHUNKS_ALONE", 2)  # workers, where there are some, begin with the ninth record
 
 
+def parts(example: Example) -> list[IntArray]:
+    """The prompt and the answers."""
+    return [example.prompt, *example.answers]
+
+
 # --- contents -------------------------------------------------------------------------------------------
 
 
@@ -61,19 +67,33 @@ def test_a_table_in_memory_gives_back_what_went_in() -> None:
     weights = [1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0]
     table = ExampleTable.from_tokens(pairs, weights)
     assert len(table) == 7
-    assert table.lengths.tolist() == [[len(part) for part in pair] for pair in pairs]
-    dtypes = [
-        column.dtype.name for column in (table.lengths, table.weights, table.sources, table.ids, table.prompt_ids)
-    ]
-    assert dtypes == ["int32", "float64", "int16", "uint8", "uint64"]
+    assert table.lengths.prompt.tolist() == [len(pair.prompt) for pair in pairs]
+    assert table.lengths.answer.tolist() == [len(answer) for pair in pairs for answer in pair[1:]]
+    columns = (table.lengths.answer, table.weights, table.sources, table.ids, table.answer_ids, table.prompt_ids)
+    assert [column.dtype.name for column in columns] == ["int32", "float64", "int16", "uint8", "uint8", "uint64"]
     assert table.weights.tolist() == weights
     assert table.ids.shape == (7, 16)
     for index, pair in enumerate(pairs):
-        found = table.tokens(index)
-        assert [part.tolist() for part in found] == [list(part) for part in pair]
+        found = table.example(index)
+        assert [part.tolist() for part in (found.prompt, *found.answers)] == [list(part) for part in pair]
+        assert found.comparisons == ((0, 1),)
         assert found.prompt.dtype == np.int32
         assert table.origin(index) == f"pair {index}"
     assert len(ExampleTable.from_tokens([])) == 0
+
+
+def test_a_table_of_lists_gives_back_what_went_in() -> None:
+    examples = tree_examples()
+    view = ExampleTable.from_tokens(examples).select([4, 0, 2])
+    wanted = [examples[4], examples[0], examples[2]]
+    for index, example in enumerate(wanted):
+        found = view.example(index)
+        assert [part.tolist() for part in found.answers] == [part.tolist() for part in example.answers]
+        assert found.comparisons == example.comparisons
+    for name, expected in vars(Lengths.of(wanted)).items():
+        assert vars(view.lengths)[name].tolist() == expected.tolist(), name
+    assert view.origin(0) == "example 4"
+    assert view.answer_ids.shape == (8 + 1 + 5, 16)
 
 
 def test_ids_are_of_the_content_only() -> None:
@@ -111,11 +131,12 @@ def test_a_built_table_knows_sources_weights_and_origins(tmp_path: Path, small_c
     origins = [table.origin(index) for index in range(13)]
     assert origins == [f"{first.path}:{n}" for n in range(1, 11)] + [f"{second.path}:{n}" for n in (1, 2, 3)]
     for index in range(13):
-        prompt, chosen, rejected = (tokenizer.decode(part.tolist()) for part in table.tokens(index))
+        prompt, chosen, rejected = (tokenizer.decode(part.tolist()) for part in parts(table.example(index)))
         assert prompt == f"<|im_start|>user\nwhy {index}?<|im_end|>\n<|im_start|>assistant\n"
         assert chosen == "yes " * (index % 5 + 1) + "<|im_end|>"
         assert rejected == f"no {index}<|im_end|>"
-        assert table.lengths[index].tolist() == [len(part) for part in table.tokens(index)]
+        lengths = table.lengths.select([index])
+        assert [*lengths.prompt, *lengths.answer] == [len(part) for part in parts(table.example(index))]
     assert table.stats == TableStats(
         (SourceStats("jsonl", "text", 10, 10), SourceStats("jsonl", "text", 3, 3, ("note",))),
     )
@@ -129,8 +150,8 @@ def test_tokens_and_views_copy_nothing(tmp_path: Path, small_chunks: None) -> No
     assert (len(view), len(again)) == (3, 2)
     assert [again.origin(i) for i in range(2)] == [table.origin(3), table.origin(8)]
     assert again.ids.tolist() == table.ids[[3, 8]].tolist()
-    assert again.lengths.tolist() == table.lengths[[3, 8]].tolist()
-    for mine, theirs in zip(again.tokens(0), table.tokens(3), strict=True):
+    assert again.lengths.answer.tolist() == table.lengths.select([3, 8]).answer.tolist()
+    for mine, theirs in zip(parts(again.example(0)), parts(table.example(3)), strict=True):
         assert np.shares_memory(mine, theirs)
         assert not mine.flags.owndata
         assert not mine.flags.writeable  # the file is shared with other processes

@@ -91,6 +91,6 @@ def test_conversations_that_pandas_wrote_to_csv(tmp_path: Path) -> None:
     options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
     table = build_table([SourceSpec(str(path))], tokenizer, folder=tmp_path, options=options)
     assert table.stats.sources[0].shape == "ultrafeedback"
-    tokens = table.tokens(0)
+    tokens = table.example(0)
     assert tokenizer.decode(tokens.prompt) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(tokens.chosen) == "because<|im_end|>"
+    assert tokenizer.decode(tokens.answers[0]) == "because<|im_end|>"

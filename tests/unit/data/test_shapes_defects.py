@@ -202,7 +202,8 @@ def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_
 
     kept = {}
     for index in range(len(table)):
-        prompt, chosen, rejected = (part.tolist() for part in table.tokens(index))
+        example = table.example(index)
+        prompt, chosen, rejected = (part.tolist() for part in (example.prompt, *example.answers))
         kept[table.origin(index)] = (tokenizer.decode(prompt + chosen), tokenizer.decode(prompt + rejected))
     reasons: Counter[str] = Counter()
     encoder = PairEncoder(tokenizer, options)

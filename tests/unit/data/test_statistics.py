@@ -67,12 +67,12 @@ def test_an_answer_is_what_it_adds_to_the_prompt(kind: str) -> None:
     assert chosen[: len(prompt)].tolist() == prompt.tolist()
     tokens = PairTokens(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     # A tokenizer that marks spaces drops the first one of what it decodes, so an answer alone would lose its own.
-    assert list(pair_text(tokens, tokenizer)) == texts
+    assert list(pair_text(tokens.example, tokenizer)) == texts
 
 
 def test_a_border_inside_a_character_shows_both_halves() -> None:
     tokenizer = tiny_tokenizer(None)
     ids = np.array(tokenizer("é")["input_ids"])
     assert len(ids) == 2
-    found = pair_text(PairTokens(ids[:1], ids[1:], np.array(tokenizer("no")["input_ids"])), tokenizer)
+    found = pair_text(PairTokens(ids[:1], ids[1:], np.array(tokenizer("no")["input_ids"])).example, tokenizer)
     assert found == ("\ufffd", "\ufffd", "no")

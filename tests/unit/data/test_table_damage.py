@@ -48,10 +48,11 @@ def file_of(spec: SourceSpec) -> Path:
 
 def content(table: ExampleTable) -> list[Any]:
     """Everything that a run can read of a table."""
-    columns = (table.lengths, table.weights, table.ids, table.question_ids, table.prompt_ids, table.sources)
-    pairs = [[part.tolist() for part in table.tokens(i)] for i in range(len(table))]
+    columns = (table.weights, table.ids, table.answer_ids, table.question_ids, table.prompt_ids, table.sources)
+    lengths = [column.tolist() for column in vars(table.lengths).values()]
+    examples = [str(table.example(i)) for i in range(len(table))]
     origins = [table.origin(i) for i in range(len(table))]
-    return [*(column.tolist() for column in columns), pairs, origins, table.stats, table.digest]
+    return [examples, lengths, *(column.tolist() for column in columns), origins, table.stats, table.digest]
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
@@ -142,12 +143,12 @@ def test_a_chunk_is_checked_when_it_is_first_used(spec: SourceSpec, in_use: None
     path = file_of(spec)
     whole = path.read_bytes()
     table = build(spec)
-    tokens = whole.index(table.tokens(8).rejected.tobytes())
+    tokens = whole.index(table.example(8).answers[1].tobytes())
     flip(path, tokens)
     table = build(spec)
-    assert [part.tolist() for part in table.tokens(7)] == expected[6][7]  # of the chunk before
+    assert str(table.example(7)) == expected[0][7]  # of the chunk before
     with pytest.raises(StartAgainError) as raised:
-        table.tokens(8)
+        table.example(8)
     message = str(raised.value)
     assert message.startswith(f"{path}: damaged: ")
     assert "removed" in message
@@ -164,7 +165,7 @@ def test_a_damaged_table_that_cannot_be_removed_is_named(
 ) -> None:
     table = build(spec)
     path = file_of(spec)
-    flip(path, path.read_bytes().index(table.tokens(8).rejected.tobytes()))
+    flip(path, path.read_bytes().index(table.example(8).answers[1].tobytes()))
 
     def refuse(self: Path, **_: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -173,7 +174,7 @@ def test_a_damaged_table_that_cannot_be_removed_is_named(
     with pytest.raises(
         DataError, match=r"damaged: .*cannot be removed \(Permission denied\)\. Remove it, or set ISOPREF"
     ):
-        build(spec).tokens(8)
+        build(spec).example(8)
 
 
 def test_one_process_builds_again_and_the_others_take_what_it_built(spec: SourceSpec) -> None:

@@ -27,7 +27,7 @@ def module(**changes: Any) -> DPOTrainModule:
         "optim": torch.optim.SGD(policy.parameters(), lr=0.1),
         "objective": pair_loss("sigmoid"),
         "rank_microbatch_size": 4096,
-        "reference": TableLogps(ZEROS, ZEROS),
+        "reference": TableLogps.of_pairs(ZEROS, ZEROS),
         "check_first_step": False,
     }
     return DPOTrainModule(policy, **{**given, **changes})
@@ -97,9 +97,9 @@ def test_a_kind_of_rows_that_there_is_not() -> None:
             "rank_microbatch_size is 100, but the ExampleLoader cuts batches by its own ",
         ),
         (
-            {"reference": TableLogps(ZEROS[1:], ZEROS[1:])},
+            {"reference": TableLogps.of_pairs(ZEROS[1:], ZEROS[1:])},
             {},
-            "reference has 7 pairs, but the ExampleLoader's table has 8.",
+            "reference has 14 answers, but the ExampleLoader's table has 16.",
         ),
     ],
 )
@@ -143,9 +143,8 @@ def test_another_reference_is_told_in_the_words_of_a_script() -> None:
 
 def test_a_table_is_made_of_tensors_too() -> None:
     values = torch.tensor([-1.5, -2.5], requires_grad=True)
-    table = TableLogps(values, values.detach().bfloat16(), np.array([-1.0, -2.0], dtype=np.float32))
-    assert table.whole_chosen is not None
-    for array in (table.chosen, table.rejected, table.whole_chosen):
+    table = TableLogps.of_pairs(values, values.detach().bfloat16())
+    for array in (table.chosen, table.rejected, TableLogps(values, torch.zeros(2, 1)).heads):
         assert isinstance(array, np.ndarray)
         assert array.dtype == np.float64
     assert table.chosen.tolist() == table.rejected.tolist() == [-1.5, -2.5]
@@ -153,8 +152,14 @@ def test_a_table_is_made_of_tensors_too() -> None:
 
 @pytest.mark.parametrize(("chosen", "rejected"), [((3,), (4,)), ((2, 2), (2, 2)), ((), ())])
 def test_a_table_has_one_value_for_every_pair(chosen: tuple[int, ...], rejected: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="TableLogps: each needs one value for every pair; the shapes are"):
-        TableLogps(np.zeros(chosen), torch.zeros(rejected))
+    with pytest.raises(ConfigError, match=r"TableLogps\.of_pairs: each needs one value for every pair; the shapes are"):
+        TableLogps.of_pairs(np.zeros(chosen), torch.zeros(rejected))
+
+
+def test_two_arrays_are_no_table_of_answers() -> None:
+    """What made a table of pairs before must not be taken for answers and their heads."""
+    with pytest.raises(ConfigError, match=r"write TableLogps\.of_pairs\(chosen, rejected\)"):
+        TableLogps(np.zeros(3), np.zeros(3))
 
 
 # --- numbers that are not finite ---------------------------------------------------------------------
@@ -167,7 +172,7 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
     """Once, with the step and the pair; the weights are as they were."""
     chosen = ZEROS.copy()
     chosen[3] = math.nan
-    made = module(reference=TableLogps(chosen, ZEROS), rank_microbatch_size=None if packed else 4096)
+    made = module(reference=TableLogps.of_pairs(chosen, ZEROS), rank_microbatch_size=None if packed else 4096)
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
     batches: Any = loader(batch_pairs=NUM_PAIRS, work_dir=str(tmp_path))
     if not packed:
@@ -183,7 +188,7 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
 
 
 def test_a_script_without_one_finite_step_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = module(reference=TableLogps(ZEROS * math.nan, ZEROS), rank_microbatch_size=None)
+    made = module(reference=TableLogps.of_pairs(ZEROS * math.nan, ZEROS), rank_microbatch_size=None)
     config = TrainerConfig(
         save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
         metrics_collect_interval=1,

@@ -131,7 +131,7 @@ def steps(cut: int, weighting: str = "pair") -> list[Step]:
     found = []
     for start in (0, 3, 6):
         index = np.arange(8)[start : start + 3]
-        plan = plan_step(table.lengths[index], Budget("shared", 4096, cut), num_ranks=1)
+        plan = plan_step(table.lengths.select(index), Budget("shared", 4096, cut), num_ranks=1)
         found.append(build_step(table, index, plan, "shared", weighting))  # type: ignore[arg-type]
     return found
 
@@ -192,7 +192,7 @@ def test_coupling_inside_a_microbatch_would_show(case: str) -> None:
             places = torch.arange(len(work.place))
             share = float(work.loss_share.sum())
             one = replace(work, place=places, loss_share=work.loss_share / share)
-            cut = linear(self, replace(step, work=(one,), num_pairs=len(places)), score).work[0]
+            cut = linear(self, replace(step, work=(one,), num_comparisons=len(places)), score).work[0]
             assert cut.linear is not None
             alone.append(replace(work, linear=replace(cut.linear, slope=cut.linear.slope * share)))
         return replace(step, work=tuple(alone))

@@ -133,7 +133,7 @@ def test_a_padded_batch_and_a_plan_give_the_same_shares(weighting: Weighting, nu
     assert shares(step) == expected
     assert shares(planned) == expected
     num_tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
-    assert (step.num_pairs, step.num_tokens) == (planned.num_pairs, planned.num_tokens) == (7, num_tokens)
+    assert (step.num_comparisons, step.num_tokens) == (planned.num_comparisons, planned.num_tokens) == (7, num_tokens)
 
 
 def test_the_microbatches_hold_the_pairs_tokens() -> None:

@@ -50,7 +50,7 @@ def test_a_step_without_gradients_is_not_taken() -> None:
         torch.optim.AdamW(policy.parameters()),
         objective=pair_loss("sigmoid", beta=0.1),
         rank_microbatch_size=100,
-        reference=TableLogps(nothing, nothing),
+        reference=TableLogps(nothing),
     )
     module._trainer = SimpleNamespace(global_step=1)  # type: ignore[assignment]
     with pytest.raises(RunError, match="would train nothing"):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from isopref.cards import CARDS
+from isopref.examples import Lengths
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.policy import Policy
 from isopref.testing.models import ARCHITECTURES, VOCABULARY, tiny_model, with_adapter
@@ -18,7 +19,7 @@ def test_one_pair_by_hand() -> None:
     # prompt and chosen: 1 + 2 + 3 + 4 + 5 keys; rejected: the prompt's 3 each, and 1 + 2 + 3 + 4.
     keys = 15 + 4 * 3 + 10
     forward = 2 * weights * (3 + 2 + 4) + 2 * 32 * VOCABULARY * (2 + 4) + 2 * 4 * (4 * 8) * keys
-    assert UsefulFlops(Policy(tiny_model("llama")))(np.array([[3, 2, 4]])) == 3 * forward
+    assert UsefulFlops(Policy(tiny_model("llama")))(Lengths.of_pairs(np.array([[3, 2, 4]]))) == 3 * forward
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:
@@ -30,13 +31,13 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     keys = 15 + 4 * 3 + 10
     tokens, predicted = 9, 6
     expected = (2 * 2 * frozen + 3 * 2 * factors) * tokens + 2 * 2 * 32 * VOCABULARY * predicted
-    assert UsefulFlops(policy)(np.array([[3, 2, 4]])) == expected + 3 * 2 * 4 * (4 * 8) * keys
+    assert UsefulFlops(policy)(Lengths.of_pairs(np.array([[3, 2, 4]]))) == expected + 3 * 2 * 4 * (4 * 8) * keys
 
 
 def test_pairs_add_up() -> None:
     flops = UsefulFlops(Policy(tiny_model("llama")))
-    lengths = np.array([[3, 2, 4], [7, 1, 1], [1, 9, 5]])
-    assert flops(lengths) == sum(flops(lengths[i : i + 1]) for i in range(3))
+    lengths = Lengths.of_pairs(np.array([[3, 2, 4], [7, 1, 1], [1, 9, 5]]))
+    assert flops(lengths) == sum(flops(lengths.select([i])) for i in range(3))
 
 
 def test_embeddings_do_no_work_and_experts_only_when_used() -> None:
@@ -71,7 +72,7 @@ def test_biases_of_experts_are_no_matrix(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_vision_tower_does_no_work() -> None:
     flops = UsefulFlops(Policy(tiny_model("gemma3_vision")))
     assert (flops.per_token, flops.frozen_per_token) == (2 * 2 * (ATTENTION + 3 * 32 * 48), 0)
-    lengths = np.array([[3, 2, 4]])
+    lengths = Lengths.of_pairs(np.array([[3, 2, 4]]))
     assert flops(lengths) == UsefulFlops(Policy(tiny_model("gemma3")))(lengths)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from isopref.batch.packing import RowKind
 from isopref.cards import CARDS
+from isopref.examples import Lengths
 from isopref.models import hf
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.shape import ModelShape, shape_of
@@ -100,7 +101,7 @@ def test_tiles_by_hand() -> None:
 )
 def test_loads_by_hand(kind: RowKind, tokens: int, keys: int, tiles: int) -> None:
     """Two pairs on the first of two ranks, and a rank without work."""
-    found = loads_of(np.array([[10, 5, 7], [4, 3, 1]]), [[[1, 0]], [[]]], kind)
+    found = loads_of(Lengths.of_pairs(np.array([[10, 5, 7], [4, 3, 1]])), [[[1, 0]], [[]]], kind)
     assert found.tokens.tolist() == [[tokens], [0]]
     assert found.keys.tolist() == [[keys], [0]]
     assert found.predicted.tolist() == [[16], [0]]

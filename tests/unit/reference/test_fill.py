@@ -16,12 +16,12 @@ import torch
 from isopref.batch.packing import Budget
 from isopref.data.table import ExampleTable
 from isopref.errors import CacheError, ConfigError
+from isopref.reference.answers import Items
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.models import random_pairs
-from isopref.types import CHOSEN
 from support.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
 
 BUDGET = Budget("shared", 4096)
@@ -32,24 +32,24 @@ def same_bits(a: TableLogps, b: TableLogps) -> bool:
 
 
 class Counted(torch.nn.Module):
-    """The policy, counting the pairs it scores."""
+    """The policy, counting the answers it scores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy, self.num_pairs = policy(), 0
+        self.policy, self.num_answers = policy(), 0
 
     def forward(self, microbatch: Any, *needs: Any) -> Any:
-        self.num_pairs += microbatch.num_comparisons
+        self.num_answers += microbatch.num_answers
         return self.policy(microbatch, *needs)
 
 
 def filled(store: Store, pairs: ExampleTable, budget: Budget = BUDGET) -> tuple[TableLogps, int]:
-    """Looked up or scored; and how many pairs went through the model."""
-    model = Counted()
-    known = find(store, pairs, device=CPU)
+    """Looked up or scored; and how many answers went through the model."""
+    model, items = Counted(), Items(pairs)
+    known = find(store, items, device=CPU)
     if len(known.missing):
-        known = fill(store, pairs, known, model, budget, device=CPU)
-    return proven(known, pairs), model.num_pairs
+        known = fill(store, items, known, model, budget, device=CPU)
+    return proven(known, items), model.num_answers
 
 
 # --- what is scored --------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def filled(store: Store, pairs: ExampleTable, budget: Budget = BUDGET) -> tuple[
 def test_the_values_are_the_oracles(tmp_path: Path) -> None:
     found, count = filled(open_store(tmp_path), table())
     with torch.no_grad(), policy().plain():
-        expected = oracle.pair_logps(policy().model, [table().tokens(i) for i in range(NUM_PAIRS)])
-    assert count == NUM_PAIRS
+        expected = oracle.pair_logps(policy().model, random_pairs(NUM_PAIRS, seed=5))
+    assert count == 2 * NUM_PAIRS
     assert found.chosen == pytest.approx(expected.chosen.numpy(), rel=1e-10)
     assert found.rejected == pytest.approx(expected.rejected.numpy(), rel=1e-10)
 
@@ -75,9 +75,9 @@ def test_the_second_time_nothing_is_scored(tmp_path: Path, kind: Any) -> None:
 def test_a_table_that_grows_costs_the_new_pairs_only(tmp_path: Path) -> None:
     everything = table()
     small, count = filled(open_store(tmp_path), everything.select(range(40)))
-    assert count == 40
+    assert count == 80
     whole, count = filled(open_store(tmp_path), everything)
-    assert count == NUM_PAIRS - 40
+    assert count == 2 * NUM_PAIRS - 80
     assert whole.chosen[:40].tobytes() == small.chosen.tobytes()
     some, count = filled(open_store(tmp_path), everything.select([59, 3, 41]))
     assert count == 0
@@ -87,12 +87,40 @@ def test_a_table_that_grows_costs_the_new_pairs_only(tmp_path: Path) -> None:
 def test_pairs_that_are_there_twice_are_scored_once(tmp_path: Path) -> None:
     pairs = table().select([0, 1, 0, 2, 1, 0])
     found, count = filled(open_store(tmp_path), pairs)
-    assert count == 3
+    assert count == 6
     alone, _ = filled(open_store(tmp_path), table().select([0, 1, 2]))
     assert found.chosen.tolist() == alone.chosen[[0, 1, 0, 2, 1, 0]].tolist()
 
 
-def test_one_other_token_is_another_pair(tmp_path: Path) -> None:
+def test_an_answer_of_several_pairs_is_scored_once(tmp_path: Path) -> None:
+    """One answer against five others, each pair a record of its own; the prompt is computed once for all of them."""
+    (first,) = random_pairs(1, seed=8)
+    others = [pair.rejected for pair in random_pairs(5, seed=9)]
+    pairs = ExampleTable.from_tokens([first._replace(rejected=other) for other in others])
+    found, count = filled(open_store(tmp_path), pairs)
+    assert count == 6
+    assert len(set(found.chosen.tolist())) == 1
+    with torch.no_grad(), policy().plain():
+        expected = [float(oracle.sequence_logp(policy().model, first.prompt, other)) for other in others]
+    assert found.rejected.tolist() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed", "padded", "padded_separate"])
+def test_heads_are_those_of_the_shorter_length(tmp_path: Path, kind: Any) -> None:
+    pairs = random_pairs(12, seed=5)
+    items = Items(ExampleTable.from_tokens(pairs), heads=True)
+    store, model = open_store(tmp_path), Counted()
+    found = proven(fill(store, items, find(store, items, device=CPU), model, Budget(kind, 300), device=CPU), items)
+    with torch.no_grad(), policy().plain():
+        expected = oracle.pair_logps(policy().model, pairs, 0.0)
+    assert found.heads is not None
+    assert found.heads[0].tolist() == pytest.approx(expected.chosen.tolist(), rel=1e-10)
+    assert found.heads[1].tolist() == pytest.approx(expected.rejected.tolist(), rel=1e-10)
+    assert model.num_answers == 24 + sum(len(pair.chosen) != len(pair.rejected) for pair in pairs)
+    assert filled(store, items.table)[1] == 0  # whole answers are there without their heads, too
+
+
+def test_one_other_token_is_another_answer(tmp_path: Path) -> None:
     pairs = random_pairs(10, seed=8)
     filled(open_store(tmp_path), ExampleTable.from_tokens(pairs))
     for part in range(3):
@@ -100,7 +128,7 @@ def test_one_other_token_is_another_pair(tmp_path: Path) -> None:
         tokens = changed[4][part].copy()
         tokens[-1] = 3 if tokens[-1] != 3 else 4
         changed[4] = changed[4]._replace(**{("prompt", "chosen", "rejected")[part]: tokens})
-        assert filled(open_store(tmp_path), ExampleTable.from_tokens(changed))[1] == 1
+        assert filled(open_store(tmp_path), ExampleTable.from_tokens(changed))[1] == (2 if part == 0 else 1)
 
 
 def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) -> None:
@@ -110,31 +138,32 @@ def test_the_border_between_prompt_and_answer_is_part_of_a_pair(tmp_path: Path) 
     longer = pair._replace(chosen=np.concatenate([first, pair.chosen]), rejected=np.concatenate([first, pair.rejected]))
     shorter = pair._replace(prompt=np.concatenate([pair.prompt, first]))
     filled(open_store(tmp_path), ExampleTable.from_tokens([longer]))
-    assert filled(open_store(tmp_path), ExampleTable.from_tokens([shorter]))[1] == 1
+    assert filled(open_store(tmp_path), ExampleTable.from_tokens([shorter]))[1] == 2
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
     """The rest comes from the store, and what neither has is missing."""
-    kept = Known(np.full((NUM_PAIRS, 2), np.nan), np.arange(NUM_PAIRS), ())
+    size = 2 * NUM_PAIRS
+    kept = Known(np.full(size, np.nan), np.arange(size), ())
     kept.logps[:20] = -5.0
     store = open_store(tmp_path)
-    store.write(records(table().ids[10:40], np.full((30, 2), -4.0), table().lengths[10:40, CHOSEN:]))
-    known = find(store, table(), device=CPU, kept=kept)
-    assert known.logps[:20].tolist() == [[-5.0, -5.0]] * 20
-    assert known.logps[20:40].tolist() == [[-4.0, -4.0]] * 20
-    assert known.missing.tolist() == list(range(40, NUM_PAIRS))
+    store.write(records(table().answer_ids[10:40], np.full(30, -4.0), table().lengths.answer[10:40]))
+    known = find(store, Items(table()), device=CPU, kept=kept)
+    assert known.logps[:20].tolist() == [-5.0] * 20
+    assert known.logps[20:40].tolist() == [-4.0] * 20
+    assert known.missing.tolist() == list(range(40, size))
 
 
 def test_a_pair_that_is_too_long_is_named(tmp_path: Path) -> None:
     """Before anything is scored."""
     model, store = Counted(), open_store(tmp_path)
-    totals = table().lengths.sum(axis=1)
-    longest = int(totals.argmax())
-    missing = find(store, table(), device=CPU)
-    budget = Budget("shared", int(totals.max()) - 1)
+    items, sequence = Items(table()), table().lengths.sequence
+    longest = int(table().lengths.of_answer[sequence.argmax()])
+    missing = find(store, items, device=CPU)
+    budget = Budget("shared", int(sequence.max()) - 1)
     with pytest.raises(ConfigError, match=rf"Budget\.tokens is {budget.tokens}, but pair {longest} takes "):
-        fill(store, table(), missing, model, budget, device=CPU)
-    assert model.num_pairs == 0
+        fill(store, items, missing, model, budget, device=CPU)
+    assert model.num_answers == 0
 
 
 # --- what may not be used --------------------------------------------------------------------------
@@ -144,29 +173,31 @@ def test_a_value_that_is_no_number_is_refused_and_not_stored(tmp_path: Path) -> 
     class Broken(Counted):
         def forward(self, microbatch: Any, *needs: Any) -> Any:
             readout = super().forward(microbatch, *needs)
-            readout.logp[microbatch.num_comparisons] = float("nan")  # the first rejected answer's
+            readout.logp[-1] = float("nan")
             return readout
 
     store = open_store(tmp_path)
-    known = fill(store, table(), find(store, table(), device=CPU), Broken(), Budget("shared", 4096, 30), device=CPU)
-    with pytest.raises(CacheError, match=r"2 of 60 pairs no finite log-probability, the first one pair \d+: .*nan"):
-        proven(known, table())
-    assert store.num_pairs() == NUM_PAIRS - 2
+    items = Items(table())
+    known = fill(store, items, find(store, items, device=CPU), Broken(), Budget("shared", 4096, 30), device=CPU)
+    message = r"2 of 120 answers no finite log-probability, the first one in pair \d+: .*nan"
+    with pytest.raises(CacheError, match=message):
+        proven(known, items)
+    assert store.num_answers() == 2 * NUM_PAIRS - 2
 
 
 def test_a_record_with_other_token_counts_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    counts = table().lengths[:, CHOSEN:].copy()
-    counts[7, 1] += 1
-    store.write(records(table().ids, np.zeros((NUM_PAIRS, 2)), counts))
-    with pytest.raises(CacheError, match=r"1 of 60 pairs have other token counts .* pair 7: .*Remove that folder\."):
-        find(store, table(), device=CPU)
+    counts = table().lengths.answer.copy()
+    counts[15] += 1
+    store.write(records(table().answer_ids, np.zeros(2 * NUM_PAIRS), counts))
+    with pytest.raises(CacheError, match=r"1 of 120 answers have other token counts .* pair 7: .*Remove that folder\."):
+        find(store, Items(table()), device=CPU)
 
 
 def test_what_is_missing_is_never_made_up() -> None:
-    nothing = Known(np.full((NUM_PAIRS, 2), np.nan), np.arange(NUM_PAIRS), ())
-    with pytest.raises(CacheError, match="60 of 60 pairs"):
-        proven(nothing, table())
+    size = 2 * NUM_PAIRS
+    with pytest.raises(CacheError, match="120 of 120 answers"):
+        proven(Known(np.full(size, np.nan), np.arange(size), ()), Items(table()))
 
 
 # --- kills -----------------------------------------------------------------------------------------
@@ -207,7 +238,8 @@ def test_a_fill_that_is_killed_at_any_moment_goes_on_where_it_was(
         process.join()
         store = open_store(root)
         assert store.problems() == []  # what is there is whole
-        num_known = store.num_pairs()
+        num_known, rest = divmod(store.num_answers(), 2)
+        assert rest == 0  # both of a pair are in one shard
         logps, count, damage = fill_pair_by_pair(root, shard_s=1e9)
         assert damage == []
         assert count == NUM_PAIRS - num_known  # nothing is scored twice
@@ -225,7 +257,7 @@ def test_killed_before_any_line_of_writing_a_shard(tmp_path: Path, processes: An
         process.join(60)
         store = Store.open(tmp_path / str(line), {}, {})
         assert store.problems() == []
-        known.append(store.num_pairs())
+        known.append(store.num_answers())
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
@@ -282,15 +314,16 @@ def test_200_flipped_bytes(tmp_path: Path, undisturbed: TableLogps) -> None:
 
 def test_a_store_that_vanishes_while_it_is_filled(tmp_path: Path, undisturbed: TableLogps) -> None:
     store = open_store(tmp_path)
-    known = find(store, table(), device=CPU)
+    items = Items(table())
+    known = find(store, items, device=CPU)
 
     class Vanishing(Counted):
         def forward(self, microbatch: Any, *needs: Any) -> Any:
-            if self.num_pairs == 30:
+            if self.num_answers == 60:
                 shutil.rmtree(store.folder)
             return super().forward(microbatch, *needs)
 
-    budget = Budget("shared", 4096, pairs=1)
-    logps = proven(fill(store, table(), known, Vanishing(), budget, device=CPU, shard_s=0.0), table())
+    budget = Budget("shared", 4096, examples=1)
+    logps = proven(fill(store, items, known, Vanishing(), budget, device=CPU, shard_s=0.0), items)
     assert same_bits(logps, undisturbed)
-    assert store.num_pairs() == 30
+    assert store.num_answers() == 60
