@@ -51,6 +51,11 @@ def make_run(
     return folder
 
 
+def losses(values: list[float]) -> list[dict[str, float]]:
+    """Metrics of a run that logged these losses, one a step."""
+    return [{"step": step, "train/loss": value} for step, value in enumerate(values, start=1)]
+
+
 def noisy_metrics(num_steps: int, seed: int = 0) -> list[dict[str, float]]:
     """Metrics as a run of so many steps logs them, drawn at random around curves."""
     rng = np.random.default_rng(seed)

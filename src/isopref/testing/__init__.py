@@ -1,1 +1,1 @@
-"""The oracle, tiny models and a spawner of CPU ranks: what tests are made of."""
+"""For tests, ours and yours: the oracle, the equations, tiny models, CPU ranks and the matrix of layouts."""
