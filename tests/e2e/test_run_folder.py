@@ -52,6 +52,18 @@ def test_an_occupied_folder_is_refused(project: Project, resume: tuple[str, ...]
     assert message.startswith("run.folder: . is not an isopref run: it contains ")
 
 
+@pytest.mark.parametrize("name", ["reference.json", "reference/mine.txt", "microbatch.json", "checkpoints/mine.txt"])
+def test_files_with_our_names_are_somebody_elses_without_a_log(project: Project, name: str) -> None:
+    """A start that failed leaves a log beside them."""
+    mine = project.folder / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    message = project.refused("run", *SETTINGS)
+    assert message.startswith(f"run.folder: run is not an isopref run: it contains {name.split('/')[0]}. ")
+    assert content(project.folder / "run") == sorted({name, name.split("/")[0]})
+    assert mine.read_text() == "mine"
+
+
 def test_many_other_files_are_counted(project: Project) -> None:
     (project.folder / "full").mkdir()
     for number in range(10, 30):

@@ -6,8 +6,9 @@ Its fields go with any loss. Besides them it takes the parameters of the chosen 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic 2.9 does not export it elsewhere
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from isopref.config.section import Count, Positive, Section

@@ -20,9 +20,9 @@ from isopref.runs.files import (
 
 DEEPEST = 3  # folders below the one that is searched for runs
 
-# What a start that fails, or is killed, leaves before the config: the folder is still free.
+# What a start that fails, or is killed, leaves before the config: the folder is still free. The log comes before all
+# but the lock, so without one these are somebody else's.
 LEFTOVERS = (
-    LOCK_FILE,
     LOG_FILE,
     MODELS_FILE,
     VALUES_FOLDER,
@@ -56,7 +56,8 @@ def others_in(folder: Path) -> list[str]:
     """What is in a folder that neither a failed start nor the system left there: by name, in order."""
     if not folder.is_dir():
         return []
-    passed = (*LEFTOVERS, *SYSTEM_FILES)
+    leftovers = LEFTOVERS if (folder / LOG_FILE).exists() else ()
+    passed = (LOCK_FILE, *leftovers, *SYSTEM_FILES)
     found = [path for path in folder.iterdir() if not any(path.match(pattern) for pattern in passed)]
     # The engine makes the folder of checkpoints ahead of time.
     return sorted(path.name for path in found if path.name != CHECKPOINTS_FOLDER or any(path.iterdir()))
