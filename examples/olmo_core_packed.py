@@ -65,7 +65,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     table = read_pairs(arguments.pairs, tokenizer)
     budget = Budget("shared", tokens=arguments.microbatch_tokens)
-    loader = PairLoader(table, batch_pairs=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
+    loader = PairLoader(table, batch_size=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
 
     policy = Policy(AutoModelForCausalLM.from_pretrained(arguments.model)).to(device)
     reference = score_table(policy, table, budget, device=device)  # the model before training; ranks share the work

@@ -72,7 +72,7 @@ def tables(project: Project) -> list[Path]:
 SAME_REFERENCE = [
     ["optim.lr=0.5", "optim.seed=3"],
     ["objective.beta=2", "objective.weighting=pair", "objective.label_smoothing=0.2", "objective.wpo=true"],
-    ["optim.batch_pairs=3", "optim.epochs=1"],
+    ["optim.batch_size=3", "optim.epochs=1"],
     ["layout.rows=packed"],
     ["layout.rows=padded", "layout.microbatch_pairs=1"],
     ["layout.score_tokens=300", "layout.microbatch_tokens=200"],

@@ -26,7 +26,7 @@ def test_simpo_and_the_likelihood_term_by_hand(
 ) -> None:
     run = shared.train(
         str(tmp_path / "run"), "objective.loss=simpo", "objective.gamma=0.4", "objective.nll_weight=0.3",
-        "optim.batch_pairs=1", "data.eval=null", *SHORT,
+        "optim.batch_size=1", "data.eval=null", *SHORT,
     )  # fmt: skip
     for line in read_metrics(run):  # one pair a batch; beta is simpo's default
         preference = math.log1p(math.exp(0.4 - 2.0 * line["train/margin"]))

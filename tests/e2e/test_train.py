@@ -319,7 +319,7 @@ def test_label_smoothing_and_weighting_by_hand(
 ) -> None:
     """Smoothing changes the loss of the second step, whatever the first one did, by the equation of cDPO."""
     run = shared.train(
-        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=pair", "optim.batch_pairs=1",
+        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=pair", "optim.batch_size=1",
         "optim.max_steps=4", "data.eval=null", "run.export=false",
     )  # fmt: skip
     for line in read_metrics(run):  # with one pair a batch, loss and margin are of the same pair

@@ -34,7 +34,7 @@ def module(**changes: Any) -> DPOTrainModule:
 
 
 def loader(**changes: Any) -> PairLoader:
-    given: dict[str, Any] = {"table": TABLE, "batch_pairs": 4, "budget": Budget("shared", 4096), "work_dir": "."}
+    given: dict[str, Any] = {"table": TABLE, "batch_size": 4, "budget": Budget("shared", 4096), "work_dir": "."}
     return PairLoader(**{**given, **changes})
 
 
@@ -67,7 +67,7 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
     [
         ({"table": random_pairs(3)}, "table must be a PairTable, as in PairTable.from_tokens(pairs); found a list."),
         ({"table": TABLE.select([])}, "the table has no pairs."),
-        ({"batch_pairs": 0}, "batch_pairs must be a whole number, at least 1; found 0."),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1; found 0."),
         ({"budget": 4096}, 'budget must be a Budget, as in Budget("shared", 8192); found 4096.'),
         ({"weighting": "tokens"}, "weighting must be one of token, completion, pair; found 'tokens'."),
         ({"seed": -1}, "seed must be a whole number, at least 0; found -1."),
@@ -162,7 +162,7 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
     chosen[3] = math.nan
     made = module(reference=TableLogps(chosen, ZEROS), rank_microbatch_size=None if packed else 4096)
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
-    batches: Any = loader(batch_pairs=NUM_PAIRS, work_dir=str(tmp_path))
+    batches: Any = loader(batch_size=NUM_PAIRS, work_dir=str(tmp_path))
     if not packed:
         batches._iter_batches = lambda: iter([padded_batch(list(range(NUM_PAIRS)), NUM_PAIRS)])
         batches.global_num_tokens_in_batch = lambda batch: int(batch["token_count"].sum())
@@ -181,7 +181,7 @@ def test_a_script_without_one_finite_step_is_stopped(tmp_path: Path, caplog: pyt
         save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
         metrics_collect_interval=1,
     )  # fmt: skip
-    trainer = config.build(made, loader(batch_pairs=1, work_dir=str(tmp_path)))
+    trainer = config.build(made, loader(batch_size=1, work_dir=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         trainer.fit()
     assert trainer.global_step == MOST_IN_A_ROW < NUM_PAIRS
