@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isopref.types import CHOSEN, PROMPT, FloatArray, IntArray
 
-Weighting = Literal["token", "completion", "pair"]
+Weighting = Literal["token", "completion", "example"]
 
 
 def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) -> FloatArray:
@@ -24,7 +24,7 @@ def pair_weights(lengths_P3: IntArray, weighting: Weighting, own_P: FloatArray) 
     sizes: dict[Weighting, FloatArray] = {
         "token": completion + 2.0 * lengths_P3[:, PROMPT],
         "completion": completion,
-        "pair": np.ones(len(lengths_P3)),
+        "example": np.ones(len(lengths_P3)),
     }
     return sizes[weighting] * own_P
 

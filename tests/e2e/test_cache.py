@@ -71,7 +71,7 @@ def tables(project: Project) -> list[Path]:
 
 SAME_REFERENCE = [
     ["optim.lr=0.5", "optim.seed=3"],
-    ["objective.beta=2", "objective.weighting=pair", "objective.label_smoothing=0.2", "objective.wpo=true"],
+    ["objective.beta=2", "objective.weighting=example", "objective.label_smoothing=0.2", "objective.wpo=true"],
     ["optim.batch_size=3", "optim.epochs=1"],
     ["layout.rows=packed"],
     ["layout.rows=padded", "layout.microbatch_pairs=1"],
@@ -326,7 +326,7 @@ def first_loss(project: Project, other: Path) -> float:
     policy, ref = logps
     margin = (policy.chosen - ref.chosen) - (policy.rejected - ref.rejected)
     loss = -torch.nn.functional.logsigmoid(0.1 * margin)
-    return float(oracle.global_loss(loss, oracle.weights(pairs, "token", [record["weight"] for record in batch])))
+    return float(oracle.global_loss(loss, oracle.weights(pairs, "example", [record["weight"] for record in batch])))
 
 
 def test_the_model_itself_named_as_the_reference(project: Project, scored: Scored, load_weights: LoadWeights) -> None:

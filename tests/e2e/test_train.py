@@ -80,7 +80,7 @@ def train_by_oracle(
     losses, norms = [], []
     for batch, lr in zip(batches, lrs, strict=False):
         some = [pairs[i] for i in batch]
-        weight = oracle.weights(some, "token", [own[i] for i in batch])
+        weight = oracle.weights(some, "example", [own[i] for i in batch])
         part = PairLogps(*(x[batch] for x in (ref.chosen, ref.rejected, ref.num_chosen, ref.num_rejected)))
         loss, gradient = oracle.whole_batch(model, some, sigmoid_loss, part, weight)
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
@@ -319,7 +319,7 @@ def test_label_smoothing_and_weighting_by_hand(
 ) -> None:
     """Smoothing changes the loss of the second step, whatever the first one did, by the equation of cDPO."""
     run = shared.train(
-        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=pair", "optim.batch_size=1",
+        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=example", "optim.batch_size=1",
         "optim.max_steps=4", "data.eval=null", "run.export=false",
     )  # fmt: skip
     for line in read_metrics(run):  # with one pair a batch, loss and margin are of the same pair

@@ -138,6 +138,7 @@ VALUES: dict[str, dict[str, str]] = {
     "model.compute_dtype": _DTYPES,
     "model.adapter": {"lora": "{kind: lora}", "dora": "{kind: dora}", "qlora": "{kind: lora, quantize: nf4}"},
     "objective.loss": {"dpo": "sigmoid", "sigmoid_norm": "dpo_norm"},
+    "objective.weighting": {"pair": "example"},  # of earlier versions
     "optim.kind": {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",
