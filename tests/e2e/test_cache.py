@@ -74,7 +74,7 @@ SAME_REFERENCE = [
     ["objective.beta=2", "objective.weighting=example", "objective.label_smoothing=0.2", "objective.wpo=true"],
     ["optim.batch_size=3", "optim.epochs=1"],
     ["layout.rows=packed"],
-    ["layout.rows=padded", "layout.microbatch_pairs=1"],
+    ["layout.rows=padded", "layout.microbatch_tokens=90"],
     ["layout.score_tokens=300", "layout.microbatch_tokens=200"],
     ["layout.parallel=ddp"],
     ["layout.parallel=fsdp", "layout.checkpointing=full"],

@@ -48,7 +48,7 @@ def test_simpo_and_the_likelihood_term_by_hand(
 def test_a_layout_changes_no_step(
     shared: Project, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, float]]], objective: list[str]
 ) -> None:
-    layouts = [["layout.rows=shared"], ["layout.rows=padded_separate", "layout.microbatch_pairs=1"]]
+    layouts = [["layout.rows=shared"], ["layout.rows=padded_separate", "layout.microbatch_tokens=80"]]
     runs = [shared.train(str(tmp_path / str(n)), *objective, *SHORT, *layout) for n, layout in enumerate(layouts)]
     one, other = ([line["train/loss"] for line in read_metrics(run) if "train/loss" in line] for run in runs)
     assert len(set(one)) == 4  # it trains

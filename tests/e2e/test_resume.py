@@ -156,7 +156,7 @@ def test_what_an_objective_remembers_is_in_the_checkpoint(
 @pytest.mark.parametrize(
     "layout",
     [
-        ["layout.rows=padded", "layout.microbatch_pairs=1"],
+        ["layout.rows=padded", "layout.microbatch_tokens=90"],
         ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.parallel=fsdp"],
     ],
     ids=" ".join,

@@ -215,15 +215,15 @@ def test_metrics_are_the_oracles(
 LAYOUTS = [
     [],
     ["layout.microbatch_tokens=200"],
-    ["layout.microbatch_pairs=1", "layout.score_tokens=100"],
+    ["layout.microbatch_tokens=60", "layout.score_tokens=100"],
     ["layout.rows=packed"],
     ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.checkpointing=full"],
     ["layout.rows=padded"],
-    ["layout.rows=padded", "layout.microbatch_pairs=2"],
+    ["layout.rows=padded", "layout.microbatch_tokens=180"],
     ["layout.rows=padded_separate"],
     ["layout.rows=padded_separate", "layout.microbatch_tokens=200"],
-    ["layout.parallel=ddp", "layout.microbatch_pairs=2"],
-    ["layout.parallel=fsdp", "layout.microbatch_pairs=2", "layout.grad_sync=every"],
+    ["layout.parallel=ddp", "layout.microbatch_tokens=110"],
+    ["layout.parallel=fsdp", "layout.microbatch_tokens=110", "layout.grad_sync=every"],
     ["layout.parallel=fsdp", "layout.rows=padded", "run.eval_every=1", "run.save_every=3"],
 ]
 

@@ -402,6 +402,10 @@ def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str
     ("name", "told"),
     [
         ("optim.batch_pairs", "It is now called optim.batch_size."),
+        (
+            "layout.microbatch_pairs",
+            "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair.",
+        ),
     ],
 )
 def test_names_of_earlier_versions(file: Path, name: str, told: str) -> None:

@@ -184,7 +184,7 @@ class Planner:
         )
 
     def _budget(self, tokens: int) -> Budget:
-        return Budget(self.config.layout.rows, tokens, self.config.layout.microbatch_pairs)
+        return Budget(self.config.layout.rows, tokens)
 
     @property
     def _longest(self) -> int:

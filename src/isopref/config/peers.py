@@ -123,6 +123,7 @@ OTHERWISE: dict[str, str] = {
 # Names of earlier versions.
 EARLIER: dict[str, str] = {
     "batch_pairs": "It is now called optim.batch_size",
+    "microbatch_pairs": "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair",
 }
 ADVICE = {**OTHERWISE, **EARLIER}
 

@@ -161,9 +161,6 @@ class LayoutConfig(Section):
         description="Tokens of one forward and backward pass on one rank: the main setting for memory. "
         "auto: measured on a GPU, as many as fit and make it faster; on the CPU 4096, or the longest pair.",
     )
-    microbatch_pairs: Count | None = Field(
-        default=None, description="Most pairs in a microbatch. null: as many as its tokens allow."
-    )
     parallel: Parallel = Field(
         default="auto",
         description="How ranks work together. single: one process; ddp: a whole model on every rank; "
