@@ -112,7 +112,7 @@ def run(shared: Project) -> Path:
 def test_files(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "reference.json", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl", "evaluation.json",
-        "reference", "rewards.npz", "samples.jsonl", "report.html", "model", "checkpoints",
+        "reference", "rewards.npz", "samples.jsonl", "report.html", "model", "checkpoints", "last_checkpoint.json",
     }  # fmt: skip
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step{STEPS}"]
 
