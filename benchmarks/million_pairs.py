@@ -127,7 +127,7 @@ def take_batches(path: Path, steps: int) -> dict[str, Any]:
     budget = Budget("shared", 8192)
     whole = ExampleTable.open(path, ["pairs"])
     table = whole.select(mix([len(whole)], [SourceSpec("pairs")], seed=0))
-    loader = ExampleLoader(table, batch_pairs=64, budget=budget, weighting="token", seed=0, work_dir=str(path.parent))
+    loader = ExampleLoader(table, batch_size=64, budget=budget, weighting="token", seed=0, work_dir=str(path.parent))
     _ = table.digest, loader.get_mock_batch()  # both of which a run asks for
     opened = memory()
     loader.reshuffle(epoch=1)

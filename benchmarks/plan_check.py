@@ -60,9 +60,9 @@ def compare(result: dict[str, Any]) -> Comparison:
             add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
         shape = shape_of(model)
     layout = replace(ONE_GPU, parallel="fsdp", weight_bytes=4, state_bytes=8) if mixed else ONE_GPU
-    lengths = Lengths.of_pairs(workload.lengths(cell.data, (cell.warmup + cell.steps) * cell.batch_pairs))
+    lengths = Lengths.of_pairs(workload.lengths(cell.data, (cell.warmup + cell.steps) * cell.batch_size))
     order = epoch_order(len(lengths), seed=0, epoch=1)
-    batches = [lengths.select(batch(order, cell.batch_pairs, n)) for n in range(cell.warmup + cell.steps)]
+    batches = [lengths.select(batch(order, cell.batch_size, n)) for n in range(cell.warmup + cell.steps)]
     tokens = SMALL_TOKENS if result["system"] == "isopref-small" else cell.microbatch_tokens
     card = CARDS["H200"]
     whole, timed = (

@@ -30,7 +30,7 @@ class Cell:
 
     shape: str
     data: str
-    batch_pairs: int
+    batch_size: int
     microbatch_tokens: int
     trl_pairs: int
     dtype: str = "bfloat16"
@@ -61,14 +61,14 @@ def ready_trainer(
     make: Callable[..., PreTrainedModel] = workload.model,
 ) -> Iterator[Ready]:
     """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section. `make`: the model."""
-    count = (cell.warmup + cell.steps) * cell.batch_pairs
+    count = (cell.warmup + cell.steps) * cell.batch_size
     precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
     with tempfile.TemporaryDirectory() as folder:
         config = Config.model_validate(
             {
                 "model": {"path": "random", **precision, "adapter": cell.adapter},
                 "data": {"train": "random"},
-                "optim": {"batch_pairs": cell.batch_pairs},
+                "optim": {"batch_size": cell.batch_size},
                 "layout": {"microbatch_tokens": cell.microbatch_tokens, "checkpointing": "none", **(layout or {})},
                 "run": {"folder": folder, "save_every": 10**6, "export": False},
             }

@@ -97,7 +97,7 @@ class Clock:
         begin, end = self.ends
         seconds = (end - begin) / self.cell.steps
         steps = [round(after - before, 3) for before, after in pairwise(self.marks)]
-        return {"pairs_per_s": self.cell.batch_pairs / seconds, "step_s": seconds, "steps_s": steps, **self.memory}
+        return {"pairs_per_s": self.cell.batch_size / seconds, "step_s": seconds, "steps_s": steps, **self.memory}
 
 
 class EngineClock(Callback):
@@ -162,7 +162,7 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
         figures: dict[str, Any] = clock.result()
-        timed = workload.in_order(list(range(len(ready.table))))[cell.warmup * cell.batch_pairs :]
+        timed = workload.in_order(list(range(len(ready.table))))[cell.warmup * cell.batch_size :]
         rate = UsefulFlops(ready.policy)(ready.table.lengths.select(timed)) / cell.steps / figures["step_s"]
         metrics = ready.metrics()
         fill = 1 - sum(one["train/padding_fraction"] for one in metrics) / len(metrics)
@@ -174,8 +174,8 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
 def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
     if _quantised(cell):
         raise SystemExit("in four bits only isopref is measured: TRL's come from bitsandbytes")
-    if cell.batch_pairs % cell.trl_pairs:
-        raise SystemExit(f"--trl-pairs {cell.trl_pairs} does not divide the {cell.batch_pairs} pairs of a step")
+    if cell.batch_size % cell.trl_pairs:
+        raise SystemExit(f"--trl-pairs {cell.trl_pairs} does not divide the {cell.batch_size} pairs of a step")
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
     from trl.trainer import dpo_trainer
@@ -194,7 +194,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = workload.model(cell.shape, dtype=getattr(torch, cell.dtype), device=device)
-    count = (cell.warmup + cell.steps) * cell.batch_pairs
+    count = (cell.warmup + cell.steps) * cell.batch_size
     cudnn_settings = (False, True) if torch.cuda.is_available() else (False,)
     every = workload.in_order(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size)) * len(cudnn_settings)
     columns = {f"{name}_ids": [getattr(pair, name).tolist() for pair in every] for name in every[0]._fields}
@@ -203,7 +203,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
         args = DPOConfig(
             output_dir=folder,
             per_device_train_batch_size=cell.trl_pairs,
-            gradient_accumulation_steps=cell.batch_pairs // cell.trl_pairs,
+            gradient_accumulation_steps=cell.batch_size // cell.trl_pairs,
             max_steps=len(cudnn_settings) * (cell.warmup + cell.steps),
             learning_rate=1e-6,
             optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",

@@ -65,7 +65,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     table = read_pairs(arguments.pairs, tokenizer)
     budget = Budget("shared", tokens=arguments.microbatch_tokens)
-    loader = ExampleLoader(table, batch_pairs=8, budget=budget, weighting="pair", work_dir=str(arguments.folder))
+    loader = ExampleLoader(table, batch_size=8, budget=budget, weighting="example", work_dir=str(arguments.folder))
 
     policy = Policy(AutoModelForCausalLM.from_pretrained(arguments.model)).to(device)
     reference = score_table(policy, table, budget, device=device)  # the model before training; ranks share the work
@@ -75,7 +75,7 @@ def main() -> None:
         torch.optim.AdamW(spread.parameters(), lr=1e-5),
         objective=pair_loss("sigmoid", beta=0.1, nll_weight=0.2),
         reference=reference,
-        weighting="pair",
+        weighting="example",
         scheduler=LinearWithWarmup(warmup=2, alpha_f=0.0),
         max_grad_norm=1.0,
     )

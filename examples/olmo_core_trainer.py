@@ -63,9 +63,9 @@ def make_pairs(count: int, vocabulary: int) -> list[Instance]:
 class PaddedPairs(DataLoaderBase):
     """Every rank takes its share of each global batch; the shares may differ in size."""
 
-    def __init__(self, pairs: list[Instance], batch_pairs: int, work_dir: str):
+    def __init__(self, pairs: list[Instance], batch_size: int, work_dir: str):
         super().__init__(
-            work_dir=work_dir, global_batch_size=batch_pairs, dp_world_size=get_world_size(), dp_rank=get_rank()
+            work_dir=work_dir, global_batch_size=batch_size, dp_world_size=get_world_size(), dp_rank=get_rank()
         )
         self.pairs = pairs
         self.collate = DataCollatorForSeq2SeqDPO()
@@ -148,7 +148,7 @@ def main() -> None:
             "checkpointer": CheckpointerCallback(pre_train_checkpoint=False, save_async=False),
             "console_logger": ConsoleLoggerCallback(metrics=["train/*", "optim/*"]),
         },
-    ).build(train_module, PaddedPairs(pairs, batch_pairs=6, work_dir=arguments.folder))
+    ).build(train_module, PaddedPairs(pairs, batch_size=6, work_dir=arguments.folder))
     trainer.fit()
     save_model(policy, AutoTokenizer.from_pretrained(arguments.model), Path(arguments.folder) / "model")
     teardown_training_environment()

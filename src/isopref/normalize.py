@@ -15,7 +15,7 @@ from torch import Tensor
 from isopref.examples import Lengths
 from isopref.types import FloatArray, IntArray
 
-Weighting = Literal["token", "completion", "pair"]
+Weighting = Literal["token", "completion", "example"]
 
 
 def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
@@ -29,7 +29,7 @@ def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray
     sizes: dict[Weighting, FloatArray] = {
         "token": completion + 2.0 * lengths.prompt[example_M],
         "completion": completion,
-        "pair": 1.0 / lengths.num_comparisons[example_M],
+        "example": 1.0 / lengths.num_comparisons[example_M],
     }
     return sizes[weighting] * own_N[example_M]
 

@@ -10,7 +10,7 @@ EVERYONE = list(range(8))
 
 
 @pytest.mark.parametrize("microbatch_tokens", [150, 320, 4096])
-@pytest.mark.parametrize("weighting", ["token", "completion", "pair"])
+@pytest.mark.parametrize("weighting", ["token", "completion", "example"])
 def test_one_rank(microbatch_tokens: int, weighting: str) -> None:
     cell = Cell(weighting=weighting)  # type: ignore[arg-type]
     assert padded_gradient_error(cell, [EVERYONE], microbatch_tokens) <= 1e-10

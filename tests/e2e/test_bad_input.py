@@ -81,8 +81,8 @@ MISTAKES = {
         ("optim.epoch=2",),
     ),
     "wrong type": Mistake(
-        ("override 'optim.batch_pairs=many': optim.batch_pairs: must be a whole number, at least 1", 'found "many"'),
-        ("optim.batch_pairs=many",),
+        ("override 'optim.batch_size=many': optim.batch_size: must be a whole number, at least 1", 'found "many"'),
+        ("optim.batch_size=many",),
     ),
     "no such model": Mistake(
         ("model.path: there is no folder /nowhere/model", "Check the path, or give a hub name"),

@@ -52,7 +52,7 @@ def test_a_pair_that_gives_nan_is_named_and_skipped(
         return found._replace(logp=found.logp * math.nan) if broken else found
 
     monkeypatch.setattr(train_module, "score", score)
-    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "layout.microbatch_pairs=1")
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "layout.microbatch_tokens=60")
     assert outcome.code == 0, outcome.err
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1

@@ -69,10 +69,10 @@ def tables(project: Project) -> list[Path]:
 
 SAME_REFERENCE = [
     ["optim.lr=0.5", "optim.seed=3"],
-    ["objective.beta=2", "objective.weighting=pair", "objective.label_smoothing=0.2", "objective.wpo=true"],
-    ["optim.batch_pairs=3", "optim.epochs=1"],
+    ["objective.beta=2", "objective.weighting=example", "objective.label_smoothing=0.2", "objective.wpo=true"],
+    ["optim.batch_size=3", "optim.epochs=1"],
     ["layout.rows=packed"],
-    ["layout.rows=padded", "layout.microbatch_pairs=1"],
+    ["layout.rows=padded", "layout.microbatch_tokens=90"],
     ["layout.score_tokens=300", "layout.microbatch_tokens=200"],
     ["layout.parallel=ddp"],
     ["layout.parallel=fsdp", "layout.checkpointing=full"],
@@ -324,7 +324,7 @@ def first_loss(project: Project, other: Path) -> float:
     policy, ref = logps
     margin = (policy.chosen - ref.chosen) - (policy.rejected - ref.rejected)
     loss = -torch.nn.functional.logsigmoid(0.1 * margin)
-    return float(oracle.global_loss(loss, oracle.weights(pairs, "token", [record["weight"] for record in batch])))
+    return float(oracle.global_loss(loss, oracle.weights(pairs, "example", [record["weight"] for record in batch])))
 
 
 def test_the_model_itself_named_as_the_reference(project: Project, scored: Scored, load_weights: LoadWeights) -> None:

@@ -148,7 +148,7 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     for name, letters in (("train.jsonl", (5, 233, 240, 232)), ("eval.jsonl", (3, 239))):
         pairs = [{"prompt": str(n)[0] * n, "chosen": "yes", "rejected": "no!!"} for n in letters]
         no_weights.write_pairs(name, pairs)
-    outcome = no_weights.isopref("data", "my.yaml", "optim.batch_pairs=4")
+    outcome = no_weights.isopref("data", "my.yaml", "optim.batch_size=4")
     assert (outcome.code, outcome.err) == (0, "")
     assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
         "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "

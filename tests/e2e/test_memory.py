@@ -147,7 +147,7 @@ def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Cal
     """Rank 1 has less room than rank 0, which waits for it inside the model."""
     (project.folder / "faulty.py").write_text(FAULTY.replace("FIRST", "0"))
     launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "2"]
-    settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300", "optim.batch_pairs=12")
+    settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300", "optim.batch_size=12")
     command = start(project, *settings, launcher=[*launcher, "faulty.py"])
     code, out, err = command.end()
     assert code == 0, err

@@ -110,7 +110,7 @@ def test_two_ranks_go_on_where_one_stopped(
     project = make()
     run = project.train("run", *SAVE)
     rewind(run)
-    command = start(project, "run.folder=run", *SAVE, *TWO_RANKS[parallel], "layout.microbatch_pairs=1", "--resume")
+    command = start(project, "run.folder=run", *SAVE, *TWO_RANKS[parallel], "layout.microbatch_tokens=60", "--resume")
     code, out, err = command.end()
     assert code == 0, err
     assert "resume after step 6\n" in out

@@ -11,7 +11,7 @@ from isopref.models.conversion import from_hf, read_checkpoint, write_checkpoint
 from isopref.testing.models import byte_tokenizer, tiny_model
 
 Load = Callable[[Path], dict[str, torch.Tensor]]
-SETTINGS = {"model": {"dtype": "float32"}, "optim": {"lr": 1e-3, "batch_pairs": 5, "max_steps": 3}}
+SETTINGS = {"model": {"dtype": "float32"}, "optim": {"lr": 1e-3, "batch_size": 5, "max_steps": 3}}
 
 
 @pytest.fixture

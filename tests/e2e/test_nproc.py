@@ -46,7 +46,7 @@ def test_same_weights_as_one_process(
 
 
 def test_more_processes_than_pairs_in_a_step(project: Project, start: Callable[..., Command]) -> None:
-    command = start(project, "run.folder=run", "optim.batch_pairs=1", "optim.max_steps=2", "data.eval=null")
+    command = start(project, "run.folder=run", "optim.batch_size=1", "optim.max_steps=2", "data.eval=null")
     code, out, err = command.end()
     assert code == 0, err
     assert out.count("warning: 2 ranks share 1 pairs a step; some stay idle\n") == 1

@@ -24,7 +24,7 @@ def test_simpo_and_the_likelihood_term_by_hand(
 ) -> None:
     run = shared.train(
         str(tmp_path / "run"), "objective.loss=simpo", "objective.gamma=0.4", "objective.nll_weight=0.3",
-        "optim.batch_pairs=1", "data.eval=null", *SHORT,
+        "optim.batch_size=1", "data.eval=null", *SHORT,
     )  # fmt: skip
     for line in read_metrics(run):  # one pair a batch; beta is simpo's default
         preference = math.log1p(math.exp(0.4 - 2.0 * line["train/margin"]))
@@ -46,7 +46,7 @@ def test_simpo_and_the_likelihood_term_by_hand(
 def test_a_layout_changes_no_step(
     shared: Project, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, float]]], objective: list[str]
 ) -> None:
-    layouts = [["layout.rows=shared"], ["layout.rows=padded_separate", "layout.microbatch_pairs=1"]]
+    layouts = [["layout.rows=shared"], ["layout.rows=padded_separate", "layout.microbatch_tokens=80"]]
     runs = [shared.train(str(tmp_path / str(n)), *objective, *SHORT, *layout) for n, layout in enumerate(layouts)]
     one, other = ([line["train/loss"] for line in read_metrics(run) if "train/loss" in line] for run in runs)
     assert len(set(one)) == 4  # it trains

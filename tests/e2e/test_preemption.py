@@ -89,7 +89,9 @@ def test_from_one_to_four_sharded_to_two_whole(
     for step in range(10, 31, 2):  # as if it had been stopped after step 8
         shutil.rmtree(run / "checkpoints" / f"step{step}")
     four = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4", "-m", "isopref"]
-    command = start(project, *SETTINGS, "layout.parallel=fsdp", "layout.microbatch_pairs=1", "--resume", launcher=four)
+    command = start(
+        project, *SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=60", "--resume", launcher=four
+    )
     command.wait_for(sealed(project, 12))
     command.process.send_signal(signal.SIGINT)
     code, out, err = command.end()

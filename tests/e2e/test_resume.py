@@ -154,7 +154,7 @@ def test_what_an_objective_remembers_is_in_the_checkpoint(
 @pytest.mark.parametrize(
     "layout",
     [
-        ["layout.rows=padded", "layout.microbatch_pairs=1"],
+        ["layout.rows=padded", "layout.microbatch_tokens=90"],
         ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.parallel=fsdp"],
     ],
     ids=" ".join,
@@ -341,7 +341,7 @@ def test_a_second_run_in_the_folder(stopped: Project) -> None:
     ("override", "says"),
     [
         ("optim.seed=1", "optim.seed was 0, is 1"),
-        ("optim.batch_pairs=4", "optim.batch_pairs was 5, is 4"),
+        ("optim.batch_size=4", "optim.batch_size was 5, is 4"),
         ("optim.lr=2e-3", "optim.lr was 0.001, is 0.002"),
         ("optim.epochs=3", "optim.epochs was 2, is 3"),
         ("objective.beta=0.2", "objective.beta was null, is 0.2"),

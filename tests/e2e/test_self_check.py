@@ -79,7 +79,7 @@ def test_a_reference_that_is_no_number(project: Project, monkeypatch: pytest.Mon
     [
         [],
         ["objective.label_smoothing=0.1"],
-        ["objective.weighting=pair", "objective.beta=5"],
+        ["objective.weighting=example", "objective.beta=5"],
         ["model.dtype=float32"],
         ["model.dtype=bfloat16"],
         ["model.dtype=float32", "model.compute_dtype=bfloat16"],

@@ -79,7 +79,7 @@ def train_by_oracle(
     losses, norms = [], []
     for batch, lr in zip(batches, lrs, strict=False):
         some = [pairs[i] for i in batch]
-        weight = oracle.weights(some, "token", [own[i] for i in batch])
+        weight = oracle.weights(some, "example", [own[i] for i in batch])
         part = PairLogps(*(x[batch] for x in (ref.chosen, ref.rejected, ref.num_chosen, ref.num_rejected)))
         loss, gradient = oracle.whole_batch(model, some, sigmoid_loss, part, weight)
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
@@ -111,7 +111,7 @@ def run(shared: Project) -> Path:
 def test_files(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "reference.json", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl", "evaluation.json",
-        "reference", "rewards.npz", "samples.jsonl", "report.html", "model", "checkpoints",
+        "reference", "rewards.npz", "samples.jsonl", "report.html", "model", "checkpoints", "last_checkpoint.json",
     }  # fmt: skip
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step{STEPS}"]
 
@@ -214,15 +214,15 @@ def test_metrics_are_the_oracles(
 LAYOUTS = [
     [],
     ["layout.microbatch_tokens=200"],
-    ["layout.microbatch_pairs=1", "layout.score_tokens=100"],
+    ["layout.microbatch_tokens=60", "layout.score_tokens=100"],
     ["layout.rows=packed"],
     ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.checkpointing=full"],
     ["layout.rows=padded"],
-    ["layout.rows=padded", "layout.microbatch_pairs=2"],
+    ["layout.rows=padded", "layout.microbatch_tokens=180"],
     ["layout.rows=padded_separate"],
     ["layout.rows=padded_separate", "layout.microbatch_tokens=200"],
-    ["layout.parallel=ddp", "layout.microbatch_pairs=2"],
-    ["layout.parallel=fsdp", "layout.microbatch_pairs=2", "layout.grad_sync=every"],
+    ["layout.parallel=ddp", "layout.microbatch_tokens=110"],
+    ["layout.parallel=fsdp", "layout.microbatch_tokens=110", "layout.grad_sync=every"],
     ["layout.parallel=fsdp", "layout.rows=padded", "run.eval_every=1", "run.save_every=3"],
 ]
 
@@ -318,7 +318,7 @@ def test_label_smoothing_and_weighting_by_hand(
 ) -> None:
     """Smoothing changes the loss of the second step, whatever the first one did, by the equation of cDPO."""
     run = shared.train(
-        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=pair", "optim.batch_pairs=1",
+        str(tmp_path / "run"), "objective.label_smoothing=0.2", "objective.weighting=example", "optim.batch_size=1",
         "optim.max_steps=4", "data.eval=null", "run.export=false",
     )  # fmt: skip
     for line in read_metrics(run):  # with one pair a batch, loss and margin are of the same pair

@@ -28,7 +28,7 @@ LOSSES = (
     *("ipo", "simpo", "orpo", "cpo", "dpo_norm", "robust", "exo_pair", "nca_pair", "sppo_hard", "apo_zero", "discopop"),
     *("bco_pair", "aot", "aot_unpaired"),
 )
-WEIGHTINGS = ("token", "completion", "pair")
+WEIGHTINGS = ("token", "completion", "example")
 ROWS = ("shared", "packed", "padded", "padded_separate")
 LORA, MOVES, BALANCE = "model.adapter.rank=4", "objective.reference_moves=[4, 0.5]", "objective.balance_weight=0.05"
 ONE_RANK = {
@@ -58,7 +58,7 @@ TWO_RANKS = {
 }
 IN_EVERY_SUITE = (
     "token-shared",
-    "pair-packed",
+    "example-packed",
     "completion-padded",
     "loss-aot",
     "ld",

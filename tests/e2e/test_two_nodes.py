@@ -86,7 +86,7 @@ def why_not() -> str | None:
 def project(make_project: MakeProject) -> Project:
     if (reason := why_not()) is not None:
         pytest.skip(f"TWO NODES NOT TESTED: {reason}")
-    return make_project("gpt2", optim={"lr": 1e-3, "batch_pairs": 5, "max_steps": 4}, run={"save_every": 2})
+    return make_project("gpt2", optim={"lr": 1e-3, "batch_size": 5, "max_steps": 4}, run={"save_every": 2})
 
 
 def on_two_nodes(project: Project, *arguments: str, folder: str, second_folder: str | None = None) -> tuple[int, str]:

@@ -27,7 +27,7 @@ def isopref_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         config.write_text(
             f"model: {{path: {model}}}\n"
             f"data: {{train: {tmp_path}/data/train.jsonl, eval: {tmp_path}/data/eval.jsonl}}\n"
-            "optim: {lr: 3e-3, batch_pairs: 32}\n"
+            "optim: {lr: 3e-3, batch_size: 32}\n"
             f"run: {{folder: {tmp_path / name}, device: cuda, samples: 0}}\n"
         )
         train(load_config(config, changes), name=name)

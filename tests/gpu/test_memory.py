@@ -26,7 +26,7 @@ def test_a_real_lack_of_memory_changes_no_weight(isopref_train: Command, capsys:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         changes = (f"layout.microbatch_tokens={tokens}", "layout.checkpointing=none", "layout.compile=false")
-        return isopref_train(*changes, "optim.batch_pairs=120", "optim.lr=1e-3", name=name, num_hidden_layers=8)
+        return isopref_train(*changes, "optim.batch_size=120", "optim.lr=1e-3", name=name, num_hidden_layers=8)
 
     whole = run("whole", 20000)
     most = torch.cuda.max_memory_reserved()

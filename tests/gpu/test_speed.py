@@ -31,7 +31,7 @@ def test_compiled_layers_score_alike_and_never_compile_again(architecture: str) 
     check_layout(compiled, "shared")
     table = ExampleTable.from_tokens(random_pairs(160, seed=3, longest=150))
     loader = ExampleLoader(
-        table, batch_pairs=16, budget=Budget("shared", 2500), weighting="token", seed=0, work_dir="", pin_memory=True
+        table, batch_size=16, budget=Budget("shared", 2500), weighting="token", seed=0, work_dir="", pin_memory=True
     )
     loader.reshuffle(epoch=1)
     compiled.train()

@@ -96,7 +96,7 @@ def loader(budget: Budget, *, num_pairs: int = NUM_PAIRS, ranks: int = 1, rank: 
     """Batches of all pairs of a small table."""
     return ExampleLoader(
         ExampleTable.from_tokens(random_pairs(num_pairs, seed=5)),
-        batch_pairs=num_pairs,
+        batch_size=num_pairs,
         budget=budget,
         weighting="token",
         seed=0,

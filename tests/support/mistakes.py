@@ -48,7 +48,7 @@ def _padded_batch_in_parts() -> None:
 
 def _small_budget() -> None:
     table = ExampleTable.from_tokens(batch(8)[0])
-    ExampleLoader(table, batch_pairs=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
+    ExampleLoader(table, batch_size=8, budget=Budget("shared", 20), weighting="token", seed=0, work_dir=".")
 
 
 def _wide_padded_batch() -> None:

@@ -74,7 +74,7 @@ def token_mean_of_each_microbatch() -> Iterator[None]:
 @contextmanager
 def dropped_last_batch() -> Iterator[None]:
     """A short last batch is thrown away."""
-    with patch.object(schedule, "num_batches", lambda num_pairs, batch_pairs: num_pairs // batch_pairs):
+    with patch.object(schedule, "num_batches", lambda num_pairs, batch_size: num_pairs // batch_size):
         yield
 
 

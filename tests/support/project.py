@@ -33,7 +33,7 @@ MakeProject = Callable[..., "Project"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"dtype": "float64"},  # GPT-2 keeps it throughout
     "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-    "optim": {"lr": 1e-3, "batch_pairs": 5, "epochs": 2},  # five steps an epoch, the last one of three pairs
+    "optim": {"lr": 1e-3, "batch_size": 5, "epochs": 2},  # five steps an epoch, the last one of three pairs
     "run": {"device": "cpu", "samples": 0},
 }
 NUM_TRAIN, NUM_EVAL = 23, 8

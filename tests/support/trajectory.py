@@ -18,7 +18,7 @@ from isopref.testing import oracle
 from isopref.testing.exactness import Cell, build_module, hf_names, pair_objective
 from isopref.testing.models import random_pairs, tiny_model
 
-NUM_PAIRS, BATCH_PAIRS, EPOCHS = 23, 5, 4  # five steps an epoch, the last one short: 20 steps
+NUM_PAIRS, BATCH_SIZE, EPOCHS = 23, 5, 4  # five steps an epoch, the last one short: 20 steps
 LR, SEED = 3e-3, 7
 
 Weights = dict[str, Tensor]
@@ -44,8 +44,8 @@ def by_oracle(architecture: str = "gpt2", *, dtype: torch.dtype = torch.float64,
         ref = oracle.pair_logps(model, every)
     for epoch in range(1, EPOCHS + 1):
         order = epoch_order(NUM_PAIRS, seed=SEED, epoch=epoch).tolist()
-        for start in range(0, NUM_PAIRS, BATCH_PAIRS):
-            some = order[start : start + BATCH_PAIRS]
+        for start in range(0, NUM_PAIRS, BATCH_SIZE):
+            some = order[start : start + BATCH_SIZE]
             batch = [every[i] for i in some]
             weight = oracle.weights(batch, "token")
             part = type(ref)(*(x[some] for x in (ref.chosen, ref.rejected, ref.num_chosen, ref.num_rejected)))
@@ -66,7 +66,7 @@ def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
     )
     loader = ExampleLoader(
         ExampleTable.from_tokens(pairs()),
-        batch_pairs=BATCH_PAIRS,
+        batch_size=BATCH_SIZE,
         budget={"pair": Budget(cell.rows, 4096, 1), "tokens": Budget(cell.rows, 100)}.get(
             cell.cut, Budget(cell.rows, 4096)
         ),

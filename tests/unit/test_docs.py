@@ -12,7 +12,7 @@ import typer
 from isopref.cli.main import app
 from isopref.config import objectives_page, starter
 from isopref.config.describe import adapter_fields, fields, sections, source_fields
-from isopref.config.peers import OTHERWISE, SAME, VALUES
+from isopref.config.peers import ADVICE, EARLIER, OTHERWISE, SAME, VALUES
 from isopref.testing import matrix
 
 ROOT = Path(__file__).parents[2]
@@ -125,14 +125,15 @@ def test_the_checks_see_what_is_wrong() -> None:
 def test_names_of_other_trainers_lead_to_fields_and_are_on_the_page() -> None:
     page = (ROOT / "docs" / "coming-from.md").read_text()
     known = FIELDS | {f"model.adapter.{name}" for name in adapter_fields()}
-    told = " ".join(OTHERWISE.values())
+    told = " ".join(ADVICE.values())
     named = set(re.findall(rf"\b(?:{'|'.join(sections())})\.(?:adapter\.)?[a-z_]+", told))
     assert len(named) > 20
     assert {*SAME.values(), *VALUES, *named} <= known
     assert not set(SAME) & set(OTHERWISE)
     peers = {*SAME, *OTHERWISE}
     assert [name for name in peers if f"`{name}`" not in page] == []
-    assert not peers & {name.split(".")[1] for name in FIELDS}
+    assert not (peers | set(EARLIER)) & {name.split(".")[1] for name in FIELDS}
+    assert not peers & set(EARLIER)
     assert not peers & {*source_fields(), *adapter_fields()}
 
 

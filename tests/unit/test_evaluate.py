@@ -24,7 +24,7 @@ def nll(logit: float) -> float:
 
 
 LOSSES = [nll(1.0), nll(-0.5), math.log(2), nll(1.5)]
-WEIGHTS: dict[Weighting, list[float]] = {"token": [14, 6, 28, 14], "completion": [8, 4, 8, 4], "pair": [1, 1, 1, 1]}
+WEIGHTS: dict[Weighting, list[float]] = {"token": [14, 6, 28, 14], "completion": [8, 4, 8, 4], "example": [1, 1, 1, 1]}
 
 
 def figures(
@@ -59,8 +59,8 @@ def test_the_loss_has_the_objectives_weighting(weighting: Weighting, own: list[f
     ("own", "nll"), [([1.0, 1.0, 1.0, 1.0], (4 + 6 + 5 + 1) / 11), ([2.0, 0.5, 1.0, 0.0], (8 + 3 + 5) / 11.5)]
 )
 def test_the_likelihood_of_chosen_tokens_is_added(own: list[float], nll: float) -> None:
-    added = figures("pair", own, loss=pair_loss("sigmoid", beta=BETA, nll_weight=0.3)).loss
-    plain = figures("pair", own).loss
+    added = figures("example", own, loss=pair_loss("sigmoid", beta=BETA, nll_weight=0.3)).loss
+    plain = figures("example", own).loss
     assert added.value == pytest.approx(plain.value + 0.3 * nll, rel=1e-14)
     assert added.low < added.value < added.high
 
@@ -111,7 +111,7 @@ def test_every_pair_is_in_one_quarter() -> None:
     tokens = np.stack([np.full(101, 5), *rng.integers(1, 300, (2, 101))], axis=1)
     lengths = Lengths.of_pairs(tokens)
     policy, ref = (TableLogps.of_pairs(*rng.normal(-50, 9, (2, 101))) for _ in range(2))
-    found = evaluate(policy, ref, lengths, np.ones(101), loss=pair_loss("sigmoid", beta=BETA), weighting="pair")
+    found = evaluate(policy, ref, lengths, np.ones(101), loss=pair_loss("sigmoid", beta=BETA), weighting="example")
     assert [bucket.quarter for bucket in found.by_length] == [1, 2, 3, 4]
     assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
     assert all(a.longest <= b.shortest for a, b in zip(found.by_length, found.by_length[1:], strict=False))
@@ -143,7 +143,7 @@ FIGURES = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "l
 
 def test_metrics_have_one_prefix_and_no_count() -> None:
     names = {f"eval/{name}{part}" for name in FIGURES for part in ("", "_low", "_high")}
-    assert set(figures("pair").as_metrics()) == names | {"eval/accuracy_length_1", "eval/accuracy_length_3"}
+    assert set(figures("example").as_metrics()) == names | {"eval/accuracy_length_1", "eval/accuracy_length_3"}
 
 
 def test_policy_and_reference_alike_are_a_tie_everywhere() -> None:

@@ -20,7 +20,7 @@ from isopref.normalize import (
 )
 from isopref.testing import oracle
 
-WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "pair")
+WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")
 
 # DESIGN.md's example: pairs of 100, 900, 100, 900 tokens (the prompt counted twice) with losses 1, 2, 3, 4.
 LENGTHS = Lengths.of_pairs(np.array([[10, 40, 40], [100, 300, 400], [10, 30, 50], [100, 350, 350]]))
@@ -28,7 +28,7 @@ LOSSES = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 EXPECTED: dict[Weighting, float] = {
     "token": (1 * 100 + 2 * 900 + 3 * 100 + 4 * 900) / 2000,  # 2.9
     "completion": (1 * 80 + 2 * 700 + 3 * 80 + 4 * 700) / 1560,
-    "pair": 2.5,
+    "example": 2.5,
 }
 
 
@@ -45,7 +45,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("weighting", "expected"),
-    [("token", [24.0, 7.0]), ("completion", [14.0, 5.0]), ("pair", [1.0, 1.0])],
+    [("token", [24.0, 7.0]), ("completion", [14.0, 5.0]), ("example", [1.0, 1.0])],
 )
 def test_weights_by_hand(weighting: Weighting, expected: list[float]) -> None:
     lengths = Lengths.of_pairs(np.array([[5, 6, 8], [1, 2, 3]]))
@@ -61,7 +61,7 @@ def test_comparisons_of_an_example_share_it() -> None:
     own = np.array([3.0, 2.0])
     assert comparison_weights(lengths, "token", own).tolist() == [39.0, 45.0, 48.0, 14.0]
     assert comparison_weights(lengths, "completion", own).tolist() == [9.0, 15.0, 18.0, 10.0]
-    assert comparison_weights(lengths, "pair", own).tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert comparison_weights(lengths, "example", own).tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
 @settings(deadline=None)

@@ -142,9 +142,9 @@ def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, 
         for source in sources
         for text in source_warnings(source.found, cut=config.data.truncation != "drop")
     ]
-    if len(train) < (batch := config.optim.batch_pairs):
+    if len(train) < (batch := config.optim.batch_size):
         warnings.append(
-            f"optim.batch_pairs is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
+            f"optim.batch_size is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
         )
     if config.data.eval_share is not None and held_out is not None:
         warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out))

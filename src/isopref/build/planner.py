@@ -171,10 +171,10 @@ class Planner:
         """The examples of those batches."""
         optim = self.config.optim
         order = schedule.epoch_order(len(self.lengths), seed=optim.seed, epoch=1)
-        count = schedule.num_batches(len(self.lengths), optim.batch_pairs)
+        count = schedule.num_batches(len(self.lengths), optim.batch_size)
         # The last batch may be short: it is looked at only where it is all there is.
         numbers = np.unique(np.linspace(0, max(0, count - 2), STEPS_LOOKED_AT).astype(int))
-        return [schedule.batch(order, optim.batch_pairs, int(number)) for number in numbers]
+        return [schedule.batch(order, optim.batch_size, int(number)) for number in numbers]
 
     def forecast(self, layout: Layout, tokens: int) -> Forecast:
         return forecast(
@@ -190,7 +190,7 @@ class Planner:
         )
 
     def _budget(self, tokens: int) -> Budget:
-        return Budget(self.config.layout.rows, tokens, self.config.layout.microbatch_pairs)
+        return Budget(self.config.layout.rows, tokens)
 
     @property
     def _longest(self) -> int:
@@ -242,7 +242,7 @@ class Planner:
         if layout.references or not loss_of(self.config).needs_reference:
             return 0.0
         forward = run.time.forward * 3 / (3 + layout.forwards)
-        return len(self.lengths) / run.batch_pairs * forward / 3600
+        return len(self.lengths) / run.batch_size * forward / 3600
 
     def _settled(self, layout: Layout) -> tuple[Layout, Fit, str | None]:
         """The layout with as many layers recomputing, and the microbatch, that the run would choose; or why none."""
@@ -318,9 +318,9 @@ class Planner:
             yield "model.adapter.quantize: unpacking four bits is not in the time"
         if self.config.optim.kind == "muon":
             yield "optim.kind: muon's own products are not in the time"
-        idle = layout.ranks - self.config.optim.batch_pairs
+        idle = layout.ranks - self.config.optim.batch_size
         if idle > 0:
-            yield f"{layout.ranks} ranks share {self.config.optim.batch_pairs} pairs a step; {idle} or more stay idle"
+            yield f"{layout.ranks} ranks share {self.config.optim.batch_size} pairs a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or else one on the fewest more."""

@@ -16,7 +16,7 @@ WHOLE_SHARE = 0.8  # of a device's memory: with more, a model is sharded from th
 
 def all_steps(optim: OptimConfig, pairs: int) -> int:
     """Steps of all epochs over so many pairs."""
-    return optim.epochs * num_batches(pairs, optim.batch_pairs)
+    return optim.epochs * num_batches(pairs, optim.batch_size)
 
 
 def num_steps(optim: OptimConfig, pairs: int) -> int:

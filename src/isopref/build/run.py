@@ -55,9 +55,8 @@ class Run:
 
     @property
     def train_budget(self) -> Budget:
-        layout = self.config.layout
         assert self.microbatch_tokens is not None, "settle_layout comes first"
-        return Budget(layout.rows, self.microbatch_tokens, layout.microbatch_pairs)
+        return Budget(self.config.layout.rows, self.microbatch_tokens)
 
     @property
     def score_budget(self) -> Budget:

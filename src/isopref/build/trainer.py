@@ -60,14 +60,14 @@ def build_trainer(
     Raises RunError for a checkpoint of other data.
     """
     optim = run.config.optim
-    if run.num_shares > optim.batch_pairs:
+    if run.num_shares > optim.batch_size:
         ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
-        run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_pairs} pairs a step; some stay idle")
+        run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_size} pairs a step; some stay idle")
     every, steps = resolve.all_steps(optim, len(table)), resolve.num_steps(optim, len(table))
     part = f" of {every} (optim.max_steps)" if steps < every else ""
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
     run.display.say(
-        f"train {_counted(steps, 'step')}{part}: {_counted(len(table), 'pair')}, {optim.batch_pairs} a step, "
+        f"train {_counted(steps, 'step')}{part}: {_counted(len(table), 'pair')}, {optim.batch_size} a step, "
         f"{_counted(optim.epochs, 'epoch')}{short}"
     )
     config = TrainerConfig(
@@ -202,7 +202,7 @@ def _loader(run: Run, model: nn.Module, table: ExampleTable) -> ExampleLoader:
     width = unwrap(model).model.config.get_text_config().hidden_size
     return ExampleLoader(
         table,
-        batch_pairs=run.config.optim.batch_pairs,
+        batch_size=run.config.optim.batch_size,
         budget=run.train_budget,
         weighting=run.config.objective.weighting,
         seed=run.config.optim.seed,

@@ -49,7 +49,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     _show_memory(plan, hardware, console)
     _lines(
         console,
-        f"a step of {run.batch_pairs:.0f} pairs",
+        f"a step of {run.batch_size:.0f} pairs",
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
             "microbatches": f"{run.microbatches:.1f} a rank, the largest of {run.largest_tokens:,.0f} tokens "

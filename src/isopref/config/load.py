@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from isopref.config.describe import adapter_fields, expected, fields, sections, source_fields, source_words
-from isopref.config.peers import OTHERWISE, SAME, instead
+from isopref.config.peers import ADVICE, SAME, instead
 from isopref.config.schema import Config
 from isopref.config.section import NO_PATH
 from isopref.config.values import IS_LIST, TAGS
@@ -106,8 +106,8 @@ def to_yaml(value: Any) -> str:
 def override_form(name: str, text: str = "") -> str:
     """How a field is set on the command line, and which one `name`, without a section, may stand for."""
     form = "write section.field=value, as in optim.lr=1e-6."
-    if name in OTHERWISE:
-        return f"{form} {OTHERWISE[name]}."
+    if name in ADVICE:
+        return f"{form} {ADVICE[name]}."
     if near := [f"{home}={instead(home, text) or text or 'value'}" for home in homes(name)]:
         return f"{form} Did you mean {' or '.join(near)}?"
     return f"{form} The sections are {', '.join(sections())}." if name.isidentifier() else form
@@ -313,8 +313,8 @@ def _unknown(keys: Keys) -> str:
         known, what, prefix = list(sections()), "section", ""
     else:
         known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
-    if name in OTHERWISE:
-        return f"there is no such {what}. {OTHERWISE[name]}."
+    if name in ADVICE:
+        return f"there is no such {what}. {ADVICE[name]}."
     match = get_close_matches(name, known, n=1) or [field for field in known if name.startswith(f"{field}_")]
     near = [SAME[name]] if name in SAME else dict.fromkeys([*(prefix + field for field in match), *homes(name)])
     if near:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Name = Literal[tuple(OBJECTIVES)]
 
-Weighting = Literal["token", "completion", "pair"]
+Weighting = Literal["example", "completion", "token"]
 
 
 def _modifier(name: str) -> Any:
@@ -51,9 +51,9 @@ class ObjectiveConfig(Section):
         "the way. Keeps a second model in memory. null: it stays where it is.",
     )
     weighting: Weighting = Field(
-        default="token",
-        description="Weight of a pair in the batch's mean. token: the tokens of both its sequences, "
-        "prompt included; completion: the tokens of its two answers; pair: 1, as in the DPO paper.",
+        default="example",
+        description="Weight of a pair in the batch's mean. example: 1, as in the DPO paper; completion: the tokens of "
+        "its two answers; token: the tokens of both its sequences, prompt included.",
     )
 
     @model_validator(mode="wrap")

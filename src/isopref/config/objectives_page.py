@@ -153,7 +153,7 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
 - **dpo_norm** is TRL's `sigmoid_norm`, here with label smoothing.
 - **discopop.** The same where TRL's is finite: its exp(-b m) overflows far below zero, times a zero. Here the product
   is one exponential.
-- **aot, aot_unpaired** are the same on one batch with `weighting: pair`. TRL sorts inside each microbatch.
+- **aot, aot_unpaired** are the same on one batch with `weighting: example`. TRL sorts inside each microbatch.
 - **bco_pair.** TRL 1.16 leaves the shift d out.
 - **reference_moves.** The same weights after the same steps (`sync_ref_model`).
 - **ld_alpha, wpo** are the same for one pair. TRL divides by the pairs of a microbatch.

@@ -1,4 +1,7 @@
-"""What other trainers call our fields and values, for errors; docs/coming-from.md has the names by trainer."""
+"""What other trainers, and earlier versions, call our fields and values, for errors.
+
+docs/coming-from.md has the names by trainer.
+"""
 
 from typing import Any
 
@@ -46,8 +49,8 @@ SAME: dict[str, str] = {
 
 _ADAPTER = "Set model.adapter: {kind: lora} for an adapter, null to train all weights"
 _BATCH = (
-    "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. "
-    "How they are cut to fit (layout.microbatch_tokens) is chosen by itself and changes no result"
+    "optim.batch_size is the number of pairs per step over all GPUs: per-device batch x accumulation steps x GPUs. "
+    "isopref chooses how to cut them to fit (layout.microbatch_tokens), which changes no result"
 )
 _BETAS = "optim.betas takes both, as in [0.9, 0.95]"
 _DIVERGENCE = "objective.divergence takes the kind, or the alpha of the alpha-divergence as a number"
@@ -117,6 +120,13 @@ OTHERWISE: dict[str, str] = {
     "warmup_steps": "optim.warmup is a share of all steps: N steps are N / steps",
 }
 
+# Names of earlier versions.
+EARLIER: dict[str, str] = {
+    "batch_pairs": "It is now called optim.batch_size",
+    "microbatch_pairs": "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair",
+}
+ADVICE = {**OTHERWISE, **EARLIER}
+
 _DTYPES = {
     "bf16": "bfloat16",
     "fp16": "bfloat16 (there is no float16)",
@@ -129,6 +139,7 @@ VALUES: dict[str, dict[str, str]] = {
     "model.compute_dtype": _DTYPES,
     "model.adapter": {"lora": "{kind: lora}", "dora": "{kind: dora}", "qlora": "{kind: lora, quantize: nf4}"},
     "objective.loss": {"dpo": "sigmoid", "sigmoid_norm": "dpo_norm"},
+    "objective.weighting": {"pair": "example"},  # of earlier versions
     "optim.kind": {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",

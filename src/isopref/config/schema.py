@@ -18,9 +18,6 @@ from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
 
-# Parameters of losses that every config had before objectives declared their own: ids of runs stay what they were.
-ONCE_FIELDS = ("beta", "label_smoothing", "gamma", "divergence")
-
 DType = Literal["float32", "bfloat16", "float64"]
 OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
@@ -138,7 +135,10 @@ class OptimConfig(Section):
     max_grad_norm: Positive | None = Field(
         default=1.0, description="The gradient's norm is clipped to this. null: no clipping."
     )
-    batch_pairs: Count = Field(default=64, description="Pairs in a global batch (one optimizer step, over all ranks).")
+    batch_size: Count = Field(
+        default=64,
+        description="Examples (preference pairs) per optimizer step, over all processes: the size of a global batch.",
+    )
     epochs: Count = Field(default=1, description="Passes over the training pairs.")
     max_steps: Count | None = Field(
         default=None,
@@ -160,9 +160,6 @@ class LayoutConfig(Section):
         default="auto",
         description="Tokens of one forward and backward pass on one rank: the main setting for memory. "
         "auto: measured on a GPU, as many as fit and make it faster; on the CPU 4096, or the longest pair.",
-    )
-    microbatch_pairs: Count | None = Field(
-        default=None, description="Most pairs in a microbatch. null: as many as its tokens allow."
     )
     parallel: Parallel = Field(
         default="auto",
@@ -285,6 +282,5 @@ class Config(Section):
 def run_id(config: Config) -> str:
     """Twelve hex digits that name the math of a run: the same whatever its layout and run sections say."""
     math = config.model_dump(mode="json", exclude=set(NOT_MATH))
-    math["objective"] = {**dict.fromkeys(ONCE_FIELDS), **math["objective"]}
     canonical = json.dumps(math, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=6).hexdigest()

@@ -9,9 +9,9 @@ import numpy as np
 from isopref.types import IntArray
 
 
-def num_batches(num_pairs: int, batch_pairs: int) -> int:
+def num_batches(num_pairs: int, batch_size: int) -> int:
     """Global batches in one epoch, the short last one included."""
-    return -(-num_pairs // batch_pairs)
+    return -(-num_pairs // batch_size)
 
 
 def epoch_order(num_pairs: int, *, seed: int, epoch: int) -> IntArray:
@@ -23,6 +23,6 @@ def epoch_order(num_pairs: int, *, seed: int, epoch: int) -> IntArray:
     return np.random.RandomState(bits).permutation(num_pairs)
 
 
-def batch(order: IntArray, batch_pairs: int, number: int) -> IntArray:
+def batch(order: IntArray, batch_size: int, number: int) -> IntArray:
     """The pairs of global batch `number` (0-based) of an epoch."""
-    return order[number * batch_pairs : (number + 1) * batch_pairs]
+    return order[number * batch_size : (number + 1) * batch_size]

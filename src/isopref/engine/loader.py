@@ -31,10 +31,10 @@ class ExampleLoader(DataLoaderBase):
     """Yields {"step": Step}: this rank's share of each global batch, in packed or padded rows.
 
     :param table: the pairs. The reference is scored for the same table.
-    :param batch_pairs: pairs of a global batch, over all ranks. The last batch of an epoch may have fewer.
+    :param batch_size: examples (pairs) per step, over all ranks. The last batch of an epoch may have fewer.
     :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
         on it.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair".
+    :param weighting: what a pair counts for in the loss: "token", "completion" or "example".
     :param seed: of the order of the pairs, which differs from epoch to epoch.
     :param work_dir: where the Trainer works.
     :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor parallelism,
@@ -49,7 +49,7 @@ class ExampleLoader(DataLoaderBase):
         self,
         table: ExampleTable,
         *,
-        batch_pairs: int,
+        batch_size: int,
         budget: Budget,
         work_dir: str,
         weighting: Weighting = "token",
@@ -61,14 +61,14 @@ class ExampleLoader(DataLoaderBase):
     ):
         check_kind(WHERE, "table", table, ExampleTable, "a ExampleTable, as in ExampleTable.from_tokens(pairs)")
         check_kind(WHERE, "budget", budget, Budget, 'a Budget, as in Budget("shared", 8192)')
-        check_count(WHERE, "batch_pairs", batch_pairs)
+        check_count(WHERE, "batch_size", batch_size)
         check_count(WHERE, "seed", seed, least=0)
         check_choice(WHERE, "weighting", weighting, get_args(Weighting))
         if not len(table):
             raise ConfigError(f"{WHERE}: the table has no pairs.")
         super().__init__(
             work_dir=work_dir,
-            global_batch_size=batch_pairs,
+            global_batch_size=batch_size,
             dp_world_size=num_ranks() if dp_world_size is None else dp_world_size,
             dp_rank=own_rank() if dp_rank is None else dp_rank,
         )
@@ -137,6 +137,11 @@ class ExampleLoader(DataLoaderBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in self._identity().items():
+            if name not in state_dict:
+                raise RunError(
+                    f"the checkpoint has no {name}: another version of isopref wrote it. Finish the run with that "
+                    "version, or start a new run in another folder."
+                )
             if state_dict[name] != value:
                 raise RunError(
                     f"the checkpoint was trained with {name} {state_dict[name]}, this run has {value}. "
@@ -149,6 +154,6 @@ class ExampleLoader(DataLoaderBase):
         return {
             "pairs": len(self.table),
             "data": self.table.digest,
-            "batch_pairs": self.global_batch_size,
+            "batch_size": self.global_batch_size,
             "seed": self.seed,
         }

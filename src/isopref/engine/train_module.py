@@ -50,7 +50,7 @@ class DPOTrainModule(TrainModule):
     :param objective: one loss per pair, from `isopref.pair_loss`.
     :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included. Padded batches need
         it; an ExampleLoader brings its own budget.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "pair". An ExampleLoader's is it too.
+    :param weighting: what a pair counts for in the loss: "token", "completion" or "example", as in the loader.
     :param reference: log-probabilities of the reference for all answers; a batch's `index` looks them up. Or one that
         moves (moving.py). None for an objective without a reference.
     :param grad_sync: reduce gradients after the "last" microbatch of a step or after "every" one.

@@ -24,7 +24,7 @@ class Forecast:
     parallel: str
     ranks: int
     shard: int
-    batch_pairs: float
+    batch_size: float
     microbatches: float  # of one rank and step
     largest_tokens: float  # of all microbatches
     fill: float  # share of the token slots that hold a token
@@ -64,7 +64,7 @@ def forecast(
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
     busy = mean.products + mean.attention + mean.elementwise
     useful = float(np.mean([shape.flops(batch) for batch in batches]))
-    batch_pairs = float(np.mean([len(batch) for batch in batches]))
+    batch_size = float(np.mean([len(batch) for batch in batches]))
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
@@ -73,14 +73,14 @@ def forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
         shard=layout.shard,
-        batch_pairs=batch_pairs,
+        batch_size=batch_size,
         microbatches=microbatches,
         largest_tokens=float(largest.tokens[0, 0]),
         fill=real / sum(float(loads.tokens.sum()) for loads in steps),
         balance=busy / (busy + mean.imbalance),
         sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)),
         flops=useful,
-        pairs_per_s=batch_pairs / mean.total,
+        pairs_per_s=batch_size / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),
         memory=memory,
         loading=loading,

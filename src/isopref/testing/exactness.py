@@ -153,7 +153,7 @@ def _expected(
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
-    shared = [weight / number if weighting == "pair" else weight for weight, number in zip(told, count, strict=True)]
+    shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors) + nll_weight * nll

@@ -60,7 +60,7 @@ def _full(base: Cell) -> Iterator[Cell]:
     """GPT-2 in float64: every kind of row with every cut and weighting."""
     for rows in KINDS:
         for cut in ("pair", "tokens", "whole"):
-            for weighting in ("token", "completion", "pair"):
+            for weighting in ("token", "completion", "example"):
                 yield replace(base, rows=rows, cut=cut, weighting=weighting)
 
 
@@ -70,9 +70,9 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         kind = replace(base, rows=rows)
         yield replace(kind, reverse=True)
         yield replace(kind, own_weights=True)
-        yield replace(kind, own_weights=True, weighting="pair")
+        yield replace(kind, own_weights=True, weighting="example")
         yield replace(kind, nll_weight=0.7, cut="pair")
-        yield replace(kind, nll_weight=0.7, own_weights=True, weighting="pair")
+        yield replace(kind, nll_weight=0.7, own_weights=True, weighting="example")
         yield replace(kind, ld_alpha=0.4, nll_weight=0.7)
         yield replace(kind, wpo=True, cut="pair", own_weights=True)
         yield replace(kind, checkpointing=True)
@@ -110,7 +110,7 @@ def _collated(base: Cell) -> Iterator[Cell]:
     """Batches of a script's collator: every cut and weighting, with whatever has a denominator of its own."""
     script = replace(base, rows="padded", collated=True)
     for cut in ("pair", "tokens", "whole"):
-        for weighting in ("token", "completion", "pair"):
+        for weighting in ("token", "completion", "example"):
             yield replace(script, cut=cut, weighting=weighting, nll_weight=0.7, own_weights=True)
     yield script
     yield replace(script, nll_weight=0.7)
@@ -134,7 +134,7 @@ def _architectures(base: Cell) -> Iterator[Cell]:
         model = replace(base, architecture=architecture, dtype=dtype)
         settings = [
             model,
-            replace(model, cut="pair", weighting="pair", own_weights=True, grad_sync="every"),
+            replace(model, cut="pair", weighting="example", own_weights=True, grad_sync="every"),
             replace(model, cut="whole", weighting="completion", checkpointing=True, num_pairs=3),
         ]
         if architecture == MOE:
@@ -151,7 +151,7 @@ def _native(base: Cell) -> Iterator[Cell]:
         model = replace(base, architecture=architecture, dtype="float32", native=True)
         for rows in KINDS if base.ranks == 1 else [KINDS[n % len(KINDS)], KINDS[(n + 2) % len(KINDS)]]:
             yield replace(model, rows=rows)
-        yield replace(model, checkpointing=True, weighting="pair", own_weights=True)
+        yield replace(model, checkpointing=True, weighting="example", own_weights=True)
         yield replace(model, cut="pair", grad_sync="every", num_pairs=3)
 
 
@@ -160,7 +160,7 @@ def _tensor(base: Cell) -> Iterator[Cell]:
     for n, architecture in enumerate(NATIVE):
         model = replace(base, architecture=architecture, dtype="float32", native=True, tensor_parallel=2)
         yield replace(model, rows="packed" if n % 2 else "shared")
-        yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="pair", own_weights=True)
+        yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="example", own_weights=True)
         yield replace(model, num_pairs=3, nll_weight=0.7)
         yield replace(model, trees=True)
     llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
@@ -192,7 +192,7 @@ def _adapters(base: Cell) -> Iterator[Cell]:
         for cut in cuts if base.ranks < 4 else [cuts[n % 3]]:
             yield replace(lora, rows=rows, cut=cut)
     yield replace(lora, checkpointing=True)
-    yield replace(lora, cut="pair", grad_sync="every", weighting="pair")
+    yield replace(lora, cut="pair", grad_sync="every", weighting="example")
     yield replace(lora, architecture="llama")
     for kind in get_args(Kind):
         yield replace(lora, adapter=kind, architecture="llama", dtype="float32", num_pairs=3)
@@ -257,7 +257,7 @@ at all; a batch of examples with one to eight answers likewise, nested beginning
 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
 recomputed; pairs in order and in reverse;
-weighted by token, completion and pair, with and without weights of their own; every objective in some of these
+weighted by token, completion and example, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; the likelihood of chosen answers and the balance of experts added; LD-DPO's and
 WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some
 models in OLMo-core's own modules too, and with two ranks that compute every layer together; padded batches from a

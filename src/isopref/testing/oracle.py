@@ -104,7 +104,7 @@ def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | 
     each = []
     for n, pair in enumerate(pairs):
         completion = len(pair.chosen) + len(pair.rejected)
-        size = {"token": completion + 2 * len(pair.prompt), "completion": completion, "pair": 1}[weighting]
+        size = {"token": completion + 2 * len(pair.prompt), "completion": completion, "example": 1}[weighting]
         each.append(size * (1.0 if own is None else own[n]))
     return each
 

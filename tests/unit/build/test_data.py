@@ -36,7 +36,7 @@ def jsonl(rows: list[dict[str, Any]]) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\noptim: {batch_pairs: 8}\n")
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: a.jsonl}\noptim: {batch_size: 8}\n")
     (tmp_path / "a.jsonl").write_text(jsonl(records(0, 20)))
     (tmp_path / "b.jsonl").write_text(jsonl(records(20, 60)))
     return tmp_path
@@ -140,7 +140,7 @@ def test_a_pattern_is_no_source(load: Load) -> None:
 def test_the_share_held_out_is_told_and_one_that_is_far_off_is_a_warning(load: Load) -> None:
     far = 0
     for share in [percent / 100 for percent in range(20, 90, 2)]:
-        tables = load(f"data.eval={share}", "optim.batch_pairs=1")
+        tables = load(f"data.eval={share}", "optim.batch_size=1")
         assert tables.held_out is not None
         held_out = len(tables.held_out)
         shown = f"{round(100 * held_out / 20)}%"
@@ -160,7 +160,7 @@ def test_the_share_is_told_also_where_each_source_is_on_one_side(load: Load, fol
     tables = load("data.eval=0.5")
     for name, table in (("trained.jsonl", tables.train), ("held.jsonl", tables.held_out)):
         (folder / name).write_text(lines[int(origins(table)[0].removeprefix("a.jsonl:")) - 1])
-    split = load("data.train=[trained.jsonl, held.jsonl]", "data.eval=0.5", "optim.batch_pairs=1")
+    split = load("data.train=[trained.jsonl, held.jsonl]", "data.eval=0.5", "optim.batch_size=1")
     assert said(split)[-1] == "data  1 pairs to train on, 1 held out (data.eval)"
 
 
@@ -313,9 +313,9 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
 
 
 def test_a_batch_of_more_pairs_than_there_are(load: Load) -> None:
-    assert load("optim.batch_pairs=20").warnings == []
-    assert load("optim.batch_pairs=21").warnings == [
-        "optim.batch_pairs is 21, and there are 20 pairs to train on: an epoch is one step"
+    assert load("optim.batch_size=20").warnings == []
+    assert load("optim.batch_size=21").warnings == [
+        "optim.batch_size is 21, and there are 20 pairs to train on: an epoch is one step"
     ]
 
 

@@ -112,5 +112,5 @@ def test_a_plan_shards_what_its_run_does(
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(None, 6), (4, 4), (9, 6)])  # 17 pairs are 3 batches of 8, twice
 def test_steps_of_a_run(max_steps: int | None, steps: int) -> None:
-    optim = config_of(optim={"batch_pairs": 8, "epochs": 2, "max_steps": max_steps}).optim
+    optim = config_of(optim={"batch_size": 8, "epochs": 2, "max_steps": max_steps}).optim
     assert resolve.num_steps(optim, 17) == steps

@@ -94,7 +94,7 @@ def test_what_does_not_fit_gets_a_layout_that_does(project: Path) -> None:
     assert sum(again["run"]["memory"].values()) / GIB == pytest.approx(other["memory_gib"])
 
 
-SHORT = ("--card", "H100", "model.compute_dtype=float32", "optim.batch_pairs=20")
+SHORT = ("--card", "H100", "model.compute_dtype=float32", "optim.batch_size=20")
 FULL = ("layout.microbatch_tokens=8192", "layout.checkpointing=full")
 
 

@@ -14,8 +14,8 @@ from isopref.objectives.registry import OBJECTIVES
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
 BATCH = (
-    "optim.batch_pairs is the pairs of a step in all: per-device batch x accumulation steps x GPUs. How they are cut "
-    "to fit (layout.microbatch_tokens) is chosen by itself and changes no result."
+    "optim.batch_size is the number of pairs per step over all GPUs: per-device batch x accumulation steps x GPUs. "
+    "isopref chooses how to cut them to fit (layout.microbatch_tokens), which changes no result."
 )
 
 
@@ -396,6 +396,27 @@ def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str
     assert line.endswith(f'; found "{theirs}". Write {ours}.')
     file.write_text(MINIMAL)
     load_config(file, [f"{field}={ours if ours[0] in '[{' else re.split(', | ', ours)[0]}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("optim.batch_pairs", "It is now called optim.batch_size."),
+        (
+            "layout.microbatch_pairs",
+            "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair.",
+        ),
+    ],
+)
+def test_names_of_earlier_versions(file: Path, name: str, told: str) -> None:
+    """In a file, in an override, and in one that lacks the section."""
+    section, field = name.split(".")
+    assert problems(file, f"{MINIMAL}{section}: {{{field}: 8}}") == [
+        f"c.yaml:3: {name}: there is no such field. {told}"
+    ]
+    assert problems(file, MINIMAL, f"{name}=8") == [f"override '{name}=8': {name}: there is no such field. {told}"]
+    form = "write section.field=value, as in optim.lr=1e-6."
+    assert problems(file, MINIMAL, f"{field}=8") == [f"override '{field}=8': {form} {told}"]
 
 
 def test_a_tab_is_answered_with_spaces(file: Path) -> None:

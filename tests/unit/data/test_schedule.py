@@ -14,22 +14,22 @@ seeds = st.integers(0, 2**40)
 
 
 @settings(deadline=None)
-@given(num_pairs=st.integers(1, 300), batch_pairs=st.integers(1, 50), seed=seeds, epoch=st.integers(1, 9))
+@given(num_pairs=st.integers(1, 300), batch_size=st.integers(1, 50), seed=seeds, epoch=st.integers(1, 9))
 def test_batches_hold_every_pair_once_and_only_the_last_is_short(
-    num_pairs: int, batch_pairs: int, seed: int, epoch: int
+    num_pairs: int, batch_size: int, seed: int, epoch: int
 ) -> None:
     order = epoch_order(num_pairs, seed=seed, epoch=epoch)
-    batches = [batch(order, batch_pairs, n).tolist() for n in range(num_batches(num_pairs, batch_pairs))]
+    batches = [batch(order, batch_size, n).tolist() for n in range(num_batches(num_pairs, batch_size))]
     assert sorted(pair for one in batches for pair in one) == list(range(num_pairs))
-    assert all(len(one) == batch_pairs for one in batches[:-1])
-    assert len(batches[-1]) == (num_pairs % batch_pairs or batch_pairs)
+    assert all(len(one) == batch_size for one in batches[:-1])
+    assert len(batches[-1]) == (num_pairs % batch_size or batch_size)
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "batch_pairs", "expected"), [(1, 1, 1), (8, 4, 2), (9, 4, 3), (11, 4, 3), (3, 4, 1), (0, 4, 0)]
+    ("num_pairs", "batch_size", "expected"), [(1, 1, 1), (8, 4, 2), (9, 4, 3), (11, 4, 3), (3, 4, 1), (0, 4, 0)]
 )
-def test_num_batches_counts_the_short_last_one(num_pairs: int, batch_pairs: int, expected: int) -> None:
-    assert num_batches(num_pairs, batch_pairs) == expected
+def test_num_batches_counts_the_short_last_one(num_pairs: int, batch_size: int, expected: int) -> None:
+    assert num_batches(num_pairs, batch_size) == expected
 
 
 def test_seeds_and_epochs_give_different_orders() -> None:

@@ -34,7 +34,7 @@ def module(**changes: Any) -> DPOTrainModule:
 
 
 def loader(**changes: Any) -> ExampleLoader:
-    given: dict[str, Any] = {"table": TABLE, "batch_pairs": 4, "budget": Budget("shared", 4096), "work_dir": "."}
+    given: dict[str, Any] = {"table": TABLE, "batch_size": 4, "budget": Budget("shared", 4096), "work_dir": "."}
     return ExampleLoader(**{**given, **changes})
 
 
@@ -42,7 +42,7 @@ def loader(**changes: Any) -> ExampleLoader:
     ("changes", "message"),
     [
         ({"grad_sync": "never"}, "grad_sync must be one of last, every; found 'never'."),
-        ({"weighting": "tokens"}, "weighting must be one of token, completion, pair; found 'tokens'."),
+        ({"weighting": "tokens"}, "weighting must be one of token, completion, example; found 'tokens'."),
         ({"model": tiny_model("gpt2")}, "model must be a Policy, or what parallelize returns for one; found a GPT2LM"),
         ({"objective": "sigmoid"}, 'objective must be what pair_loss returns, as in pair_loss("sigmoid"); found \'sig'),
         ({"optim": "adamw"}, "optim must be a torch optimizer of the model's parameters; found 'adamw'."),
@@ -70,9 +70,9 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
             "table must be a ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
         ),
         ({"table": TABLE.select([])}, "the table has no pairs."),
-        ({"batch_pairs": 0}, "batch_pairs must be a whole number, at least 1; found 0."),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1; found 0."),
         ({"budget": 4096}, 'budget must be a Budget, as in Budget("shared", 8192); found 4096.'),
-        ({"weighting": "tokens"}, "weighting must be one of token, completion, pair; found 'tokens'."),
+        ({"weighting": "tokens"}, "weighting must be one of token, completion, example; found 'tokens'."),
         ({"seed": -1}, "seed must be a whole number, at least 0; found -1."),
     ],
 )
@@ -90,7 +90,11 @@ def test_a_kind_of_rows_that_there_is_not() -> None:
 @pytest.mark.parametrize(
     ("module_s", "loader_s", "message"),
     [
-        ({"weighting": "pair"}, {}, "weighting is 'pair', but the ExampleLoader's is 'token'. Pass the same to both."),
+        (
+            {"weighting": "example"},
+            {},
+            "weighting is 'example', but the ExampleLoader's is 'token'. Pass the same to both.",
+        ),
         (
             {"rank_microbatch_size": 100},
             {},
@@ -174,7 +178,7 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
     chosen[3] = math.nan
     made = module(reference=TableLogps.of_pairs(chosen, ZEROS), rank_microbatch_size=None if packed else 4096)
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
-    batches: Any = loader(batch_pairs=NUM_PAIRS, work_dir=str(tmp_path))
+    batches: Any = loader(batch_size=NUM_PAIRS, work_dir=str(tmp_path))
     if not packed:
         batches._iter_batches = lambda: iter([padded_batch(list(range(NUM_PAIRS)), NUM_PAIRS)])
         batches.global_num_tokens_in_batch = lambda batch: int(batch["token_count"].sum())
@@ -193,7 +197,7 @@ def test_a_script_without_one_finite_step_is_stopped(tmp_path: Path, caplog: pyt
         save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
         metrics_collect_interval=1,
     )  # fmt: skip
-    trainer = config.build(made, loader(batch_pairs=1, work_dir=str(tmp_path)))
+    trainer = config.build(made, loader(batch_size=1, work_dir=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         trainer.fit()
     assert trainer.global_step == MOST_IN_A_ROW < NUM_PAIRS

@@ -125,7 +125,7 @@ def test_far_out_it_stays_finite(name: str) -> None:
 # --- through the train module ----------------------------------------------------------------------
 
 
-def steps(cut: int, weighting: str = "pair") -> list[Step]:
+def steps(cut: int, weighting: str = "example") -> list[Step]:
     """Eight pairs as batches of three, three and two, in microbatches of at most `cut` pairs."""
     table = ExampleTable.from_tokens(batch(8)[0])
     found = []
@@ -137,7 +137,7 @@ def steps(cut: int, weighting: str = "pair") -> list[Step]:
 
 
 def trained(case: str) -> DPOTrainModule:
-    cell = Cell(objective=case, weighting="pair")
+    cell = Cell(objective=case, weighting="example")
     return build_module(cell, expected(cell)[3])[0]
 
 

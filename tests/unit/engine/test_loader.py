@@ -9,6 +9,7 @@ from isopref.batch.packing import Budget
 from isopref.batch.step import Step
 from isopref.data.table import ExampleTable
 from isopref.engine.loader import STEPS_AHEAD, ExampleLoader
+from isopref.errors import RunError
 from isopref.testing.models import random_pairs
 from isopref.types import IntArray
 
@@ -16,7 +17,7 @@ from isopref.types import IntArray
 def loader(pairs: int = 23) -> ExampleLoader:
     made = ExampleLoader(
         ExampleTable.from_tokens(random_pairs(pairs, seed=0, longest=9)),
-        batch_pairs=4,
+        batch_size=4,
         budget=Budget("shared", 200),
         weighting="token",
         seed=3,
@@ -42,6 +43,14 @@ def test_a_loader_that_goes_on_gives_the_rest() -> None:
     made = loader()
     made.batches_processed = 4
     assert [indices(batch) for batch in made] == whole[4:]
+
+
+def test_a_state_without_the_batch_size_is_of_another_version() -> None:
+    state = loader().state_dict()
+    loader().load_state_dict(state)
+    state["batch_pairs"] = state.pop("batch_size")
+    with pytest.raises(RunError, match="has no batch_size: another version of isopref wrote it"):
+        loader().load_state_dict(state)
 
 
 def test_no_thread_is_left_when_the_reader_stops_early() -> None:

@@ -116,7 +116,7 @@ def shares(step: Step) -> dict[int, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("weighting", ["token", "completion", "pair"])
+@pytest.mark.parametrize("weighting", ["token", "completion", "example"])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 7])
 def test_a_padded_batch_and_a_plan_give_the_same_shares(weighting: Weighting, num_microbatches: int) -> None:
     pairs = random_pairs(7, seed=3)

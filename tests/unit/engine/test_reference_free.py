@@ -17,7 +17,7 @@ from isopref.types import PairLogps
 def module(objective: PairLoss) -> DPOTrainModule:
     policy = Policy(tiny_model("gpt2", dtype=torch.float64))
     return DPOTrainModule(
-        policy, torch.optim.SGD(policy.parameters()), objective=objective, rank_microbatch_size=150, weighting="pair"
+        policy, torch.optim.SGD(policy.parameters()), objective=objective, rank_microbatch_size=150, weighting="example"
     )
 
 
