@@ -27,6 +27,13 @@ def test_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
     assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
 
 
+@pytest.mark.parametrize("name", mutations.TREES)
+def test_trees(name: str) -> None:
+    cell = Cell(trees=True)
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
 @pytest.mark.parametrize("name", [name for name in mutations.COLLATED if name != "rank_local_token_mean"])
 def test_collated_on_one_rank(name: str) -> None:
     cell = Cell(rows="padded", collated=True, nll_weight=0.5, own_weights=True)

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from isopref.batch import rows, step
@@ -114,6 +115,33 @@ def shifted_long_answers() -> Iterator[None]:
         yield
 
 
+# --- in examples of several answers -----------------------------------------------------------------
+
+
+@contextmanager
+def first_comparison_alone() -> Iterator[None]:
+    """Of the comparisons of an example only the first counts."""
+    build = step.build_step
+
+    def first_alone(table: Any, index: IntArray, *rest: Any, **more: Any) -> Any:
+        whole = build(table, index, *rest, **more)
+        for work in whole.work:
+            again = torch.zeros(len(work.example), dtype=torch.bool)
+            again[1:] = work.example[1:] == work.example[:-1]
+            work.loss_share[again] = 0.0
+        return whole
+
+    with patch("isopref.testing.exactness.build_step", first_alone):
+        yield
+
+
+@contextmanager
+def reference_by_example() -> Iterator[None]:
+    """The reference's values are looked up example by example, while rows number answers in rounds."""
+    with patch.object(step, "in_rounds", lambda lengths, index: lengths.answers_of(index)):
+        yield
+
+
 # --- in batches of a script's collator ---------------------------------------------------------------
 
 
@@ -161,11 +189,12 @@ GRADIENT = {
         shifted_long_answers,
     )
 }
+TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **COLLATED, **SCHEDULE}[name]():
         return function(*args)
