@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isopref.examples import Lengths
-from isopref.normalize import Weighting, coefficients, comparison_weights, resampled_means
+from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights, resampled_means
 from isopref.objectives.coupled import Whole
 from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.score import TableLogps
-from isopref.types import FloatArray, IntArray, PairLogps
+from isopref.types import FloatArray, IntArray, ListLogps, PairLogps
 
 RESAMPLES, SEED = 1000, 0
 INTERVAL = (2.5, 97.5)  # percent of the resamples
 Z = 1.959963984540054  # as many standard deviations to each side hold 95% of a normal distribution
 BLOCK = 2**22  # pairs drawn at a time
 NUM_BUCKETS = 4
+LISTS_AT_ONCE = 256  # of a table, when their losses are computed
 
 
 @dataclass(frozen=True)
@@ -99,27 +100,57 @@ def evaluate(
     weighting: Weighting,
     sources: IntArray | None = None,
     source_names: Sequence[str] = (),
+    scores: FloatArray | None = None,
 ) -> Evaluation:
     """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
 
-    `own` is the weight of each example, `sources` where it comes from.
+    `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
     """
     logps = _taken(policy, ref, lengths, loss)
     gain_N2, reward_N2 = (_side_by_side(of(*logps)) for of in (loss.gains, loss.rewards))
     tokens_N2 = lengths.compared_tokens.T
     per_token_N2 = policy.answers[lengths.sides].T / tokens_N2
-    weights_N = comparison_weights(lengths, weighting, own)
-    # Where a loss couples the pairs of a batch, all held-out pairs are one.
-    loss_N = loss(*logps, whole=Whole.first(torch.from_numpy(coefficients(weights_N)))).numpy()
+    losses = _losses(logps, policy, ref, lengths, scores, own, loss=loss, weighting=weighting)
     won_N = _won(gain_N2[:, 0] - gain_N2[:, 1])
     nll_N = -loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0]
     chosen_N = own[lengths.of_comparison] * tokens_N2[:, 0]
-    pairs = _Pairs(won_N, reward_N2, per_token_N2, loss_N, nll_N, tokens_N2, weights_N, chosen_N)
+    pairs = _Pairs(won_N, reward_N2, per_token_N2, nll_N, tokens_N2, chosen_N)
     by_source = {}
     if sources is not None and len(present := np.unique(sources).tolist()) > 1:
-        labels, source_N = source_labels(source_names), sources[lengths.of_comparison]
-        by_source = {labels[source]: _figures(pairs.select(source_N == source), {}) for source in present}
-    return _figures(pairs, by_source)
+        labels = source_labels(source_names)
+        for source in present:
+            there = sources == source
+            some = pairs.select(there[lengths.of_comparison]), losses.select(there[losses.example])
+            by_source[labels[source]] = _figures(*some, {})
+    return _figures(pairs, losses, by_source)
+
+
+def _losses(
+    pairs: tuple[PairLogps, PairLogps],
+    policy: TableLogps,
+    ref: TableLogps,
+    lengths: Lengths,
+    scores: FloatArray | None,
+    own: FloatArray,
+    *,
+    loss: PairLoss,
+    weighting: Weighting,
+) -> "_Losses":
+    if not loss.lists:
+        weights = comparison_weights(lengths, weighting, own)
+        # Where a loss couples the pairs of a batch, all held-out pairs are one.
+        whole = Whole.first(torch.from_numpy(coefficients(weights)))
+        return _Losses(loss(*pairs, whole=whole).numpy(), weights, lengths.of_comparison)
+    assert scores is not None, "a loss of lists needs scores"
+    found = np.zeros(len(lengths))
+    for start in range(0, len(lengths), LISTS_AT_ONCE):
+        some = lengths.answers_of(np.arange(start, min(start + LISTS_AT_ONCE, len(lengths))))
+        of = torch.from_numpy(lengths.answer[some]), torch.from_numpy(lengths.of_answer[some])
+        both = (
+            ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
+        )
+        np.add.at(found, lengths.of_answer[some], loss.of_lists(*both).numpy())
+    return _Losses(found, list_weights(lengths, weighting, own), np.arange(len(lengths)))
 
 
 def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> FloatArray:
@@ -146,17 +177,27 @@ class _Pairs:
     won: FloatArray  # N
     rewards: FloatArray  # N, 2
     per_token: FloatArray  # N, 2: log-probability
-    loss: FloatArray  # N
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
     tokens: IntArray  # N, 2
-    weights: FloatArray  # N: of the loss
     chosen_weights: FloatArray  # N: of the NLL
 
     def select(self, some_N: NDArray[np.bool_]) -> "_Pairs":
         return _Pairs(*(part[some_N] for part in vars(self).values()))
 
 
-def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
+@dataclass(frozen=True)
+class _Losses:
+    """The loss of each of T terms, which are comparisons or lists."""
+
+    value: FloatArray  # T
+    weight: FloatArray  # T
+    example: IntArray  # T: which example it is of
+
+    def select(self, some_T: NDArray[np.bool_]) -> "_Losses":
+        return _Losses(*(part[some_T] for part in vars(self).values()))
+
+
+def _figures(pairs: _Pairs, losses: _Losses, by_source: dict[str, Evaluation]) -> Evaluation:
     won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
@@ -169,8 +210,8 @@ def _figures(pairs: _Pairs, by_source: dict[str, Evaluation]) -> Evaluation:
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
     means = _means(np.stack(columns, axis=1), np.ones(len(won_N)))
-    loss = _means(pairs.loss[:, None], pairs.weights)[:, 0]
-    if pairs.nll.any():  # the same draws as those of the loss
+    loss = _means(losses.value[:, None], losses.weight)[:, 0]
+    if pairs.nll.any():  # of pairs, the same draws as those of the loss
         loss = loss + _means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
     reward_margin, first, second, *moments = means.T
     return Evaluation(

@@ -19,11 +19,15 @@ FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to ho
 
 
 class Example(NamedTuple):
-    """Token ids of one prompt and its answers. Each answer follows the prompt directly."""
+    """Token ids of one prompt and its answers, each of which follows the prompt directly; and what is known of them.
+
+    Comparisons are for objectives of pairs, scores for those of lists.
+    """
 
     prompt: IntArray
     answers: tuple[IntArray, ...]
     comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
+    scores: tuple[float, ...] = ()  # of each answer, the higher the better; none at all where they are not known
 
 
 class PairTokens(NamedTuple):

@@ -34,6 +34,15 @@ def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray
     return sizes[weighting] * own_N[example_M]
 
 
+def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
+    """w of each list (N): the tokens of its sequences, those of its answers alone, or one; times its own weight."""
+    sums = {"token": lengths.sequence, "completion": lengths.answer}
+    if weighting == "example":
+        return own_N
+    tokens = np.bincount(lengths.of_answer, sums[weighting], minlength=len(lengths))
+    return tokens * own_N
+
+
 def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:
     """w_p / sum of w over the global batch, in float64. `total` is that sum where P is only a part of the batch."""
     total = float(weights_P.sum(dtype=np.float64)) if total is None else total

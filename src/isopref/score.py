@@ -19,7 +19,7 @@ from isopref.examples import Example, Lengths
 from isopref.models.parallel import data_group, reshard, speaks
 from isopref.ops.take import take
 from isopref.ranks import num_ranks, own_rank
-from isopref.types import LOGPS_ALONE, FloatArray, IntArray, Microbatch, Needs, PairLogps, Readout
+from isopref.types import LOGPS_ALONE, FloatArray, IntArray, ListLogps, Microbatch, Needs, PairLogps, Readout
 
 WINDOW = 256  # examples planned together when many are scored
 
@@ -38,6 +38,11 @@ def compared(readout: Readout, microbatch: Microbatch) -> PairLogps:
     if readout.confidence is not None:
         weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
     return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight)
+
+
+def listed(readout: Readout, microbatch: Microbatch) -> ListLogps:
+    """The answers of a microbatch as lists: those of one example are one."""
+    return ListLogps(readout.logp, microbatch.num_tokens, microbatch.example, microbatch.score)
 
 
 @dataclass(frozen=True, init=False)

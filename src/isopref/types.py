@@ -62,6 +62,16 @@ class PairLogps:
 
 
 @dataclass(frozen=True)
+class ListLogps:
+    """Summed log-probabilities (natural log) of the A answers of some lists, with their token counts and scores."""
+
+    logp: Tensor  # A
+    num_tokens: Tensor  # A
+    list: Tensor  # A: which list it is in
+    score: Tensor  # A: the higher the better
+
+
+@dataclass(frozen=True)
 class Segments:
     """Which keys the queries of a packed row see.
 
@@ -109,6 +119,8 @@ class Microbatch:
 
     passes: tuple[Pass, ...]
     num_tokens: Tensor  # A: tokens of each answer
+    example: Tensor  # A: which example of the microbatch it answers
+    score: Tensor  # A: float64; NaN where there is none
     compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse
     compared_copies: Tensor  # R, A: where among the 2 M each answer is (see ops/take.py)
 

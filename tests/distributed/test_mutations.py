@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from isopref.testing import matrix
+from isopref.testing.equations import LIST_CASES
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
@@ -30,6 +31,14 @@ def test_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
 @pytest.mark.parametrize("name", mutations.TREES)
 def test_trees(name: str) -> None:
     cell = Cell(trees=True)
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", mutations.LISTS)
+@pytest.mark.parametrize("objective", LIST_CASES)
+def test_lists(name: str, objective: str) -> None:
+    cell = Cell(trees=True, objective=objective)
     assert measure(cell).gradient_error <= matrix.bound(cell)
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isopref import score
 from isopref.batch import rows, step
 from isopref.data import schedule
 from isopref.engine import padded, train_module
@@ -136,6 +138,19 @@ def first_comparison_alone() -> Iterator[None]:
 
 
 @contextmanager
+def list_of_a_microbatch() -> Iterator[None]:
+    """All answers of a microbatch are one list."""
+    own = score.listed
+
+    def together(readout: Any, microbatch: Any) -> Any:
+        lists = own(readout, microbatch)
+        return replace(lists, list=torch.zeros_like(lists.list))
+
+    with patch.object(train_module, "listed", together):
+        yield
+
+
+@contextmanager
 def reference_by_example() -> Iterator[None]:
     """The reference's values are looked up example by example, while rows number answers in rounds."""
     with patch.object(step, "in_rounds", lambda lengths, index: lengths.answers_of(index)):
@@ -190,11 +205,12 @@ GRADIENT = {
     )
 }
 TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
+LISTS = {m.__name__: m for m in (list_of_a_microbatch, leaking_attention, reference_by_example)}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **LISTS, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

@@ -6,6 +6,7 @@ continue the positions of what they follow, and attend to that and to themselves
 In a `packed` row all sequences follow one another, the first answers of all examples before the second ones.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,10 @@ FEWEST_COPIES = 2  # rows of pairs have tables of one shape, shared or not
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A prompt with one of its answers, which has a number in the microbatch."""
+    """A prompt with one of its answers, which has a number in its example and one in the microbatch."""
 
     example: int
+    number: int
     answer: int
     prompt: IntArray
     own: IntArray
@@ -58,6 +60,8 @@ def build_microbatch(
     return Microbatch(
         tuple(passes),
         num_tokens=torch.tensor([len(one.own) for one in sequences], dtype=torch.long),
+        example=torch.tensor([one.example for one in sequences], dtype=torch.long),
+        score=_scores(examples, sequences),
         compared=torch.from_numpy(compared),
         compared_copies=torch.from_numpy(copies_of(compared, len(sequences))),
     )
@@ -80,7 +84,7 @@ def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence
             if k < len(example.answers):
                 own = example.answers[k]
                 tokens = np.concatenate([example.prompt, own])
-                rounds[-1].append(_Sequence(e, number, example.prompt, own, tokens))
+                rounds[-1].append(_Sequence(e, k, number, example.prompt, own, tokens))
                 number += 1
     return rounds
 
@@ -96,6 +100,12 @@ def _compared(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> In
         for better, worse in example.comparisons
     ]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.ravel()
+
+
+def _scores(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> torch.Tensor:
+    """The score of each answer, NaN where its example has none: A."""
+    of_examples = [example.scores or (math.nan,) * len(example.answers) for example in examples]
+    return torch.tensor([of_examples[one.example][one.number] for one in sequences], dtype=torch.float64)
 
 
 class _Row:

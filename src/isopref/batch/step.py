@@ -16,7 +16,7 @@ from isopref.batch import packing
 from isopref.batch.rows import FILLER_TOKENS, build_microbatch, in_rounds
 from isopref.data.table import ExampleTable
 from isopref.examples import Lengths
-from isopref.normalize import Weighting, coefficients, comparison_weights, token_coefficients
+from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights, token_coefficients
 from isopref.types import IntArray, Microbatch, moved
 
 
@@ -41,6 +41,7 @@ class Work:
     place: Tensor  # M: which comparison of the global batch
     loss_share: Tensor  # M: coefficient in the loss; they sum to one over the global batch
     mean_share: Tensor  # M: one over the comparisons of the global batch
+    list_share: Tensor  # A: coefficient of the answer's list in a loss of lists
     nll_share: Tensor  # M: what the chosen answer counts for in a mean over the chosen tokens of the global batch
     linear: Linear | None = None  # where the objective is coupled
     balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
@@ -81,6 +82,7 @@ def build_step(
     own = table.weights[index]
     loss_share = coefficients(comparison_weights(lengths, weighting, own))
     mean_share = coefficients(np.ones(len(lengths.compared)))
+    list_share = coefficients(list_weights(lengths, weighting, own))[lengths.of_answer]
     nll_share = token_coefficients(own[lengths.of_comparison], lengths.compared_tokens[0])
     num_passes = int(lengths.num_answers.max())
 
@@ -96,6 +98,7 @@ def build_step(
             place=torch.from_numpy(place),
             loss_share=torch.from_numpy(loss_share[place]),
             mean_share=torch.from_numpy(mean_share[place]),
+            list_share=torch.from_numpy(list_share[in_rounds(lengths, group)]),
             nll_share=torch.from_numpy(nll_share[place]),
         )
 

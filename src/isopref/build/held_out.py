@@ -38,6 +38,7 @@ class HeldOut:
             weighting=self.run.config.objective.weighting,
             sources=self.table.sources,
             source_names=self.table.source_names,
+            scores=self.table.scores,
         )
 
     def say_effect(self, policy_before: TableLogps, policy_after: TableLogps) -> None:

@@ -19,8 +19,10 @@ PAIR = ((0, 1),)  # what is compared in a pair
 
 def example_id(example: Example) -> bytes:
     """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
-    compared = () if example.comparisons == PAIR else (np.array(example.comparisons),)
-    return _id(example.prompt, *example.answers, *compared)
+    if example.comparisons == PAIR and not example.scores:
+        return _id(example.prompt, *example.answers)
+    known = json.dumps([example.comparisons, example.scores]).encode()
+    return _id(example.prompt, *example.answers, np.frombuffer(known, np.uint8))
 
 
 def answer_id(prompt: IntArray, answer: IntArray) -> bytes:

@@ -10,7 +10,6 @@ N: comparisons of the global batch (a pair is one), P: those of a microbatch, L:
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,11 @@ from torch import Tensor
 
 from isopref.batch.step import Linear, Step, Work
 from isopref.engine.metrics import over_ranks
+from isopref.engine.references import Scored
 from isopref.normalize import balance_coefficients
 from isopref.objectives.coupled import Whole
 from isopref.objectives.loss import PairLoss
 from isopref.types import PairLogps
-
-
-class Scored(NamedTuple):
-    """What is known of one microbatch after a forward pass."""
-
-    policy: PairLogps
-    reference: PairLogps
-    routing: Tensor | None  # see Readout
-
 
 Score = Callable[[Work], Scored]  # of work on the device
 
@@ -72,7 +63,7 @@ class FirstPass:
         routings = []
         for one in step.work:
             work = one.to(self.past.device)
-            policy, ref, routing = score(work)
+            policy, ref, _, routing = score(work)
             columns = (policy.chosen, policy.rejected, ref.chosen, ref.rejected, policy.num_chosen, policy.num_rejected)
             table_7N[:, work.place] = torch.stack([column.double() for column in (*columns, work.loss_share)])
             if routing is not None:

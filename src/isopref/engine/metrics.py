@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.batch.step import Work
+from isopref.engine.references import Scored
 from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.ranks import num_ranks, own_rank
-from isopref.types import PairLogps
 
 NAMES = (
     "loss",
@@ -30,10 +30,9 @@ NAMES = (
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def microbatch_sums(
-    policy: PairLogps, ref: PairLogps, loss_P: Tensor, *, objective: PairLoss, work: Work, routing: Tensor | None
-) -> Tensor:
-    """What one microbatch adds to NAMES and CHECKS, float64."""
+def microbatch_sums(scored: Scored, loss: Tensor, *, objective: PairLoss, work: Work) -> Tensor:
+    """What one microbatch adds to NAMES and CHECKS, float64. `loss` is that of its pairs, or of answers of lists."""
+    policy, ref, lists, routing = scored
     gain_chosen, gain_rejected = objective.gains(policy, ref)
     reward_chosen, reward_rejected = objective.rewards(policy, ref)
     margin_P = gain_chosen - gain_rejected
@@ -41,12 +40,17 @@ def microbatch_sums(
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
-    at_reference_P = objective(ref, ref) if work.linear is None else work.linear.loss_at_reference
+    if lists is not None:
+        at_reference, loss_share = objective.of_lists(lists[1], lists[1]), work.list_share
+    elif work.linear is None:
+        at_reference, loss_share = objective(ref, ref), work.loss_share
+    else:
+        at_reference, loss_share = work.linear.loss_at_reference, work.loss_share
     balance = nll.new_zeros(())
     if routing is not None and work.balance_share is not None:
         balance = (routing[1] * work.balance_share).sum()
     terms = objective.nll_weight * nll + objective.balance_weight * balance
-    weighted = torch.stack([loss_P, at_reference_P]).double() @ work.loss_share + terms
+    weighted = torch.stack([loss, at_reference]).double() @ loss_share + terms
     of_pairs = {
         "logps_chosen": policy.chosen,
         "logps_rejected": policy.rejected,

@@ -219,6 +219,7 @@ def padded_to_step(
             place=place,
             loss_share=torch.from_numpy(coefficients(weight, total=total)),
             mean_share=torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
+            list_share=torch.zeros(0, dtype=torch.float64),  # these are pairs
             nll_share=torch.from_numpy(token_coefficients(own, one.compared_tokens[0], total=total_chosen)),
         )
         for some, piece, place, weight, own, one in zip(pairs, pieces, places, weights, owns, lengths, strict=True)
@@ -268,7 +269,7 @@ def _own(piece: Mapping[str, Tensor]) -> FloatArray:
 
 def _filler() -> Work:
     none, nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
-    return Work(build_microbatch([], "padded"), none, none, none, none, none, nothing, nothing, nothing)
+    return Work(build_microbatch([], "padded"), none, none, none, none, none, nothing, nothing, nothing, nothing)
 
 
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:

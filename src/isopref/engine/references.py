@@ -1,13 +1,22 @@
 """What a policy is compared with: log-probabilities that were stored, a model that moves (moving.py), or nothing."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from isopref.batch.step import Work
 from isopref.score import TableLogps
-from isopref.types import Readout
+from isopref.types import ListLogps, PairLogps, Readout
+
+
+class Scored(NamedTuple):
+    """What policy and reference say of one microbatch, as an objective takes it."""
+
+    policy: PairLogps
+    reference: PairLogps
+    lists: tuple[ListLogps, ListLogps] | None  # the same as lists, for a loss of those
+    routing: Tensor | None  # of the policy, see Readout
 
 
 class Reference(Protocol):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from isopref.batch.step import Step, Work
 from isopref.engine.arguments import check_choice
 from isopref.engine.callbacks.guard import GuardCallback
-from isopref.engine.first_pass import FirstPass, Scored
+from isopref.engine.first_pass import FirstPass
 from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
@@ -28,7 +28,7 @@ from isopref.engine.moving import MovingReference
 from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
-from isopref.engine.references import NoReference, Reference, StoredReference
+from isopref.engine.references import NoReference, Reference, Scored, StoredReference
 from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
@@ -36,7 +36,7 @@ from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
 from isopref.objectives.loss import PairLoss, log_likelihood
 from isopref.ranks import num_ranks
-from isopref.score import TableLogps, compared, score
+from isopref.score import TableLogps, compared, listed, score
 from isopref.types import Microbatch, Needs, PairLogps
 
 # How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
@@ -211,12 +211,15 @@ class DPOTrainModule(TrainModule):
 
     def _train_microbatch(self, work: Work) -> Tensor:
         """Forward and backward. Returns what the microbatch adds to the metrics."""
-        policy, ref, routing = self._score(work)
-        if work.linear is None:
-            loss_P = self.objective(policy, ref)
-            share = share_of_loss(loss_P, work.loss_share, num_ranks=self.num_ranks)
+        policy, ref, lists, routing = scored = self._score(work)
+        if lists is not None:
+            loss = self.objective.of_lists(*lists)
+            share = share_of_loss(loss, work.list_share, num_ranks=self.num_ranks)
+        elif work.linear is None:
+            loss = self.objective(policy, ref)
+            share = share_of_loss(loss, work.loss_share, num_ranks=self.num_ranks)
         else:
-            loss_P = work.linear.loss
+            loss = work.linear.loss
             logps_2P = torch.stack([policy.chosen, policy.rejected])
             share = share_of_loss(logps_2P, work.linear.slope, num_ranks=self.num_ranks)
         if self.objective.nll_weight:
@@ -225,19 +228,24 @@ class DPOTrainModule(TrainModule):
         if routing is not None and work.balance_share is not None:
             balance = share_of_loss(routing[1], work.balance_share, num_ranks=self.num_ranks)
             share = share + self.objective.balance_weight * balance
-        poisoned(share, loss_P).backward()
+        poisoned(share, loss).backward()
         with torch.no_grad():
-            # In a coupled loss one bad pair spoils all; its own log-probabilities tell which.
-            of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
-            self.guard.look(work.example, loss_P if work.linear is None else torch.stack(of_pair).abs().sum(dim=0))
-            return microbatch_sums(policy, ref, loss_P, objective=self.objective, work=work, routing=routing)
+            if lists is not None:
+                self.guard.look(work.index[work.microbatch.example], loss)
+            elif work.linear is None:
+                self.guard.look(work.example, loss)
+            else:  # in a coupled loss one bad pair spoils all; its own log-probabilities tell which
+                of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
+                self.guard.look(work.example, torch.stack(of_pair).abs().sum(dim=0))
+            return microbatch_sums(scored, loss, objective=self.objective, work=work)
 
     def _score(self, work: Work) -> Scored:
         """What the policy says of a microbatch, and what it is compared with."""
         policy = score(self.model, work.microbatch, self.objective.needs)
         both = policy, self.reference.logps(work, policy)
         pairs = [self.objective.taken(compared(readout, work.microbatch)) for readout in both]
-        return Scored(pairs[0], pairs[1], policy.routing)
+        lists = (listed(both[0], work.microbatch), listed(both[1], work.microbatch)) if self.objective.lists else None
+        return Scored(pairs[0], pairs[1], lists, policy.routing)
 
     def logs_now(self) -> bool:
         """Whether this step's metrics are logged."""

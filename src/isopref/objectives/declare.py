@@ -19,8 +19,6 @@ from isopref.objectives.parts import gains as log_ratios
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isopref.types import PairLogps
-
     Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> P
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
 
@@ -77,10 +75,11 @@ class Objective:
     paper: str
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
+    lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
     coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
 
-    def __call__(self, policy: PairLogps, ref: PairLogps, **given: Any) -> Tensor:
-        """One value per pair: P."""
+    def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
+        """One value per pair: P. Of lists, what each answer adds: A."""
         return self.formula(policy, ref, **given)
 
     @property
@@ -96,11 +95,14 @@ def objective(
     paper: str,
     gains: Gains = log_ratios,
     needs_reference: bool = True,
+    lists: bool = False,
     coupled: bool = False,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
-        return Objective(formula.__name__, formula, params, equation, use, paper, gains, needs_reference, coupled)
+        return Objective(
+            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled
+        )
 
     return declared

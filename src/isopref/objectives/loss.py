@@ -1,4 +1,4 @@
-"""The loss of a run: a sum of objectives with their parameters filled in, and what modifies it. P: pairs."""
+"""The loss of a run: a sum of objectives with their parameters, and what modifies it. P: pairs, A: answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from isopref.errors import ConfigError
 from isopref.objectives import registry
 from isopref.objectives.coupled import Whole
 from isopref.objectives.declare import Objective
-from isopref.types import Needs, PairLogps
+from isopref.types import ListLogps, Needs, PairLogps
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Term:
     params: Mapping[str, Any]
     weight: float = 1.0
 
-    def __call__(self, policy: PairLogps, ref: PairLogps, whole: Whole | None) -> Tensor:
+    def __call__(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
         batch = {"whole": whole} if self.objective.coupled else {}
         return self.weight * self.objective(policy, ref, **batch, **self.params)
 
@@ -38,9 +38,21 @@ class PairLoss:
     balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
 
     def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
-        first, *others = (term(policy, ref, whole) for term in self.terms)
-        loss_P = sum(others, first)
+        loss_P = self._sum(policy, ref, whole)
         return loss_P if policy.weight is None else policy.weight * loss_P
+
+    def of_lists(self, policy: ListLogps, ref: ListLogps) -> Tensor:
+        """What each answer adds to the loss of its list, where `lists` is true: A."""
+        return self._sum(policy, ref, None)
+
+    def _sum(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
+        first, *others = (term(policy, ref, whole) for term in self.terms)
+        return sum(others, first)
+
+    @property
+    def lists(self) -> bool:
+        """Whether it is a loss of ranked lists. All its terms are, or none."""
+        return self.terms[0].objective.lists
 
     @property
     def needs(self) -> Needs:
@@ -111,6 +123,8 @@ def pair_loss(
         raise ConfigError(f"pair_loss: wpo must be True or False; found {wpo!r}.")
     for what in registry.wpo_problems(loss) if wpo else ():
         raise ConfigError(f"pair_loss: wpo: {what}")
+    for what in registry.list_problems(loss, ld_alpha=ld_alpha):
+        raise ConfigError(f"pair_loss: {what}")
     added = {"nll_weight": nll_weight, "ld_alpha": ld_alpha, "balance_weight": balance_weight}
     for name, value in added.items():
         registry.checked(name, value, registry.MODIFIERS[name])

@@ -1,7 +1,7 @@
-"""What formulas have in common: gains and margins, and functions that tensors have no method for. P: pairs.
+"""What formulas have in common: gains and margins, and functions that tensors have no method for.
 
 Torch is imported where a function needs it, and not before, so that declarations can be read without it (declare.py).
-All functions stay finite, with finite gradients, for log-ratios of +-1e4.
+All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers of lists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isopref.types import PairLogps
+    from isopref.types import ListLogps, PairLogps
 
 EXP_LIMIT = 30.0  # above, e^x is continued by its tangent
 
@@ -45,6 +45,11 @@ def logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, T
 def mean_logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
     """The same for each token of the answer, on the mean: P, P."""
     return policy.chosen / policy.num_chosen, policy.rejected / policy.num_rejected
+
+
+def list_gains(policy: ListLogps, ref: ListLogps) -> Tensor:
+    """log(policy / reference) of every answer of some lists, in nats: A."""
+    return policy.logp - ref.logp
 
 
 def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
@@ -98,6 +103,39 @@ def log_odds(logp_P: Tensor) -> Tensor:
 
     logp = logp_P.clamp(max=-torch.finfo(logp_P.dtype).eps)
     return logp - torch.log(-torch.expm1(logp))
+
+
+def beaten(lists: ListLogps) -> Tensor:
+    """Which answers each one is better than: those of its list with a lower score. Returns A, A of booleans."""
+    return _same_list(lists) & (lists.score[:, None] > lists.score)
+
+
+def surprise(reward_A: Tensor, below_AA: Tensor) -> Tensor:
+    """-log of the share that each answer has of exp(reward) among itself and those below it. Returns A."""
+    import torch
+
+    field = below_AA | torch.eye(len(reward_A), dtype=torch.bool, device=reward_A.device)
+    return reward_A.expand_as(field).where(field, -torch.inf).logsumexp(dim=1) - reward_A
+
+
+def relative_score(lists: ListLogps) -> Tensor:
+    """The scores of each list, moved and scaled to reach from 0 to 1. Returns A."""
+    import torch
+
+    within = _same_list(lists)
+    low = lists.score.expand_as(within).where(within, torch.inf).amin(dim=1)
+    high = lists.score.expand_as(within).where(within, -torch.inf).amax(dim=1)
+    return (lists.score - low) / (high - low).clamp(min=torch.finfo(low.dtype).tiny)
+
+
+def rank(lists: ListLogps, reward_A: Tensor) -> Tensor:
+    """The place of each answer in its list by reward, from 1; without gradient. Returns A."""
+    ahead = _same_list(lists) & (reward_A.detach()[:, None] < reward_A.detach())
+    return 1 + ahead.sum(dim=1).to(reward_A.dtype)
+
+
+def _same_list(lists: ListLogps) -> Tensor:
+    return lists.list[:, None] == lists.list
 
 
 def transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isopref.errors import ConfigError
-from isopref.objectives import coupled, pairs, reference_free
+from isopref.objectives import coupled, lists, pairs, reference_free
 from isopref.objectives.declare import Objective, Param, within
 
 Loss = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
 
 OBJECTIVES: dict[str, Objective] = {
     one.name: one
-    for module in (pairs, coupled, reference_free)
+    for module in (pairs, coupled, reference_free, lists)
     for one in vars(module).values()
     if isinstance(one, Objective)
 }
@@ -110,11 +110,30 @@ def out_of_bounds(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, st
                 yield param, f"must be {of.wanted} with the loss {name}; found {told[param]}."
 
 
+def is_of_lists(loss: Loss) -> bool:
+    """Whether all objectives of a loss, or the only one, are of ranked lists."""
+    return all(OBJECTIVES[name].lists for name in weights(loss))
+
+
+def list_problems(loss: Loss, *, ld_alpha: float) -> Iterator[str]:
+    """Yield what is wrong with a loss of which some objectives are of lists."""
+    lists = [name for name in weights(loss) if OBJECTIVES[name].lists]
+    if lists and not is_of_lists(loss):
+        pairs = ", ".join(name for name in weights(loss) if name not in lists)
+        yield f"{', '.join(lists)} is a loss of lists, {pairs} one of pairs. Only losses of one kind can be added."
+    if lists and ld_alpha != 1:
+        yield (
+            f"ld_alpha is {ld_alpha}, which discounts what one answer has beyond another, but {', '.join(lists)} "
+            "compares whole lists. Remove ld_alpha, or use a loss of pairs."
+        )
+
+
 def wpo_problems(loss: Loss) -> Iterator[str]:
     """Yield what is wrong with WPO's weights for a loss."""
+    lists = [name for name in weights(loss) if OBJECTIVES[name].lists]
     batchwise = [name for name in weights(loss) if OBJECTIVES[name].coupled]
-    if batchwise:
+    if batchwise or lists:
         yield (
-            f"weighs the loss of each pair, but {', '.join(batchwise)} looks at a whole batch, where a pair has no "
-            "loss of its own. Remove wpo, or use another loss."
+            f"weighs the loss of each pair, but {', '.join(batchwise or lists)} looks at a whole "
+            f"{'batch' if batchwise else 'list'}, where a pair has no loss of its own. Remove wpo, or use another loss."
         )

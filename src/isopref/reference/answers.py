@@ -75,7 +75,7 @@ class Items:
     def tokens(self, item: int) -> tuple[IntArray, IntArray]:
         """Prompt and answer."""
         example = int(self.example[item])
-        prompt, answers, _ = self.table.example(example)
+        prompt, answers = self.table.example(example)[:2]
         number = int(self.answer[item] - self.table.lengths.first_answer[example])
         return prompt, answers[number][: int(self.num_tokens[item])]
 

@@ -1,12 +1,13 @@
 """Every objective once more, straight from its paper: one pair at a time, in plain exponentials and logarithms.
 
-The coupled ones take all pairs of a batch, and are written as loops over lists.
+The coupled ones take all pairs of a batch, those of lists one list at a time; they are written as loops.
 
 Shares nothing with isopref.objectives and is not safe far out. Numbers are scalar tensors in float64, so that the
 oracle can differentiate what it computes here.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +187,66 @@ def aot_unpaired(pairs: Pairs, weights: Sequence[float], *, beta: float, label_s
     return transport(chosen, rejected, weights, lambda gap: bradley_terry(beta * gap, label_smoothing))
 
 
+# --- losses of ranked lists: answers with their scores ---------------------------------------------------
+
+
+Ranked = Sequence[tuple[Answer, float]]
+
+
+def below(ranked: Ranked, k: int) -> list[Answer]:
+    """The answers of a list with a lower score than answer k."""
+    return [y for y, score in ranked if score < ranked[k][1]]
+
+
+def plackett_luce(ranked: Ranked, *, beta: float) -> Tensor:
+    """-log prod_k e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k) (Rafailov et al. 2023, eq. 20)."""
+    product = torch.ones((), dtype=torch.float64)
+    for k, (y, _) in enumerate(ranked):
+        others = sum((torch.exp(beta * z.log_ratio) for z in below(ranked, k)), torch.zeros(()))
+        product = product * torch.exp(beta * y.log_ratio) / (torch.exp(beta * y.log_ratio) + others)
+    return -torch.log(product)
+
+
+def softmax(ranked: Ranked, *, beta: float) -> Tensor:
+    """-log sigma(-log sum_j e^(r_j - r_best)) (Chen et al. 2024, S-DPO), for each answer that is best."""
+    best = max(score for _, score in ranked)
+    total = torch.zeros((), dtype=torch.float64)
+    for k, (y, score) in enumerate(ranked):
+        if score == best and below(ranked, k):
+            gaps = [torch.exp(beta * (z.log_ratio - y.log_ratio)) for z in below(ranked, k)]
+            total = total - torch.log(sigma(-torch.log(sum(gaps, torch.zeros(())))))
+    return total
+
+
+def lipo(ranked: Ranked, *, beta: float) -> Tensor:
+    """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda)."""
+    scores = [score for _, score in ranked]
+    low, high = min(scores), max(scores)
+    rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (y, above) in enumerate(ranked):
+        for j, (z, under) in enumerate(ranked):
+            if above > under:
+                gains = [2 ** ((score - low) / (high - low)) - 1 for score in (above, under)]
+                places = [1 + sum(other > rewards[k] for other in rewards) for k in (i, j)]
+                discounts = [1 / math.log(1 + place) for place in places]
+                weight = abs(gains[0] - gains[1]) * abs(discounts[0] - discounts[1])
+                total = total + weight * torch.log(1 + torch.exp(-beta * (y.log_ratio - z.log_ratio)))
+    return total
+
+
+LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
+    equation.__name__: equation for equation in (plackett_luce, softmax, lipo)
+}
+
+
+def lists_loss(case: str, lists: Sequence[Ranked], weights: Sequence[float]) -> Tensor:
+    """The loss of a global batch of lists with these weights."""
+    name, params = LIST_CASES[case]
+    losses = [LIST_EQUATIONS[name](ranked, **params) for ranked in lists]
+    return sum((w * loss for w, loss in zip(weights, losses, strict=True)), torch.zeros(())) / sum(weights)
+
+
 EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
@@ -286,4 +347,9 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
     ),
     "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
 }
-ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES}
+LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plackett_luce": ("plackett_luce", {"beta": 0.3}),
+    "softmax": ("softmax", {"beta": 0.3}),
+    "lipo": ("lipo", {"beta": 0.3}),
+}
+ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}

@@ -30,7 +30,7 @@ from isopref.normalize import Weighting
 from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import ALL_CASES, answers, batch_loss, reward
+from isopref.testing.equations import ALL_CASES, LIST_CASES, Answer, answers, batch_loss, lists_loss, reward
 from isopref.testing.models import random_pairs, tiny_model, tree_examples, with_adapter
 from isopref.types import PairLogps
 
@@ -156,7 +156,12 @@ def _expected(
     shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
-    loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors) + nll_weight * nll
+    if objective in LIST_CASES:
+        weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
+        loss = lists_loss(objective, _ranked(model, examples, reference), weights)
+    else:
+        loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors)
+    loss = loss + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
     if balance_weight:
         balance = oracle.balance(model, examples)
@@ -168,6 +173,18 @@ def _expected(
         metrics,
         reference,
     )
+
+
+def _ranked(model: nn.Module, examples: list[Example], reference: TableLogps) -> list[list[tuple[Answer, float]]]:
+    """The answers of each example with their scores, as the equations take them."""
+    ref = iter(torch.from_numpy(reference.answers))
+    return [
+        [
+            (Answer(oracle.sequence_logp(model, one.prompt, answer).double(), next(ref), len(answer)), score)
+            for answer, score in zip(one.answers, one.scores, strict=True)
+        ]
+        for one in examples
+    ]
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import get_args
 
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
-from isopref.testing.equations import ALL_CASES
+from isopref.testing.equations import ALL_CASES, LIST_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
@@ -173,10 +173,12 @@ def _objectives(base: Cell) -> Iterator[Cell]:
     cuts: tuple[Cut, ...] = get_args(Cut)
     weightings: tuple[Weighting, ...] = get_args(Weighting)
     for n, objective in enumerate(ALL_CASES):
+        trees = objective in LIST_CASES
         for turn in range(3) if base.ranks == 1 else [n % 3]:
             yield replace(
                 base,
                 objective=objective,
+                trees=trees,
                 rows=KINDS[(n + turn) % len(KINDS)],
                 cut=cuts[turn],
                 weighting=weightings[(n + turn) % len(weightings)],

@@ -150,14 +150,15 @@ def tree_examples(*, seed: int = 0) -> list[Example]:
         """Each answer against the next one, and the first against the last."""
         answers = tuple(tokens(int(n)) for n in rng.integers(1, 16, size=count))
         chain = [(k, k + 1) for k in range(count - 1)]
-        return Example(prompt, answers, tuple([*chain, (0, count - 1)] if count > 2 else chain))
+        comparisons = tuple([*chain, (0, count - 1)] if count > 2 else chain)
+        return Example(prompt, answers, comparisons, tuple(float(-k // 2) for k in range(count)))  # some are ties
 
     def nested(prompt: IntArray) -> Example:
         """Answers that part at different depths: four share `trunk`, three of them `branch` too, one ends with it."""
         trunk, branch = tokens(FEWEST_SHARED + 3), tokens(FEWEST_SHARED + 1)
         deep = [np.concatenate([trunk, branch, tokens(n)]) for n in (4, 6)]
         answers = (deep[0], np.append(trunk, tokens(1)), deep[1], np.append(trunk, branch), tokens(3))
-        return Example(prompt, answers, ((0, 1), (2, 1), (0, 4), (3, 4)))
+        return Example(prompt, answers, ((0, 1), (2, 1), (0, 4), (3, 4)), (0.9, 0.2, 0.7, 0.7, 0.1))
 
     prompt = tokens(7)
     return [

@@ -109,6 +109,16 @@ def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | 
     return each
 
 
+def list_weights(examples: Sequence[Example], weighting: str, own: Sequence[float]) -> list[float]:
+    """w of each list by its definition."""
+    each = []
+    for example, weight in zip(examples, own, strict=True):
+        completion = sum(len(answer) for answer in example.answers)
+        prompts = len(example.answers) * len(example.prompt)
+        each.append({"token": completion + prompts, "completion": completion, "example": 1}[weighting] * weight)
+    return each
+
+
 def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
     """L = sum w_p l_p / sum w_p."""
     weight = torch.tensor(weight_P, dtype=torch.float64)

@@ -16,7 +16,17 @@ from isopref.errors import ConfigError
 from isopref.objectives.declare import Param
 from isopref.objectives.loss import PairLoss, pair_loss
 from isopref.objectives.registry import MODIFIERS, OBJECTIVES, PARAMS, out_of_bounds, resolve, unused
-from isopref.testing.equations import ALL_CASES, BATCH_CASES, CASES, COUPLED_EQUATIONS, answers, by_equation, reward
+from isopref.testing.equations import (
+    ALL_CASES,
+    BATCH_CASES,
+    CASES,
+    COUPLED_EQUATIONS,
+    LIST_CASES,
+    LIST_EQUATIONS,
+    answers,
+    by_equation,
+    reward,
+)
 from isopref.types import PairLogps, moved
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "d"}}
@@ -162,7 +172,8 @@ def test_rewards_are_those_of_the_second_writing(case: str) -> None:
 
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
-    assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) == set(OBJECTIVES)
+    assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) | set(LIST_EQUATIONS) == set(OBJECTIVES)
+    assert {name for name, about in OBJECTIVES.items() if about.lists} == set(LIST_EQUATIONS) == set(LIST_CASES)
     assert {name for name, about in OBJECTIVES.items() if about.coupled} == set(COUPLED_EQUATIONS) < set(BATCH_CASES)
     for name, objective in OBJECTIVES.items():
         parameters = inspect.signature(objective.formula).parameters.values()

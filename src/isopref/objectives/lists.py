@@ -1,0 +1,59 @@
+"""Objectives of a ranked list at a time, compared with a reference. Imports no torch; declare.py says how.
+
+A list is the answers of one prompt, each with a score. The loss of a list is a sum over its answers, and a formula
+gives what each answer adds to it. A tie says nothing: an answer is compared with those of its list that have a lower
+score. A: answers of all lists.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isopref.objectives.declare import BETA, objective
+from isopref.objectives.parts import beaten, list_gains, logsigmoid, rank, relative_score, surprise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopref.types import ListLogps
+
+
+@objective(
+    params={"beta": BETA},
+    equation="-log prod_k exp(b G_k) / sum_j exp(b G_j), where j is k and every answer below it",
+    use="Ranked lists: the model is to rank the answers as the scores do",
+    paper="DPO, Rafailov et al. 2023 (2305.18290), eq. 20 in its appendix: Plackett-Luce",
+    lists=True,
+)
+def plackett_luce(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
+    return surprise(beta * list_gains(policy, ref), beaten(policy))
+
+
+@objective(
+    params={"beta": BETA},
+    equation="-log exp(b G_1) / sum_j exp(b G_j), where 1 is the best answer and j is it and every answer below it",
+    use="Lists whose best answer alone is known to be good: one against all the others",
+    paper="S-DPO, Chen et al. 2024 (2406.09215): softmax over one chosen and several rejected answers",
+    lists=True,
+)
+def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
+    below = beaten(policy)
+    is_best = ~below.any(dim=0)
+    return surprise(beta * list_gains(policy, ref), below) * is_best
+
+
+@objective(
+    params={"beta": BETA},
+    equation="-sum_ij D_ij ls(b G_i - b G_j) over i above j, D_ij = |2^s_i - 2^s_j| |1/log(1+t_i) - 1/log(1+t_j)|",
+    use="Ranked lists in which mistakes at the top, between answers of very different scores, matter most",
+    paper="LiPO-lambda, Liu et al. 2024 (2402.01878); s is the score, from 0 to 1 in each list, t the rank by reward",
+    lists=True,
+)
+def lipo(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
+    reward = beta * list_gains(policy, ref)
+    below = beaten(policy)
+    gain = 2 ** relative_score(policy)
+    discount = 1 / (1 + rank(policy, reward)).log()
+    weight = (gain[:, None] - gain).abs() * (discount[:, None] - discount).abs()
+    lost = -logsigmoid(reward[:, None] - reward)
+    return (lost * weight).where(below, 0.0).sum(dim=1)

@@ -1,0 +1,106 @@
+"""Losses of ranked lists: by hand, against their second writing, far out, and what cannot go with them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isopref.errors import ConfigError
+from isopref.objectives.loss import pair_loss
+from isopref.testing.equations import LIST_CASES, LIST_EQUATIONS, Answer
+from isopref.types import ListLogps
+
+
+def lists(gain: list[float], score: list[float], of: list[int] | None = None) -> tuple[ListLogps, ListLogps]:
+    """Policy and reference of answers that gained so many nats, of one list or of several."""
+    known = torch.full((len(gain),), 5), torch.tensor(of or [0] * len(gain)), torch.tensor(score, dtype=torch.float64)
+    ref = torch.linspace(-40, -20, len(gain), dtype=torch.float64)
+    logp = (ref + torch.tensor(gain, dtype=torch.float64)).requires_grad_()
+    return ListLogps(logp, *known), ListLogps(ref, *known)
+
+
+def of_each(name: str, policy: ListLogps, ref: ListLogps, **params: Any) -> Tensor:
+    return pair_loss(name, **params).of_lists(policy, ref)
+
+
+# Three answers with rewards log 1, log 2 and log 3 (beta 1), of which the second has the best score, then the third.
+GAINS, SCORES = [math.log(1), math.log(2), math.log(3)], [0.0, 10.0, 5.0]
+
+
+def test_plackett_luce_by_hand() -> None:
+    policy, ref = lists(GAINS, SCORES)
+    expected = [0.0, -math.log(2 / 6), -math.log(3 / 4)]
+    assert of_each("plackett_luce", policy, ref, beta=1.0).tolist() == pytest.approx(expected)
+
+
+def test_softmax_by_hand() -> None:
+    policy, ref = lists(GAINS, SCORES)
+    assert of_each("softmax", policy, ref, beta=1.0).tolist() == pytest.approx([0.0, -math.log(2 / 6), 0.0])
+
+
+def test_lipo_by_hand() -> None:
+    """Scores are 0, 1 and 0.5 of their range; by reward the third answer is first, the second second."""
+    policy, ref = lists(GAINS, SCORES)
+    discount = {1: 1 / math.log(2), 2: 1 / math.log(3), 3: 1 / math.log(4)}
+    second = (2 - 1) * (discount[2] - discount[3]) * math.log(1 + 1 / 2)
+    second += (2 - 2**0.5) * (discount[1] - discount[2]) * math.log(1 + 3 / 2)
+    third = (2**0.5 - 1) * (discount[1] - discount[3]) * math.log(1 + 1 / 3)
+    assert of_each("lipo", policy, ref, beta=1.0).tolist() == pytest.approx([0.0, second, third])
+
+
+@pytest.mark.parametrize("case", LIST_CASES)
+def test_a_tie_says_nothing(case: str) -> None:
+    policy, ref = lists([1.0, 2.0, 3.0, 7.0], [4.0, 4.0, 4.0, math.nan])
+    assert of_each(*LIST_CASES[case][:1], policy, ref).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("case", LIST_CASES)
+def test_values_and_gradients_are_those_of_the_second_writing(case: str) -> None:
+    """Three lists, mixed up, one of them a single answer."""
+    name, params = LIST_CASES[case]
+    random = torch.Generator().manual_seed(0)
+    of = [0, 1, 0, 2, 1, 1, 0, 1]
+    scores = [3.0, 0.1, 3.0, 9.0, 0.4, 0.4, -2.0, 0.9]
+    policy, ref = lists((3 * torch.randn(8, generator=random)).tolist(), scores, of)
+    found = of_each(name, policy, ref, **params)
+    every = []
+    for which in range(3):
+        inside = [a for a in range(8) if of[a] == which]
+        ranked = [(Answer(policy.logp[a], ref.logp[a], 5), scores[a]) for a in inside]
+        expected = LIST_EQUATIONS[name](ranked, **params)
+        torch.testing.assert_close(found[inside].sum(), expected, rtol=1e-11, atol=1e-13)
+        every.append(expected)
+    (mine,), (theirs,) = (torch.autograd.grad(x, policy.logp) for x in (found.sum(), torch.stack(every).sum()))
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", LIST_CASES)
+def test_far_out_all_is_finite(case: str) -> None:
+    name, params = LIST_CASES[case]
+    policy, ref = lists([1e4, -1e4, 0.0, 1e4], [0.0, 1.0, 2.0, 3.0])
+    loss = of_each(name, policy, ref, **params)
+    (gradient,) = torch.autograd.grad(loss.sum(), policy.logp)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_a_pair_is_a_list_of_two() -> None:
+    """Plackett-Luce of two answers is the sigmoid loss of DPO."""
+    policy, ref = lists([1.3, 0.2], [1.0, 0.0])
+    loss = of_each("plackett_luce", policy, ref, beta=0.3).sum()
+    assert float(loss.detach()) == pytest.approx(math.log1p(math.exp(-0.3 * (1.3 - 0.2))))
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "message"),
+    [
+        ({"sigmoid": 1.0, "lipo": 0.5}, {}, "lipo is a loss of lists, sigmoid one of pairs"),
+        ("softmax", {"ld_alpha": 0.5}, "ld_alpha is 0.5, which discounts"),
+        ("plackett_luce", {"wpo": True}, "wpo: weighs the loss of each pair, but plackett_luce looks at a whole list"),
+    ],
+)
+def test_what_cannot_go_together(loss: object, more: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pair_loss(loss, **more)  # type: ignore[arg-type]
