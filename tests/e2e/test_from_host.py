@@ -18,7 +18,7 @@ from isopref.testing.models import tiny_folder
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project, Weights
 
-FSDP = ("layout.parallel=fsdp", "run.samples=2", "run.sample_tokens=4")
+FSDP = ("layout.parallel=fsdp", "run.samples=2")
 
 
 @pytest.fixture
