@@ -289,7 +289,7 @@ def test_another_reference(
 
     monkeypatch.setattr("isopref.build.reference.load_policy", load)
     monkeypatch.setattr("isopref.build.train.load_policy", load)
-    run = project.train("run", "optim.max_steps=2", "run.samples=1", "run.sample_tokens=4", f"model.reference={other}")
+    run = project.train("run", "optim.max_steps=2", "run.samples=1", f"model.reference={other}")
     assert alive == [0, 0]
     assert read_metrics(run)[0]["train/loss"] == pytest.approx(first_loss(project, other), rel=1e-6)
     figures = json.loads((run / "evaluation.json").read_text())

@@ -22,7 +22,7 @@ def trained(project: Project, *overrides: str) -> RunRecord:
 def test_the_demo_runs(project: Project) -> None:
     """With a tiny model, for two steps."""
     tiny_folder(project.folder / "tiny", max_position_embeddings=1024)  # the longest pairs have 500 bytes
-    run = trained(project, "model.path=tiny", "optim.max_steps=2", "run.sample_tokens=2")
+    run = trained(project, "model.path=tiny", "optim.max_steps=2")
     assert len(run.samples) == 4
     assert len(run.spot_checks["questions"]) >= 20
     assert cost_of(run.spot_checks).text_change is not None

@@ -175,7 +175,7 @@ def test_evaluating_leaves_training_bit_for_bit_as_it_is(
     monkeypatch.setattr(build_trainer, "_callbacks", callbacks)
     monkeypatch.setattr(ExampleLoader, "step", recorded)
     without = project.train("without", *layout, "data.eval=null", "run.samples=0")
-    with_it = project.train("with", *layout, "run.eval_every=1", "run.samples=3", "run.sample_tokens=4")
+    with_it = project.train("with", *layout, "run.eval_every=1", "run.samples=3")
     assert len((with_it / "metrics.jsonl").read_text().split("eval/accuracy_high")) == 11
     assert orders[0] == orders[1]
     first, second = (recorder.seen for recorder in recorders)

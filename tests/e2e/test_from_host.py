@@ -16,7 +16,7 @@ from isopref.testing import oracle
 from isopref.testing.models import tiny_folder
 from support.project import MakeProject, Project, Weights
 
-FSDP = ("layout.parallel=fsdp", "run.samples=2", "run.sample_tokens=4")
+FSDP = ("layout.parallel=fsdp", "run.samples=2")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def project(make_project: MakeProject) -> Project:
 @pytest.fixture(scope="module")
 def run(project: Project) -> Path:
     """A short run with held-out pairs and answers."""
-    return project.train("runs/first", "run.eval_every=3", "run.samples=2", "run.sample_tokens=4")
+    return project.train("runs/first", "run.eval_every=3", "run.samples=2")
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from isopref.models.generate import ANSWER_TOKENS
 from isopref.testing.oracle import sequence_logp
 from support.project import MakeProject, Project
 
 TEXTS = ["It rained all night.", "The road was dry by noon, and we walked home."]
 PROMPTS = ["abc?", "a longer question"]
-NEW_TOKENS = 5
-SETTINGS = ("run.spot_checks=checks.jsonl", f"run.sample_tokens={NEW_TOKENS}", "optim.max_steps=3")
+SETTINGS = ("run.spot_checks=checks.jsonl", "optim.max_steps=3")
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
@@ -34,7 +34,7 @@ def greedy(folder: Path, prompt: str) -> str:
     start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(start, add_special_tokens=False)["input_ids"]
     said: list[int] = []
-    while len(said) < NEW_TOKENS and tokenizer.eos_token_id not in said:
+    while len(said) < ANSWER_TOKENS and tokenizer.eos_token_id not in said:
         said.append(int(model(input_ids=torch.tensor([ids + said])).logits[0, -1].argmax()))
     return str(tokenizer.decode(said, skip_special_tokens=True)).strip()
 

@@ -105,7 +105,7 @@ def shared(make_project: MakeProject) -> Project:
 @pytest.fixture(scope="module")
 def run(shared: Project) -> Path:
     """The run that the tests of this part look at."""
-    return shared.train("run", "run.samples=3", "run.sample_tokens=8", "run.eval_every=4")
+    return shared.train("run", "run.samples=3", "run.eval_every=4")
 
 
 def test_files(run: Path) -> None:
@@ -182,9 +182,7 @@ def test_export_stands_alone(run: Path, shared: Project) -> None:
 
 
 def test_resolved_config_is_the_same_run(run: Path, shared: Project) -> None:
-    given = load_config(
-        shared.folder / "my.yaml", ["run.folder=run", "run.samples=3", "run.sample_tokens=8", "run.eval_every=4"]
-    )
+    given = load_config(shared.folder / "my.yaml", ["run.folder=run", "run.samples=3", "run.eval_every=4"])
     written = load_config(run / "config.yaml")
     assert written == given
     assert run_id(written) == run_id(given)

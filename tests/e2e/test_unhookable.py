@@ -34,7 +34,7 @@ def test_refused_in_packed_rows(unhookable: Project, rows: str) -> None:
 def test_trained_in_padded_rows(
     unhookable: Project, read_metrics: Callable[[Path], list[dict[str, float]]], rows: str
 ) -> None:
-    run = unhookable.train(rows, f"layout.rows={rows}", "run.samples=1", "run.sample_tokens=4")
+    run = unhookable.train(rows, f"layout.rows={rows}", "run.samples=1")
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)

@@ -83,9 +83,8 @@ def _say_samples(run: Run, exported: Any, tokenizer: Any, before: Before) -> Non
 
 
 def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) -> list[Answer]:
-    """Answers to some prompts, as the config asks for them."""
-    config = run.config
-    return answers(model, tokenizer, prompts, max_new_tokens=config.run.sample_tokens, seed=config.optim.seed)
+    """Answers to some prompts, drawn with the config's seed."""
+    return answers(model, tokenizer, prompts, seed=run.config.optim.seed)
 
 
 def last_turn(tokenizer: Any, prompt: IntArray) -> str:

@@ -70,7 +70,7 @@ def tokenised(run: Run, policy: Policy, tokenizer: Any) -> Tokenised | None:
 def measure(run: Run, policy: Policy, tokenizer: Any, tokens: Tokenised) -> Measured:
     """Answer the questions greedily and score the texts, on this rank alone."""
     with policy.plain() as model:
-        answers = greedy_answers(model, tokenizer, tokens.prompts, max_new_tokens=run.config.run.sample_tokens)
+        answers = greedy_answers(model, tokenizer, tokens.prompts)
     logp = text_logp(policy, tokens.texts, run.config.layout.rows) if tokens.texts else None
     return Measured(answers, logp)
 

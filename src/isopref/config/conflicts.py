@@ -158,13 +158,6 @@ def _run(config: Config) -> Iterator[Conflict]:
             f"{run.spot_checks} does nothing without run.export: the exported model is checked. Set run.export: true, "
             "or remove spot_checks.",
         )
-    asked = (run.samples != 0 and data.eval is not None) or run.spot_checks is not None
-    if not (asked and run.export) and run.sample_tokens != type(run).model_fields["sample_tokens"].default:
-        yield (
-            "run.sample_tokens",
-            f"{run.sample_tokens} does nothing: no prompts are answered, which takes run.export, and run.spot_checks "
-            "or data.eval with run.samples other than 0. Set these, or remove sample_tokens.",
-        )
     for name in {name for name in run.loggers if run.loggers.count(name) > 1}:
         yield "run.loggers", f"names {name} twice. Keep one of the two."
     if run.eval_every is not None and data.eval is None:

@@ -124,6 +124,7 @@ OTHERWISE: dict[str, str] = {
 EARLIER: dict[str, str] = {
     "batch_pairs": "It is now called optim.batch_size",
     "microbatch_pairs": "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair",
+    "sample_tokens": "Nothing to set: answers are cut at 64 tokens",
 }
 ADVICE = {**OTHERWISE, **EARLIER}
 

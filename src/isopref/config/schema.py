@@ -235,7 +235,6 @@ class RunConfig(Section):
         description="Held-out prompts that are answered before and after training, greedily and by a draw at "
         "temperature 1 (needs run.export). null: 3 where that is possible; 0: none.",
     )
-    sample_tokens: Count = Field(default=64, description="Most tokens of such an answer, and of one to a spot check.")
     spot_checks: PathText | None = Field(
         default=None,
         description="File of questions with known answers and of plain texts, measured before and after training to "

@@ -12,6 +12,7 @@ from isopref.models.hf import context_length
 from isopref.types import IntArray
 
 BATCH = 32  # prompts answered at once
+ANSWER_TOKENS = 64  # where an answer is cut: enough to show what training changed, in seconds on a CPU
 
 
 class Answer(NamedTuple):
@@ -41,7 +42,7 @@ class _Gumbel(LogitsProcessor):  # type: ignore[misc,unused-ignore]
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int, seed: int = 0
+    model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int = ANSWER_TOKENS, seed: int = 0
 ) -> list[Answer]:
     """A greedy answer for each tokenised prompt and one drawn at temperature 1, all as one left-padded batch.
 
@@ -56,7 +57,9 @@ def answers(
 
 
 @torch.no_grad()
-def greedy_answers(model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int) -> list[str]:
+def greedy_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[IntArray], *, max_new_tokens: int = ANSWER_TOKENS
+) -> list[str]:
     """A greedy answer for each tokenised prompt, in batches."""
     batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
     return [text for batch in batches for text in _generate(model, tokenizer, batch, max_new_tokens)]

@@ -9,6 +9,7 @@ from isopref.config.describe import fields
 from isopref.config.load import load_config
 from isopref.config.peers import VALUES
 from isopref.errors import ConfigError
+from isopref.models.generate import ANSWER_TOKENS
 from isopref.objectives.registry import OBJECTIVES
 
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
@@ -356,9 +357,6 @@ def test_override_that_is_not_yaml(file: Path) -> None:
             "or remove score_tokens.",
         ),
         (["run.spot_checks=s.jsonl", "run.export=false"], "run.spot_checks", "or remove spot_checks."),
-        (["run.sample_tokens=9"], "run.sample_tokens", "Set these, or remove sample_tokens."),
-        (["data.eval=e", "run.sample_tokens=9", "run.samples=0"], "run.sample_tokens", "or remove sample_tokens."),
-        (["data.eval=e", "run.sample_tokens=9", "run.export=false"], "run.sample_tokens", "or remove sample_tokens."),
     ],
 )
 def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
@@ -406,6 +404,7 @@ def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str
             "layout.microbatch_pairs",
             "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair.",
         ),
+        ("run.sample_tokens", f"Nothing to set: answers are cut at {ANSWER_TOKENS} tokens."),
     ],
 )
 def test_names_of_earlier_versions(file: Path, name: str, told: str) -> None:
@@ -452,8 +451,6 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["layout.grad_sync=every"],  # on one process it does nothing, but the same file serves several
         ["layout.score_tokens=9"],
         ["objective.loss=simpo", "layout.score_tokens=9", "data.eval=0.1"],
-        ["data.eval=e", "run.sample_tokens=9"],
-        ["run.samples=0", "run.sample_tokens=64"],
         ["objective.wpo=true", "objective.ld_alpha=0.5"],
         ["objective.reference_moves=[8, 1]", "objective.loss={simpo: 1, hinge: 1}"],
         ["objective.loss={sigmoid: 1, simpo: 0.5}", "objective.gamma=0.5"],
