@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from isopref.engine import train_module
+from isopref.engine.callbacks import guard
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 from isopref.engine.callbacks.watch import FEW, WINDOW, WatchCallback
 from isopref.engine.display import Display
@@ -156,6 +157,15 @@ def test_weights_that_are_not_finite_end_the_run(project: Project, setting: str)
     assert read_run(run).status == "failed"
 
 
+def test_weights_that_are_not_finite_are_blamed_on_no_pair(project: Project) -> None:
+    """All that follows the bad update is skipped. It ends the run at once, and not after several such steps."""
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", "optim.lr=1e308", "model.dtype=float32")
+    assert outcome.code == 1
+    (warning,) = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: step 2 was skipped: the weights contain NaN or Inf \(transformer\..*\)\.", warning)
+    assert outcome.err.startswith("error: step 2: the weights contain NaN or Inf (transformer.")
+
+
 def test_an_update_that_torch_refuses_ends_the_run(project: Project) -> None:
     """A rate of 1e300 is no number of float32, which torch's optimizers refuse."""
     message = project.refused("run", "optim.lr=1e300", "data.eval=null", "model.dtype=float32")
@@ -213,6 +223,7 @@ def test_a_model_that_is_not_finite_is_not_exported(project: Project, monkeypatc
     settings = ("data.eval=null", "optim.lr=1e308", *OVERFLOWING)
     with monkeypatch.context() as patch:
         patch.setattr(KeepingCheckpointerCallback, "check_weights", lambda _self: None)
+        patch.setattr(guard, "bad_weights", lambda *_, **__: [])
         run = project.train("run", *settings, "run.export=false")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step3"]
     message = project.refused("run", *settings, "--resume")

@@ -156,6 +156,7 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     guard, stopped_by = trainer.callbacks["guard"], checkpointer(trainer).stopped_by
     assert isinstance(guard, GuardCallback)
     if guard.gave_up:
+        checkpointer(trainer).check_weights()
         raise RunError(
             f"stopped after {done}: the gradients of {MOST_IN_A_ROW} steps in a row were not finite. The weights of "
             "the checkpoint there are as before them. Look at the pairs named above, lower optim.lr, or use a wider "

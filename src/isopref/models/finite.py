@@ -1,5 +1,7 @@
 """Weights that contain NaN or Inf: found where they lie, whole or sharded, before anything is computed with them."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +17,8 @@ def check_finite(model: nn.Module, name: str) -> None:
     `name` is what the model is called in the message.
     """
     if bad := bad_weights(model):
-        more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
         raise ModelError(
-            f"{name}: the weights contain NaN or Inf, in {bad[0]}{more}. The files are damaged, or training had "
+            f"{name}: the weights contain NaN or Inf, in {some_of(bad)}. The files are damaged, or training had "
             "diverged before they were written. Download the model again, or use an earlier checkpoint."
         )
 
@@ -34,6 +35,11 @@ def bad_weights(model: nn.Module, *, trained_only: bool = False) -> list[str]:
     if num_ranks() > 1:
         dist.all_reduce(bad, dist.ReduceOp.MAX)
     return [name for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of these tensors, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
 def _is_bad(tensor: Tensor) -> Tensor:

@@ -202,3 +202,19 @@ def test_a_script_without_one_finite_step_is_stopped(tmp_path: Path, caplog: pyt
         trainer.fit()
     assert trainer.global_step == MOST_IN_A_ROW < NUM_PAIRS
     assert "5 steps in a row were skipped" in caplog.text
+
+
+def test_a_script_whose_weights_are_not_finite_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = module(rank_microbatch_size=None)
+    with torch.no_grad():
+        dict(made.model.named_parameters())["model.transformer.ln_f.weight"][0] = math.inf
+    config = TrainerConfig(
+        save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
+        metrics_collect_interval=1,
+    )  # fmt: skip
+    trainer = config.build(made, loader(batch_pairs=2, work_dir=str(tmp_path)))
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+    assert trainer.global_step == 1
+    told = [record.message for record in caplog.records if record.name.startswith("isopref")]
+    assert told == ["step 1 was skipped: the weights contain NaN or Inf (transformer.ln_f.weight)."]

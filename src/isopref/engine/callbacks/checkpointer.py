@@ -19,7 +19,7 @@ from isopref.engine.callbacks.evaluation import EvaluateCallback
 from isopref.engine.checkpoints import LAST_FILE, SEAL, damage, from_first, numbered, outlook, refusing, remove, seal
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, is_echo
-from isopref.models.finite import bad_weights
+from isopref.models.finite import bad_weights, some_of
 from isopref.models.parallel import unwrap
 from isopref.places import write_whole
 from isopref.ranks import own_rank
@@ -104,8 +104,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         module: Any = self.trainer.train_module
         bad = bad_weights(unwrap(module.model).model, trained_only=True)
         if bad:
-            more = "" if len(bad) == 1 else f" and {len(bad) - 1} more tensors"
-            raise self.refusal(f"the weights contain NaN or Inf ({bad[0]}{more})")
+            raise self.refusal(f"the weights contain NaN or Inf ({some_of(bad)})")
 
     def refusal(self, problem: str) -> RunError:
         """The error for weights that must not be saved."""

@@ -12,6 +12,8 @@ from isopref.batch.step import Step
 from isopref.engine.display import Display
 from isopref.engine.guard import MOST_IN_A_ROW, Skipped
 from isopref.engine.loader import ExampleLoader
+from isopref.models.finite import bad_weights, some_of
+from isopref.models.parallel import unwrap
 from isopref.ranks import own_rank
 
 log = logging.getLogger(__name__)
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GuardCallback(Callback):
-    """Says which steps were skipped and why, and stops the run when there is no end to them.
+    """Says which steps were skipped and why, and stops the run when there is no end to them: many, or bad weights.
 
     A train module adds one to a trainer that has none.
 
@@ -41,7 +43,13 @@ class GuardCallback(Callback):
         if found is None:
             return
         more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
-        self._warn(f"step {found.first} was skipped{more}: {self._cause(found)}")
+        skipped = f"step {found.first} was skipped{more}"
+        if bad := bad_weights(unwrap(module.model).model, trained_only=True):  # then no pair is to blame
+            self._warn(f"{skipped}: the weights contain NaN or Inf ({some_of(bad)}).")
+            self.gave_up = True
+            self.trainer.cancel_run("the weights are not finite", no_sync=True)
+            return
+        self._warn(f"{skipped}: {self._cause(found)}")
         if found.in_a_row >= MOST_IN_A_ROW:
             self.gave_up = True
             self.trainer.cancel_run(f"{found.in_a_row} steps in a row were skipped", no_sync=True)
