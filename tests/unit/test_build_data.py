@@ -15,7 +15,7 @@ from isopref.build import data as data_building
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
-from isopref.data.shapes import SIDES
+from isopref.data.columns import SIDES
 from isopref.data.table import PairTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError

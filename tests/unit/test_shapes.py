@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.records import (
@@ -36,6 +36,7 @@ def test_every_shape_is_found_and_split(
     name: str, fields: dict[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     assert detect_shape([Record(fields, "f:1")], raw=False).name == name
+    assert [shape.name for shape in SHAPES.values() if shape.fits(fields)] == [name], "no two shapes fit a record"
     assert pair_of(fields) == PreferencePair(prompt, chosen, rejected, None, 1.0, "file:7")
 
 

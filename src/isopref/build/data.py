@@ -261,7 +261,7 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if special := sum(stats.special_tokens.values()):
         way_out = (
             "if they are templated already, set data.template: none"
-            if SHAPES[stats.shape].split_raw
+            if SHAPES[stats.shape].has_raw
             else "the template writes them around each message, so take them out of the text"
         )
         warnings.append(

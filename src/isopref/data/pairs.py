@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SIDES, BadPairError, Shape, detect_shape, to_pair
+from isopref.data.columns import SIDES
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import (
