@@ -277,17 +277,23 @@ def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
 
 
 def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
-    rows = [{"instruction": row.pop("prompt"), "input": "", **row} for row in records(0, 10)]
-    rows[0]["input"], rows[1]["input"] = "a text", rows[1]["instruction"]
+    """Beside a prompt it may be in there already, so it is told of; beside an instruction it is read."""
+    rows = [{"input": "", **row} for row in records(0, 10)]
+    rows[0]["input"], rows[1]["input"] = "a text", rows[1]["prompt"]
     (folder / "a.jsonl").write_text(jsonl(rows))
-    assert load("data.columns={prompt: instruction}").warnings == [
-        "a.jsonl: 1 of 10 records have text in the column 'input' or 'history', which is not read: if the prompt "
-        "needs it, as in Alpaca's data, write it into the prompt"
-    ]
-    assert load("data.columns={prompt: instruction, system: input}").warnings == []
+    warning = (
+        " of 10 records have text in the column 'input' or 'history', which is not read beside a 'prompt' that may "
+        "contain it already. If it does not, read the prompt's column as 'instruction', as Alpaca's data has it: "
+        "data.columns={instruction: COLUMN}"
+    )
+    assert load().warnings == [f"a.jsonl: 1{warning}"]
+    assert load().sources[0].found.unused_columns == ("input",)
+    assert load("data.columns={system: input}").warnings == []
     rows[2]["history"], rows[3]["history"] = [["earlier", "yes"]], []
     (folder / "a.jsonl").write_text(jsonl(rows))
-    assert load("data.columns={prompt: instruction}").warnings[0].startswith("a.jsonl: 2 of 10 records")
+    assert load().warnings == [f"a.jsonl: 2{warning}"]
+    read = load("data.columns={instruction: prompt}")
+    assert (read.warnings, read.sources[0].found.unused_columns) == ([], ())
     turns = {side: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": side}] for side in SIDES}
     (folder / "a.jsonl").write_text(jsonl([{**turns, "input": "why?"}] * 9))
     assert load().warnings == []

@@ -134,7 +134,10 @@ RENAMED: list[tuple[dict[str, Any], str]] = [
         "{chosen: chosen_response, rejected: rejected_response}",
     ),
     ({"messages": [Q], "chosen": "a", "rejected": "b"}, "{prompt: messages}"),
-    ({"instruction": "why?", "input": "", "chosen": "a", "rejected": "b"}, "{prompt: instruction}"),
+    (
+        {"instruction": "why?", "input": "", "accepted": "a", "output_reject": "b"},
+        "{chosen: accepted, rejected: output_reject}",
+    ),
     (
         {"query": "why?", "answerGood": "a", "bad answer:": "b"},
         '{prompt: query, chosen: answerGood, rejected: "bad answer:"}',

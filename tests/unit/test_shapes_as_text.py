@@ -34,7 +34,8 @@ def as_text(fields: dict[str, Any], write: Callable[[Any], str]) -> dict[str, An
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(
-    ("name", "fields", "prompt", "chosen", "rejected"), [case for case in SHAPED if case[0] not in ("text", "hh")]
+    ("name", "fields", "prompt", "chosen", "rejected"),
+    [case for case in SHAPED if case[0] not in ("text", "alpaca", "hh")],
 )
 def test_messages_written_as_text_are_read(
     name: str, fields: dict[str, Any], prompt: Any, chosen: Any, rejected: Any, write: Callable[[Any], str]

@@ -18,6 +18,7 @@ from isopref.data.shapes import BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.records import (
+    ALPACA,
     BAD,
     GOOD,
     HH,
@@ -141,6 +142,7 @@ def broken(base: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 BASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "text": (TEXT, "none"),
+    "alpaca": (ALPACA, "none"),
     "hh": (HH, "none"),
     "messages": (MESSAGES, None),
     "conversations": (CONVERSATIONS, None),
@@ -153,6 +155,9 @@ def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
     sides = (fields["chosen"], fields["rejected"])
     if shape == "text":
         return tuple(fields["prompt"] + side + "</s>" for side in sides)
+    if shape == "alpaca":
+        asked = "\n".join(part for part in (fields["instruction"], fields.get("input")) if part)
+        return tuple(asked + side + "</s>" for side in sides)
     if shape == "hh":
         before = fields.get("prompt") or ""
         return tuple((side if side.startswith("\n\nHuman:") else before + side) + "</s>" for side in sides)

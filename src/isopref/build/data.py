@@ -276,7 +276,8 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if stats.unused_inputs:
         warnings.append(
             f"{stats.unused_inputs} of {stats.read} records have text in the column 'input' or 'history', which is "
-            "not read: if the prompt needs it, as in Alpaca's data, write it into the prompt"
+            "not read beside a 'prompt' that may contain it already. If it does not, read the prompt's column as "
+            "'instruction', as Alpaca's data has it: data.columns={instruction: COLUMN}"
         )
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:

@@ -19,6 +19,7 @@ from isopref.data.messages import (
     is_transcript,
     kind,
     read_answer,
+    read_history,
     read_messages,
     read_prompt,
     read_text,
@@ -88,6 +89,28 @@ class Text(Shape):
     def split(self, fields: Fields) -> Parts:
         prompt, chosen, rejected = (read_text(fields[key], key) for key in self.columns)
         return prompt, chosen, rejected
+
+
+class Alpaca(Shape):
+    """Records of the Alpaca kind, joined as LLaMA-Factory does: the parts that are not empty, one line each."""
+
+    name = "alpaca"
+    looks = "instruction, chosen, rejected: text; input: text or empty; history: [user, assistant] turns or empty"
+    columns = ("instruction", "input", "history", *SIDES)
+    has_raw = True
+
+    def fits(self, fields: Fields) -> bool:
+        is_alpaca = _kinds(fields) == _Kinds(sides="text") and kind(fields.get("instruction")) == "text"
+        return is_alpaca and not HH().fits(fields)
+
+    def split(self, fields: Fields) -> Parts:
+        parts = [read_text(fields[key], key) for key in ("instruction", "input") if fields.get(key)]
+        chosen, rejected = (read_text(fields[key], key) for key in SIDES)
+        prompt = "\n".join(parts)
+        history = read_history(fields.get("history"))
+        if not history:
+            return prompt, chosen, rejected
+        return [*history, {"role": "user", "content": prompt}], chosen, rejected
 
 
 class Messages(Shape):
@@ -194,7 +217,7 @@ class HH(Shape):
 
 
 SHAPES: dict[str, Shape] = {
-    shape.name: shape for shape in (Text(), Messages(), Conversations(), UltraFeedback(), ShareGPT(), HH())
+    shape.name: shape for shape in (Text(), Alpaca(), Messages(), Conversations(), UltraFeedback(), ShareGPT(), HH())
 }
 
 

@@ -57,16 +57,23 @@ def parse_written(text: str) -> list[Any] | dict[str, Any] | None:
     """The messages in such a text: JSON, or what Python or numpy print, as pandas writes to CSV. None: not messages."""
     if not is_written(text):
         return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+    value = _parse(text)
+    if value is text:
         # numpy sets no comma between objects; in a string the same characters stay.
-        commas = STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text)
-        try:
-            value = ast.literal_eval(commas.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return None
+        value = _parse(STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text))
     return value if kind(value) == "messages" else None
+
+
+def _parse(text: str) -> Any:
+    """The value that a text writes, as JSON or as Python prints it; the text itself if it is neither."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 def shown(value: Any) -> str:
@@ -107,6 +114,22 @@ def read_answer(value: Any, name: str) -> list[Message]:
     roles = [message["role"] for message in messages]
     if roles != ["assistant"]:
         raise DefectError("role", f"'{name}' must hold one assistant turn after the prompt, not {roles}")
+    return messages
+
+
+def read_history(value: Any) -> list[Message]:
+    """Earlier turns as [user, assistant] pairs of text, also where those are written as text, as in CSV."""
+    turns = _parse(value) if isinstance(value, str) else value
+    if turns is None or turns == "" or turns == []:
+        return []
+    if not isinstance(turns, list):
+        raise DefectError("type", f"'history' is not a list of [user, assistant] turns but {shown(value)}")
+    messages = []
+    for index, turn in enumerate(turns):
+        if not (isinstance(turn, list | tuple) and len(turn) == 2):
+            raise DefectError("type", f"'history[{index}]' is not a [user, assistant] turn but {shown(turn)}")
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": read_text(text, f"history[{index}]")})
     return messages
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.columns import SIDES
+from isopref.data.columns import PROMPTS, SIDES
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PairTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 9  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 10  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
@@ -158,8 +158,9 @@ def _refuse_shared_columns(spec: SourceSpec) -> None:
                 f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Name another "
                 "column for one of them."
             )
-        if theirs in ("prompt", *SIDES) and theirs not in columns:
-            (ours,) = names
+        (ours,) = names
+        is_prompt = theirs == "prompt" and ours in PROMPTS
+        if theirs in ("prompt", *SIDES) and theirs not in columns and not is_prompt:
             raise ConfigError(
                 f"columns for '{spec.path}': the column '{theirs}' is read as {ours}, so nothing is read as {theirs}. "
                 f"Name a column for that too, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
@@ -293,7 +294,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         columns |= record.fields.keys()
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
-            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1])
+            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], chunk.shape.reads)
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -310,7 +311,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             place = pair.origin.removeprefix(chunk.name)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
-    unused = columns.difference(COLUMNS)
+    unused = columns - chunk.shape.reads
     return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, SIDES, column_like, quoted
+from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
 from isopref.data.known_shapes import SHAPES, Fields, Shape
 from isopref.data.messages import (
     DefectError,
@@ -30,6 +30,7 @@ from isopref.errors import DataError
 __all__ = ["COLUMNS", "SHAPES", "BadPairError", "PreferencePair", "Shape", "detect_shape", "to_pair"]
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
+TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
 COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL]))
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
@@ -74,6 +75,7 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
             f"{first.origin}: records of shape '{shape.name}' are messages, which data.template: none cannot "
             "write. Use the tokenizer's chat template, or data.template: path.jinja."
         )
+    _refuse_idle_columns(first, shape, columns or {})
     shape = replace(shape, written=written)
     _refuse_most(records, shape)
     return shape
@@ -97,7 +99,8 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
     prompt, chosen, rejected = shape.split_raw(fields) if raw else shape.split(fields)
     tools = read_tools(fields.get("tools"))
-    for name, given in (("system", fields.get("system")), ("tools", tools)):
+    history = not isinstance(prompt, str)  # of a shape that is text otherwise
+    for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
         if raw and given:
             raise DataError(
                 f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
@@ -178,6 +181,20 @@ def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
     return DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
 
 
+def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]) -> None:
+    """Raise DataError where data.columns names a column that the shape does not read."""
+    for ours, theirs in columns.items():
+        if ours in shape.reads:
+            continue
+        way_out = f"Remove {ours} from data.columns"
+        if ours in SHAPES["alpaca"].columns:
+            way_out += ", or read the prompt's column as instruction, beside which it is read"
+        raise DataError(
+            f"{first.origin}: data.columns reads '{theirs}' as {ours}, but a source of shape '{shape.name}' has no "
+            f"such column ({shape.looks}). {way_out}."
+        )
+
+
 def _refuse_most(records: Sequence[Record], shape: Shape) -> None:
     """Raise DataError where the shape objects to most records: to drop those would drop nearly all."""
     found = []
@@ -196,6 +213,8 @@ def _refuse_most(records: Sequence[Record], shape: Shape) -> None:
 def _renames(fields: Fields) -> dict[str, str]:
     """Which columns, given our names, would make a shape of the record, as far as their own names tell."""
     missing = [ours for ours in ALIASES if fields.get(ours) is None]
+    if fields.get("instruction") is not None and "prompt" in missing:
+        missing.remove("prompt")  # the prompt is there, under Alpaca's name
     renames = {ours: theirs for ours in missing if (theirs := column_like(ours, fields))}
     rest = {key: value for key, value in fields.items() if key not in renames.values()}
     renamed = rest | {ours: fields[theirs] for ours, theirs in renames.items()}
@@ -210,11 +229,11 @@ def _misfit(fields: Fields, shape: Shape) -> DefectError:
     other = _shape_of(fields)
     if other:
         return DefectError("shape", f"shape '{other.name}' in a source of shape '{shape.name}' ({shape.looks})")
-    for key in PARTS:
+    for key in TELLING:
         if kind(fields.get(key)) not in ("absent", "text", "messages"):
             return DefectError("type", f"'{key}' is neither text nor messages but {shown(fields[key])}")
-    found = {key: kind(fields.get(key)) for key in PARTS}
-    reason = "missing" if found["prompt"] == found["conversations"] == "absent" else "shape"
+    found = {key: kind(fields.get(key)) for key in TELLING if key in shape.columns or fields.get(key) is not None}
+    reason = "shape" if any(fields.get(key) is not None for key in PROMPTS) else "missing"
     return DefectError(reason, f"the columns {found} do not make shape '{shape.name}' ({shape.looks})")
 
 

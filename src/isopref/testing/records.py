@@ -43,10 +43,15 @@ ULTRAFEEDBACK = {
     "rejected": [Q, BAD],
     "score_chosen": 9.0,
 }
+ALPACA = {"instruction": "why?", "input": "", "chosen": "because", "rejected": "dunno"}
+HISTORY = [["hi", "hello"]]
 
 # shape, record, prompt, chosen, rejected
 SHAPED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     ("text", TEXT, "why?", "because", "dunno"),
+    ("alpaca", ALPACA, "why?", "because", "dunno"),
+    ("alpaca", ALPACA | {"input": "a text", "history": []}, "why?\na text", "because", "dunno"),
+    ("alpaca", ALPACA | {"history": HISTORY}, HH_TURNS, "because", "dunno"),
     ("messages", {"prompt": [SYSTEM, Q], "chosen": [GOOD], "rejected": [BAD]}, [SYSTEM, Q], [GOOD], [BAD]),
     ("messages", {"prompt": [Q], "chosen": GOOD, "rejected": BAD}, [Q], [GOOD], [BAD]),
     ("messages", {"prompt": [Q], "chosen": "because", "rejected": "dunno"}, [Q], "because", "dunno"),
