@@ -299,6 +299,21 @@ def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
     assert load().warnings == []
 
 
+def test_a_prompt_that_is_a_guess_is_told_of(load: Load, folder: Path) -> None:
+    rows = [{side: f"why {n}?\n{side}" for side in SIDES} for n in range(9)]
+    (folder / "a.jsonl").write_text(jsonl(rows))
+    tables = load()
+    (use,) = tables.sources
+    assert use.found.shape == "common_start"
+    assert use.prompt_from.startswith("what chosen and rejected both begin with, to the end of a line")
+    (warning,) = tables.warnings
+    assert warning.startswith("a.jsonl: there is no column 'prompt', so the prompt is guessed to be what 'chosen' and ")
+    marked = [{side: f"User: why {n}?\nAssistant: {side}" for side in SIDES} for n in range(9)]
+    (folder / "a.jsonl").write_text(jsonl(marked))
+    assert load().warnings == []
+    assert load().sources[0].prompt_from == "all up to the last mark of the assistant, as in 'Assistant:'"
+
+
 def test_many_dropped_pairs(load: Load, folder: Path) -> None:
     long = "no " * 50
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 10, answer=long)))

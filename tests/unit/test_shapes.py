@@ -111,7 +111,6 @@ def test_other_parts_are_refused_by_their_type(part: Any, what: str) -> None:
 UNKNOWN: list[dict[str, Any]] = [
     {"question": "why?", "chosen": "because", "rejected": "dunno"},
     {"instruction": "why?", "output": ["because", "dunno"]},
-    {"chosen": "because", "rejected": "dunno"},
     SHAREGPT | {"prompt": "why?"},  # two prompts: which?
     {"prompt": "why?", "chosen": "because", "rejected": [BAD]},
     {},

@@ -20,12 +20,14 @@ from isopref.errors import DataError
 from isopref.testing.records import (
     ALPACA,
     BAD,
+    COMMON_START,
     GOOD,
     HH,
     HH_PROMPT,
     SHAREGPT,
     SYSTEM,
     TEXT,
+    TRANSCRIPT,
     ULTRAFEEDBACK,
     Q,
     assistant,
@@ -144,6 +146,8 @@ BASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "text": (TEXT, "none"),
     "alpaca": (ALPACA, "none"),
     "hh": (HH, "none"),
+    "transcript": (TRANSCRIPT, "none"),
+    "common_start": (COMMON_START, "none"),
     "messages": (MESSAGES, None),
     "conversations": (CONVERSATIONS, None),
     "sharegpt": (SHAREGPT, None),
@@ -158,6 +162,8 @@ def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
     if shape == "alpaca":
         asked = "\n".join(part for part in (fields["instruction"], fields.get("input")) if part)
         return tuple(asked + side + "</s>" for side in sides)
+    if shape in ("transcript", "common_start"):
+        return tuple(side + "</s>" for side in sides)
     if shape == "hh":
         before = fields.get("prompt") or ""
         return tuple((side if side.startswith("\n\nHuman:") else before + side) + "</s>" for side in sides)

@@ -43,6 +43,7 @@ class SourceUse:
     field: str  # data.train or data.eval
     path: str
     found: SourceStats
+    prompt_from: str  # what was taken to be the prompt
     mixed: int  # pairs in the mix
     train: int  # of those: trained on
     held_out: int  # of those: evaluated on
@@ -165,7 +166,7 @@ def _share_warning(asked: float, held_out: int, pairs: int) -> list[str]:
 def _uses(field: str, mixed: PairTable, train: PairTable | None, held_out: PairTable | None) -> list[SourceUse]:
     counts = (_pairs_of_source(mixed, table) for table in (mixed, train, held_out))
     found = zip(mixed.source_names, mixed.stats.sources, *counts, strict=True)
-    return [SourceUse(field, *one) for one in found]
+    return [SourceUse(field, path, stats, SHAPES[stats.shape].prompt_from, *numbers) for path, stats, *numbers in found]
 
 
 def _pairs_of_source(whole: PairTable, part: PairTable | None) -> list[int]:
@@ -272,6 +273,12 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
         warnings.append(
             f"in {stats.repeated_prompts} of {stats.kept} pairs both answers begin with the prompt, which would be "
             "learnt as part of the answer: take it out of them"
+        )
+    if SHAPES[stats.shape].is_guess:
+        warnings.append(
+            "there is no column 'prompt', so the prompt is guessed to be what 'chosen' and 'rejected' both begin with, "
+            "up to the end of a line or else a sentence. Look at the pairs that isopref data shows. A column 'prompt' "
+            "leaves nothing to guess"
         )
     if stats.unused_inputs:
         warnings.append(

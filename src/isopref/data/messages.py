@@ -23,8 +23,6 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
-HH_TURN = re.compile(r"\n\n(Human|Assistant):")
-HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 WRITTEN = re.compile(r"\s*\[?\s*\{\s*[\"']")
 WRITTEN_KEYS = tuple(
     tuple(re.compile(rf"[\"']{key}[\"']\s*:") for key in keys) for keys in (("role", "content"), ("from", "value"))
@@ -131,20 +129,6 @@ def read_history(value: Any) -> list[Message]:
         for role, text in zip(("user", "assistant"), turn, strict=True):
             messages.append({"role": role, "content": read_text(text, f"history[{index}]")})
     return messages
-
-
-def is_transcript(text: str) -> bool:
-    """Whether a text is a dialogue as Anthropic's HH data writes it."""
-    return bool(HH_TURN.match(text)) and "\n\nAssistant:" in text
-
-
-def read_transcript(text: str) -> list[Message]:
-    """The turns of such a text. Spaces around a turn belong to the notation."""
-    parts = HH_TURN.split(text)[1:]
-    return [
-        {"role": HH_ROLES[speaker], "content": content.strip()}
-        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:

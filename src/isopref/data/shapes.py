@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
-from isopref.data.known_shapes import SHAPES, Fields, Shape
+from isopref.data.known_shapes.registry import SHAPES
+from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
     DefectError,
     Message,
@@ -74,6 +75,11 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
         raise DataError(
             f"{first.origin}: records of shape '{shape.name}' are messages, which data.template: none cannot "
             "write. Use the tokenizer's chat template, or data.template: path.jinja."
+        )
+    if not raw and not shape.has_template:
+        raise DataError(
+            f"{first.origin}: records of shape '{shape.name}' are templated already, and the chat template would be "
+            "written around them once more. Set data.template: none, or write them as messages."
         )
     _refuse_idle_columns(first, shape, columns or {})
     shape = replace(shape, written=written)
@@ -160,15 +166,19 @@ def _shape_of(fields: Fields) -> Shape | None:
 
 
 def _first_shape(records: Sequence[Record], written: frozenset[str]) -> tuple[Record, Shape | None]:
-    """The first record that has a shape, with that shape."""
+    """The first record that has a shape, with that shape. A guess counts only where most records have no other one."""
+    found: list[tuple[Record, Shape]] = []
     for record in records:
         try:
             shape = _shape_of(_parsed(record.fields, written))
         except DefectError:
             continue
         if shape is not None:
-            return record, shape
-    return records[0], None
+            found.append((record, shape))
+    guesses = [one for one in found if one[1].is_guess]
+    proven = [one for one in found if not one[1].is_guess]
+    candidates = guesses if len(guesses) > len(proven) else proven
+    return candidates[0] if candidates else (records[0], None)
 
 
 def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
@@ -227,7 +237,7 @@ def _misfit(fields: Fields, shape: Shape) -> DefectError:
         if fields.get(key) is None:
             return DefectError("missing", f"'{key}' is missing")
     other = _shape_of(fields)
-    if other:
+    if other and not other.is_guess:
         return DefectError("shape", f"shape '{other.name}' in a source of shape '{shape.name}' ({shape.looks})")
     for key in TELLING:
         if kind(fields.get(key)) not in ("absent", "text", "messages"):

@@ -45,6 +45,8 @@ ULTRAFEEDBACK = {
 }
 ALPACA = {"instruction": "why?", "input": "", "chosen": "because", "rejected": "dunno"}
 HISTORY = [["hi", "hello"]]
+TRANSCRIPT = {side: text.replace("\n\nHuman", "\nUser") for side, text in HH.items()}
+COMMON_START = {"chosen": "why?\nbecause", "rejected": "why?\ndunno"}
 
 # shape, record, prompt, chosen, rejected
 SHAPED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
@@ -63,4 +65,6 @@ SHAPED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     ("hh", HH, HH_TURNS, [GOOD], [BAD]),
     ("hh", {"prompt": HH_PROMPT, "chosen": " because", "rejected": " dunno"}, HH_TURNS, [GOOD], [BAD]),
     ("hh", {"prompt": HH_PROMPT, **HH}, HH_TURNS, [GOOD], [BAD]),
+    ("transcript", TRANSCRIPT, HH_TURNS, [GOOD], [BAD]),
+    ("common_start", COMMON_START, "why?", "because", "dunno"),
 ]
