@@ -129,9 +129,34 @@ def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
     assert len(load("data.columns={prompt: question}").train) == 9
 
 
-def test_a_pattern_is_no_source(load: Load) -> None:
-    with pytest.raises(DataError, match=r"^\*\.jsonl: no such file .* Name each file, as in data\.train=\[a\.jsonl, b"):
-        load("data.train=*.jsonl")
+def test_a_pattern_and_a_folder_are_one_source_each(load: Load, folder: Path) -> None:
+    by_pattern = load("data.train=*.jsonl")
+    assert [(use.path, use.found.format, use.mixed) for use in by_pattern.sources] == [
+        ("*.jsonl", "2 files, jsonl", 60)
+    ]
+    expected = [*(f"a.jsonl:{line}" for line in range(1, 21)), *(f"b.jsonl:{line}" for line in range(1, 41))]
+    assert origins(by_pattern.train) == expected
+    (folder / "shards").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).rename(folder / "shards" / name)
+    by_folder = load("data.train=shards/")
+    assert origins(by_folder.train) == [f"shards/{origin}" for origin in expected]
+    assert by_folder.train.digest == by_pattern.train.digest
+    assert said(by_folder)[0] == "data  shards/: 60 pairs (2 files, jsonl, text)"
+    assert origins(by_folder.train.select([59, 0])) == ["shards/b.jsonl:40", "shards/a.jsonl:1"]
+
+
+def test_a_file_more_or_less_builds_a_table_again(load: Load, folder: Path) -> None:
+    assert len(load("data.train=*.jsonl").train) == 60
+    (folder / "c.jsonl").write_text(jsonl(records(60, 70)))
+    assert len(load("data.train=*.jsonl").train) == 70
+    (folder / "c.jsonl").rename(folder / "0.jsonl")
+    assert origins(load("data.train=*.jsonl").train)[:11] == [
+        *(f"0.jsonl:{line}" for line in range(1, 11)),
+        "a.jsonl:1",
+    ]
+    (folder / "0.jsonl").unlink()
+    assert len(load("data.train=*.jsonl").train) == 60
 
 
 # --- what is held out --------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 class _Chunk(NamedTuple):
     source: int
-    name: str
+    base: str  # of the source: what its origins begin with
     shape: Shape
     records: list[Record]
 
@@ -98,25 +98,28 @@ def build_table(
     encoder = PairEncoder(tokenizer, options)
     content = _content(sources)
     path = folder / f"{_key(content, encoder)}.arrow"
-    names = [source.name for source in sources]
-    table, _ = _find(path, names)
+    table, _ = _find(path, sources)
     if table is None:
         time.sleep(head_start_s)
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
-            table, damage = _find(path, names)  # another process may have built it while we waited
+            table, damage = _find(path, sources)  # another process may have built it while we waited
             if damage is not None:
                 say(f"{damage}. Building it again")
             if table is None:
                 _build(path, sources, content, encoder, progress, workers)
-                table = PairTable.open(path, names)
+                table = _open_table(path, sources)
     return table
 
 
-def _find(path: Path, source_names: list[str]) -> tuple[PairTable | None, DamagedTableError | None]:
+def _open_table(path: Path, sources: list[Source]) -> PairTable:
+    return PairTable.open(path, [source.name for source in sources], [source.base for source in sources])
+
+
+def _find(path: Path, sources: list[Source]) -> tuple[PairTable | None, DamagedTableError | None]:
     """The table in a file, if it is there and whole; else what is wrong with it, if it is there."""
     try:
-        table = PairTable.open(path, source_names)
+        table = _open_table(path, sources)
         if path.stat().st_size <= CHECKED_AT_ONCE:
             table.check()
     except FileNotFoundError:
@@ -271,7 +274,7 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
         shape = detect_shape(first, raw=raw, columns=source.columns)
         everything = chain(first, records)
         while chunk := list(islice(everything, CHUNK_RECORDS)):
-            yield _Chunk(index, source.name, shape, chunk)
+            yield _Chunk(index, source.base, shape, chunk)
 
 
 # --- encoding, here or in worker processes -----------------------------------------------------------
@@ -308,7 +311,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             notes["repeated_prompts"] += repeats_prompt(pair)
             if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
-            place = pair.origin.removeprefix(chunk.name)
+            place = pair.origin.removeprefix(chunk.base)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns - chunk.shape.reads

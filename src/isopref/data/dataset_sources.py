@@ -1,0 +1,84 @@
+"""Sources that the package `datasets` reads: folders written by save_to_disk, and the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from isopref.data.file_sources import inside
+from isopref.data.formats import SUFFIXES, Places, digest_files, without_filling
+from isopref.data.source import Source
+from isopref.errors import DataError
+from isopref.optional import require
+
+FILE_SUFFIXES = {*SUFFIXES, ".gz", ".txt"}  # of what is no hub name
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether save_to_disk wrote a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[str, str]) -> Source:
+    """A folder that save_to_disk wrote; of several splits, this one or "train". Raises DataError."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+        wanted = split or "train"
+        if wanted not in splits:
+            raise DataError(f"{spec}: no split '{wanted}'. Name one as '{folder}:SPLIT'; there are: {splits}.")
+        folder = folder / wanted
+    elif split:
+        raise DataError(f"{spec}: a folder, but not splits written by save_to_disk. {inside(folder)}")
+    datasets = require("datasets", extra="datasets", why=f"the source '{spec}' is a folder written by save_to_disk")
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises many kinds for a damaged folder
+        raise DataError(f"{spec}: cannot be read ({_first_line(error)}). Write it again.") from error
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return _dataset_source(spec, dataset, "saved data set", lambda: digest_files(files), columns)
+
+
+def hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) -> Source:
+    """A data set of the hub, if `spec` can be one: it is no local path. Raises DataError."""
+    tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
+    if hint or not HUB_NAME.fullmatch(name) or Path(name).suffix in FILE_SUFFIXES:
+        way_out = f"Check the path; a relative one starts where the command runs.{hint}"
+        raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
+    datasets = require(
+        "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
+    )
+    try:
+        dataset = datasets.load_dataset(name, split=split)
+    except Exception as error:  # network, authentication, unknown name or split: each a class of its own
+        raise DataError(
+            f"{spec}: there is no local path {tried}, and the Hugging Face hub gave no data set '{name}' "
+            f"with split '{split}' ({_first_line(error)}). Mend the path, or the name as 'owner/name:split'."
+        ) from error
+    # The fingerprint is the library's own content key: it follows the files and every step that changed them.
+    return _dataset_source(spec, dataset, "hub", lambda: str(dataset._fingerprint), columns)
+
+
+def _dataset_source(
+    spec: str, dataset: Any, kind: str, digest: Callable[[], str], columns: Mapping[str, str]
+) -> Source:
+    def read() -> Places:
+        as_written = without_filling(dataset.features.arrow_schema)
+        return ((as_written(row), f":row {number}") for number, row in enumerate(dataset))
+
+    return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
+
+
+def _hint(spec: str) -> str:
+    """What to say, where there is no such path, of a text that was meant as something else."""
+    if re.fullmatch(r"[\d.]+%?", spec):
+        return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
+    if "://" in spec:
+        return " Nothing is fetched from an address: download the file, or name a hub data set as owner/name."
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
