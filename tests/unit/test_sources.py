@@ -254,7 +254,7 @@ def test_a_null_in_json_was_written_by_its_author(tmp_path: Path) -> None:
         assert [record.fields for record in read_source(str(tmp_path / name))] == expected
 
 
-# --- folders, the hub, packages -------------------------------------------------------------------------
+# --- saved data sets, packages ---------------------------------------------------------------------------
 
 
 def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
@@ -278,42 +278,9 @@ def test_a_split_of_a_saved_data_set_is_named_or_train(tmp_path: Path) -> None:
     assert len(list(read_source(str(folder)))) == 3
     (record,) = read_source(f"{folder}:test")
     assert record.origin == f"{folder}:test:row 0"
+    assert list(read_source(str(folder), split="test")) == [record]
     with pytest.raises(DataError, match=r"no split 'dev'.*\['test', 'train'\]"):
         read_source(f"{folder}:dev")
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "split"),
-    [
-        ("owner/set", "owner/set", "train"),
-        ("owner/set:train_prefs", "owner/set", "train_prefs"),
-        ("set", "set", "train"),
-    ],
-)
-def test_a_hub_name_is_loaded(spec: str, name: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    stored = datasets.Dataset.from_list(ROWS)
-
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
-        asked.append((name, split))
-        return stored
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = read_source(spec)
-    assert asked == [(name, split)]
-    assert (source.format, source.digest()) == ("hub", stored._fingerprint)
-    assert [record.origin for record in source] == [f"{spec}:row {number}" for number in range(3)]
-
-
-def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError) as caught:
-        read_source("owner/set:dev")
-    for part in (str(Path("owner/set:dev").absolute()), "'owner/set'", "'dev'", "ConnectionError: no route"):
-        assert part in str(caught.value)
 
 
 def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

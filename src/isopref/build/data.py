@@ -11,7 +11,7 @@ import numpy as np
 
 from isopref.build.run import Run
 from isopref.config.schema import Config
-from isopref.config.values import SourceConfig
+from isopref.config.values import SourceConfig, Sources
 from isopref.data.chat import TokenizeOptions
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
@@ -178,7 +178,7 @@ def _pairs_of_source(whole: PairTable, part: PairTable | None) -> list[int]:
 
 def _mixed_table(
     config: Config,
-    sources: str | list[str | SourceConfig],
+    sources: Sources,
     tokenizer: Any,
     display: Display,
     is_first: bool,
@@ -190,14 +190,21 @@ def _mixed_table(
     return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
 
 
-def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
+def _specs(sources: Sources, columns: dict[str, str]) -> list[SourceSpec]:
     listed = sources if isinstance(sources, list) else [sources]
-    return [
-        SourceSpec(source, columns)
-        if isinstance(source, str)
-        else SourceSpec(source.path, columns if source.columns is None else source.columns, source.weight, source.count)
-        for source in listed
-    ]
+    return [_spec(SourceConfig(path=one) if isinstance(one, str) else one, columns) for one in listed]
+
+
+def _spec(source: SourceConfig, columns: dict[str, str]) -> SourceSpec:
+    return SourceSpec(
+        source.path,
+        columns if source.columns is None else source.columns,
+        source.weight,
+        source.count,
+        name=source.name,
+        split=source.split,
+        revision=source.revision,
+    )
 
 
 def _whole_table(

@@ -19,7 +19,7 @@ from isopref.config.describe import adapter_fields, expected, fields, sections, 
 from isopref.config.peers import OTHERWISE, SAME, instead
 from isopref.config.schema import Config
 from isopref.config.section import NO_PATH
-from isopref.config.values import IS_LIST, TAGS
+from isopref.config.values import IS_LIST, IS_SOURCE, TAGS
 from isopref.errors import ConfigError
 
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
@@ -269,7 +269,8 @@ def _validate(draft: _Draft) -> Config | None:
             in_list = IS_LIST in one["loc"]
             path = [key for key in one["loc"] if key not in TAGS]
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
-            keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
+            has_fields = inner[:2] == ADAPTER or IS_SOURCE in one["loc"]
+            keys = inner[:4] if in_list else inner[:3] if has_fields else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
                 kind = one["type"] if inner == keys else "part"  # of a list that is too short, a part is missing
                 words = one["msg"] if kind == NO_PATH else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
         splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
         wanted = split or "train"
         if wanted not in splits:
-            raise DataError(f"{spec}: no split '{wanted}'. Name one as '{folder}:SPLIT'; there are: {splits}.")
+            raise DataError(
+                f"{spec}: no split '{wanted}'. Name another (split: SPLIT, or '{folder}:SPLIT'); there are: {splits}."
+            )
         folder = folder / wanted
     elif split:
         raise DataError(f"{spec}: a folder, but not splits written by save_to_disk. {inside(folder)}")
@@ -36,29 +39,45 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
     try:
         dataset = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library raises many kinds for a damaged folder
-        raise DataError(f"{spec}: cannot be read ({_first_line(error)}). Write it again.") from error
+        raise DataError(f"{spec}: cannot be read ({_first_lines(error)}). Write it again.") from error
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return _dataset_source(spec, dataset, "saved data set", lambda: digest_files(files), columns)
 
 
-def hub_source(spec: str, name: str, split: str, columns: Mapping[str, str]) -> Source:
-    """A data set of the hub, if `spec` can be one: it is no local path. Raises DataError."""
+@dataclass(frozen=True)
+class HubName:
+    """What is asked of the hub: a data set, one of its configs, a split, a branch, tag or commit."""
+
+    path: str
+    name: str | None
+    split: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        config = "" if self.name is None else f", config '{self.name}'"
+        revision = "" if self.revision is None else f", revision '{self.revision}'"
+        return f"'{self.path}' with split '{self.split}'{config}{revision}"
+
+
+def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]) -> Source:
+    """A data set of the hub, if `spec`, no local path, can name one. `label` is the source's name. Raises DataError."""
     tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
-    if hint or not HUB_NAME.fullmatch(name) or Path(name).suffix in FILE_SUFFIXES:
+    if hint or not HUB_NAME.fullmatch(asked.path) or Path(asked.path).suffix in FILE_SUFFIXES:
         way_out = f"Check the path; a relative one starts where the command runs.{hint}"
         raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
     )
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
     except Exception as error:  # network, authentication, unknown name or split: each a class of its own
         raise DataError(
-            f"{spec}: there is no local path {tried}, and the Hugging Face hub gave no data set '{name}' "
-            f"with split '{split}' ({_first_line(error)}). Mend the path, or the name as 'owner/name:split'."
+            f"{label}: there is no local path {tried}, and the Hugging Face hub gave no data set {asked} "
+            f"({_first_lines(error)}). Check the path, or what is asked for: data.train: {{path: OWNER/NAME, name: "
+            "CONFIG, split: SPLIT, revision: REVISION}."
         ) from error
     # The fingerprint is the library's own content key: it follows the files and every step that changed them.
-    return _dataset_source(spec, dataset, "hub", lambda: str(dataset._fingerprint), columns)
+    return _dataset_source(label, dataset, "hub", lambda: str(dataset._fingerprint), columns)
 
 
 def _dataset_source(
@@ -80,5 +99,7 @@ def _hint(spec: str) -> str:
     return ""
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+def _first_lines(error: Exception) -> str:
+    """The start of an error's message. Its second line may have the names to choose from."""
+    lines = (str(error).strip() or "no message").splitlines()
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"

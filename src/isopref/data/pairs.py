@@ -146,7 +146,7 @@ def _open(spec: SourceSpec) -> Source:
             f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
         )
     _refuse_shared_columns(spec)
-    return read_source(spec.path, columns=spec.columns)
+    return read_source(spec.path, columns=spec.columns, name=spec.name, split=spec.split, revision=spec.revision)
 
 
 def _refuse_shared_columns(spec: SourceSpec) -> None:

@@ -19,12 +19,18 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What a user says about one source. `weight` and `count` are its share in a mix (see mixing)."""
+    """What a user says about one source. `weight` and `count` are its share in a mix (see mixing).
+
+    `name` (a config), `split` and `revision` choose from a data set of the hub.
+    """
 
     path: str
     columns: Mapping[str, str] | None = None
     weight: float | None = None
     count: int | None = None
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from isopref.data.dataset_sources import hub_source, is_saved, saved_source
+from isopref.data.dataset_sources import HubName, hub_source, is_saved, saved_source
 from isopref.data.file_sources import PATTERN, file_source, folder_source, pattern_source
 from isopref.data.source import Record, Source, SourceSpec
+from isopref.errors import ConfigError
 from isopref.optional import IN_PACKAGE, package_file
 
 __all__ = ["Record", "Source", "SourceSpec", "read_source"]
 
 
-def read_source(spec: str, *, columns: Mapping[str, str] | None = None) -> Source:
+def read_source(
+    spec: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+) -> Source:
     """Open a source; records are read when it is iterated.
 
     `spec` is a file, a folder of files or one written by `save_to_disk` ("folder" or "folder:split"), a pattern such as
     "data/*.jsonl", "package:PACKAGE/FILE", or, where no such path exists, a hub name ("owner/name" or
-    "owner/name:split"). Raises DataError.
+    "owner/name:split"), of which `name` is a config, `split` a split and `revision` a version. Raises DataError, and
+    ConfigError where these three do not go with the path.
     """
-    columns = columns or {}
+    columns, path, asked = columns or {}, Path(spec).expanduser(), {"name": name, "split": split, "revision": revision}
+    base, _, split_of_path = spec.rpartition(":")
     if spec.startswith(IN_PACKAGE):
+        _refuse(spec, "a file", asked)
         return file_source(spec, package_file(spec), columns)
-    path = Path(spec).expanduser()
+    if path.is_dir() and is_saved(path):
+        _refuse(spec, "a folder written by save_to_disk", asked | {"split": None})
+        return saved_source(spec if split is None else f"{spec}:{split}", path, split, columns)
     if path.is_dir():
-        return saved_source(spec, path, None, columns) if is_saved(path) else folder_source(spec, path, columns)
+        _refuse(spec, "a folder of files", asked)
+        return folder_source(spec, path, columns)
     if path.exists():
+        _refuse(spec, "a file", asked)
         return file_source(spec, path, columns)
-    base, _, split = spec.rpartition(":")
     if base and Path(base).expanduser().is_dir():
-        return saved_source(spec, Path(base).expanduser(), split, columns)
+        _refuse(spec, f"the split '{split_of_path}' of a folder", asked)
+        return saved_source(spec, Path(base).expanduser(), split_of_path, columns)
     if PATTERN.search(spec) and "://" not in spec:
+        _refuse(spec, "a pattern for files", asked)
         return pattern_source(spec, columns)
-    return hub_source(spec, base or spec, split if base else "train", columns)
+    if base and split is not None:
+        raise ConfigError(f"the source '{spec}': its split is given twice, also as split: {split}. Remove one of them.")
+    asked_of_hub = HubName(base or spec, name, split_of_path if base else split or "train", revision)
+    # Two sources may differ in these alone.
+    label = spec + ("" if name is None else f" ({name})") + ("" if split is None else f":{split}")
+    return hub_source(spec, label, asked_of_hub, columns)
+
+
+def _refuse(spec: str, what: str, asked: Mapping[str, str | None]) -> None:
+    """Raise ConfigError where something is asked of a source that only the hub has."""
+    for field, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"the source '{spec}': is {what}, and {field}: {value} is for data sets of the hub. Remove {field}."
+            )
