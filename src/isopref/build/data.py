@@ -1,10 +1,11 @@
 """Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from isopref.build.run import Run
 from isopref.config.schema import Config
 from isopref.config.values import SourceConfig, Sources
 from isopref.data.chat import TokenizeOptions
+from isopref.data.memory import MemoryData
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.shapes import SHAPES
@@ -32,6 +34,8 @@ HEAD_START_S = 2.0
 SAMPLES = 3
 MANY_DROPPED = 0.2  # of a source's records: said aloud
 SHARE_OFF = 0.2  # of data.eval, by which what it holds out may be off before that is said aloud
+
+NO_MEMORY: Mapping[str, MemoryData] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -68,16 +72,26 @@ class Tables:
         return sum(source.mixed - source.train - source.held_out for source in self.sources)
 
 
-def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> Tables:
-    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError."""
+def pair_tables(
+    config: Config,
+    tokenizer: Any,
+    display: Display,
+    *,
+    is_first: bool = True,
+    memory: Mapping[str, MemoryData] = NO_MEMORY,
+) -> Tables:
+    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError.
+
+    `memory` is the data that a script passed, by its name in the config.
+    """
     data = config.data
-    mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed)
+    mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed, memory=memory)
     if data.eval_share is not None:
         train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_share, SPLIT_SEED))
         return _tables(config, train, held_out, _uses("data.train", mixed, train, held_out))
     if data.eval_sources is None:
         return _tables(config, mixed, None, _uses("data.train", mixed, mixed, None))
-    held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED)
+    held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED, memory=memory)
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
@@ -184,26 +198,29 @@ def _mixed_table(
     is_first: bool,
     *,
     seed: int,
+    memory: Mapping[str, MemoryData] = NO_MEMORY,
 ) -> PairTable:
-    specs = _specs(sources, config.data.columns)
+    specs = _specs(sources, config.data.columns, memory)
     table = _whole_table(config, specs, tokenizer, display, is_first)
     return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
 
 
-def _specs(sources: Sources, columns: dict[str, str]) -> list[SourceSpec]:
+def _specs(sources: Sources, columns: dict[str, str], memory: Mapping[str, MemoryData]) -> list[SourceSpec]:
     listed = sources if isinstance(sources, list) else [sources]
-    return [_spec(SourceConfig(path=one) if isinstance(one, str) else one, columns) for one in listed]
+    return [_spec(SourceConfig(path=one) if isinstance(one, str) else one, columns, memory) for one in listed]
 
 
-def _spec(source: SourceConfig, columns: dict[str, str]) -> SourceSpec:
+def _spec(source: SourceConfig, columns: dict[str, str], memory: Mapping[str, MemoryData]) -> SourceSpec:
+    held = memory.get(source.path)
     return SourceSpec(
-        source.path,
+        source.path if held is None else held.label,
         columns if source.columns is None else source.columns,
         source.weight,
         source.count,
         name=source.name,
         split=source.split,
         revision=source.revision,
+        memory=held,
     )
 
 

@@ -5,6 +5,7 @@ Owns the reading and the wording of what is wrong. What is allowed is schema.py'
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -92,9 +93,10 @@ def read_values(path: Path) -> dict[str, Any]:
     return _read(path).values
 
 
-def dump_config(config: Config) -> str:
-    """The resolved config as YAML that load_config reads back to an equal one."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def dump_config(config: Config, notes: Sequence[str] = ()) -> str:
+    """The resolved config as YAML that load_config reads back to an equal one, under notes for people."""
+    head = "".join(f"# {line}\n" for note in notes for line in textwrap.wrap(note, 100))
+    return head + yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_yaml(value: Any) -> str:

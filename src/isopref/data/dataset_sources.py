@@ -85,7 +85,8 @@ def _dataset_source(
 ) -> Source:
     def read() -> Places:
         as_written = without_filling(dataset.features.arrow_schema)
-        return ((as_written(row), f":row {number}") for number, row in enumerate(dataset))
+        plain = dataset.with_format(None)  # set_format("numpy") is saved with a data set
+        return ((as_written(row), f":row {number}") for number, row in enumerate(plain))
 
     return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
 

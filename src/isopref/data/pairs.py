@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.columns import PROMPTS, SIDES
+from isopref.data.memory import memory_source
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
@@ -146,6 +147,8 @@ def _open(spec: SourceSpec) -> Source:
             f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
         )
     _refuse_shared_columns(spec)
+    if spec.memory is not None:
+        return memory_source(spec.memory, spec.columns or {})
     return read_source(spec.path, columns=spec.columns, name=spec.name, split=spec.split, revision=spec.revision)
 
 

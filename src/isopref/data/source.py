@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.formats import Places
 from isopref.errors import DataError
+
+if TYPE_CHECKING:
+    from isopref.data.memory import MemoryData
 
 
 class Record(NamedTuple):
@@ -21,7 +24,8 @@ class Record(NamedTuple):
 class SourceSpec:
     """What a user says about one source. `weight` and `count` are its share in a mix (see mixing).
 
-    `name` (a config), `split` and `revision` choose from a data set of the hub.
+    `name` (a config), `split` and `revision` choose from a data set of the hub. `memory` are the records themselves, if
+    a script passed them; `path` then only names them.
     """
 
     path: str
@@ -31,6 +35,7 @@ class SourceSpec:
     name: str | None = None
     split: str | None = None
     revision: str | None = None
+    memory: MemoryData | None = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from isopref.data.dataset_sources import HubName, hub_source, is_saved, saved_source
 from isopref.data.file_sources import PATTERN, file_source, folder_source, pattern_source
+from isopref.data.memory import IN_MEMORY
 from isopref.data.source import Record, Source, SourceSpec
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, DataError
 from isopref.optional import IN_PACKAGE, package_file
 
 __all__ = ["Record", "Source", "SourceSpec", "read_source"]
@@ -34,6 +35,11 @@ def read_source(
     """
     columns, path, asked = columns or {}, Path(spec).expanduser(), {"name": name, "split": split, "revision": revision}
     base, _, split_of_path = spec.rpartition(":")
+    if spec.startswith(IN_MEMORY):
+        raise DataError(
+            f"{spec}: this data was passed to isopref.train by a script, in memory, and no file has it. Call "
+            "isopref.train with the same data, or name a file."
+        )
     if spec.startswith(IN_PACKAGE):
         _refuse(spec, "a file", asked)
         return file_source(spec, package_file(spec), columns)
