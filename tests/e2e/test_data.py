@@ -56,7 +56,7 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert lines[at : at + 16] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
-        "prompt the column 'prompt'",
+        "taken to be the prompt the column 'prompt'",
         "columns not used note",
         "records read 23",
         "dropped 1 tie, 1 empty",
