@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from isopref.config.in_memory import still_named, take_records
 from isopref.config.load import load_config
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, RunError
@@ -38,6 +39,7 @@ def train(
 
     `config` is a YAML file or a mapping with the same sections; `overrides` are as on the command line; `resume` is
     "no", "must" (as --resume) or "auto". Ctrl-C finishes the step, saves a checkpoint and returns: `status` says so.
+    In a mapping, data.train and data.eval also take records themselves: a list of dicts, or a `datasets.Dataset`.
     Raises UserError.
     """
     _check_process()
@@ -45,15 +47,21 @@ def train(
         raise ConfigError(f"overrides: a list is wanted, found one text. Write [{overrides!r}].")
     if resume not in ("no", "must", "auto"):
         raise ConfigError(f"resume: must be one of no, must, auto; found {resume!r}.")
-    source = config if isinstance(config, Mapping) else Path(config).expanduser()
-    settings = load_config(source, overrides)
-    name = source.stem if isinstance(source, Path) else "run"
+    if isinstance(config, Mapping):
+        name = "run"
+        content, memory = take_records(config)
+        settings = load_config(content, overrides)
+        memory = still_named(memory, settings)
+    else:
+        path = Path(config).expanduser()
+        name, memory = path.stem, {}
+        settings = load_config(path, overrides)
     with untouched_process():
         quiet_engine()
         from isopref.build.train import train as train_run
         from isopref.runs.folder import run_folder
 
-        train_run(settings, name=name, resume=resume)
+        train_run(settings, name=name, resume=resume, memory=memory)
     gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run
     torch.cuda.empty_cache()
     return read_run(run_folder(settings, name))
@@ -71,7 +79,7 @@ def _check_process() -> None:
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise RunError(
             f"isopref.train: runs in one process, and {started} were started (WORLD_SIZE). For several use the "
-            "command: isopref train my.yaml --nproc N, or torchrun ... -m isopref train my.yaml."
+            "command, with data in files: isopref train my.yaml --nproc N, or torchrun ... -m isopref train my.yaml."
         )
     if dist.is_initialized():
         raise RunError(

@@ -52,9 +52,10 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 15] == [
+    assert lines[at : at + 16] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
+        "taken to be the prompt the column 'prompt'",
         "columns not used note",
         "records read 23",
         "dropped 1 tie, 1 empty",

@@ -43,10 +43,17 @@ ULTRAFEEDBACK = {
     "rejected": [Q, BAD],
     "score_chosen": 9.0,
 }
+ALPACA = {"instruction": "why?", "input": "", "chosen": "because", "rejected": "dunno"}
+HISTORY = [["hi", "hello"]]
+TRANSCRIPT = {side: text.replace("\n\nHuman", "\nUser") for side, text in HH.items()}
+COMMON_START = {"chosen": "why?\nbecause", "rejected": "why?\ndunno"}
 
 # shape, record, prompt, chosen, rejected
 SHAPED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     ("text", TEXT, "why?", "because", "dunno"),
+    ("alpaca", ALPACA, "why?", "because", "dunno"),
+    ("alpaca", ALPACA | {"input": "a text", "history": []}, "why?\na text", "because", "dunno"),
+    ("alpaca", ALPACA | {"history": HISTORY}, HH_TURNS, "because", "dunno"),
     ("messages", {"prompt": [SYSTEM, Q], "chosen": [GOOD], "rejected": [BAD]}, [SYSTEM, Q], [GOOD], [BAD]),
     ("messages", {"prompt": [Q], "chosen": GOOD, "rejected": BAD}, [Q], [GOOD], [BAD]),
     ("messages", {"prompt": [Q], "chosen": "because", "rejected": "dunno"}, [Q], "because", "dunno"),
@@ -58,4 +65,6 @@ SHAPED: list[tuple[str, dict[str, Any], Any, Any, Any]] = [
     ("hh", HH, HH_TURNS, [GOOD], [BAD]),
     ("hh", {"prompt": HH_PROMPT, "chosen": " because", "rejected": " dunno"}, HH_TURNS, [GOOD], [BAD]),
     ("hh", {"prompt": HH_PROMPT, **HH}, HH_TURNS, [GOOD], [BAD]),
+    ("transcript", TRANSCRIPT, HH_TURNS, [GOOD], [BAD]),
+    ("common_start", COMMON_START, "why?", "because", "dunno"),
 ]

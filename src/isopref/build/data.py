@@ -1,18 +1,20 @@
 """Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from isopref.build.run import Run
 from isopref.config.schema import Config
-from isopref.config.values import SourceConfig
+from isopref.config.values import SourceConfig, Sources
 from isopref.data.chat import TokenizeOptions
+from isopref.data.memory import MemoryData
 from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.shapes import SHAPES
@@ -33,6 +35,8 @@ SAMPLES = 3
 MANY_DROPPED = 0.2  # of a source's records: said aloud
 SHARE_OFF = 0.2  # of data.eval, by which what it holds out may be off before that is said aloud
 
+NO_MEMORY: Mapping[str, MemoryData] = MappingProxyType({})
+
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +47,7 @@ class SourceUse:
     field: str  # data.train or data.eval
     path: str
     found: SourceStats
+    prompt_from: str  # what was taken to be the prompt
     mixed: int  # pairs in the mix
     train: int  # of those: trained on
     held_out: int  # of those: evaluated on
@@ -67,16 +72,26 @@ class Tables:
         return sum(source.mixed - source.train - source.held_out for source in self.sources)
 
 
-def pair_tables(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> Tables:
-    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError."""
+def pair_tables(
+    config: Config,
+    tokenizer: Any,
+    display: Display,
+    *,
+    is_first: bool = True,
+    memory: Mapping[str, MemoryData] = NO_MEMORY,
+) -> Tables:
+    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError.
+
+    `memory` is the data that a script passed, by its name in the config.
+    """
     data = config.data
-    mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed)
+    mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed, memory=memory)
     if data.eval_share is not None:
         train, held_out = (mixed.select(side) for side in split_by_prompt(mixed, data.eval_share, SPLIT_SEED))
         return _tables(config, train, held_out, _uses("data.train", mixed, train, held_out))
     if data.eval_sources is None:
         return _tables(config, mixed, None, _uses("data.train", mixed, mixed, None))
-    held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED)
+    held_out = _mixed_table(config, data.eval_sources, tokenizer, display, is_first, seed=SPLIT_SEED, memory=memory)
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
@@ -167,7 +182,7 @@ def _uses(
 ) -> list[SourceUse]:
     counts = (_pairs_of_source(mixed, table) for table in (mixed, train, held_out))
     found = zip(mixed.source_names, mixed.stats.sources, *counts, strict=True)
-    return [SourceUse(field, *one) for one in found]
+    return [SourceUse(field, path, stats, SHAPES[stats.shape].prompt_from, *numbers) for path, stats, *numbers in found]
 
 
 def _pairs_of_source(whole: ExampleTable, part: ExampleTable | None) -> list[int]:
@@ -179,26 +194,36 @@ def _pairs_of_source(whole: ExampleTable, part: ExampleTable | None) -> list[int
 
 def _mixed_table(
     config: Config,
-    sources: str | list[str | SourceConfig],
+    sources: Sources,
     tokenizer: Any,
     display: Display,
     is_first: bool,
     *,
     seed: int,
+    memory: Mapping[str, MemoryData] = NO_MEMORY,
 ) -> ExampleTable:
-    specs = _specs(sources, config.data.columns)
+    specs = _specs(sources, config.data.columns, memory)
     table = _whole_table(config, specs, tokenizer, display, is_first)
     return table.select(mix(_pairs_of_source(table, table), specs, seed, why_few=table.stats.dropped_note))
 
 
-def _specs(sources: str | list[str | SourceConfig], columns: dict[str, str]) -> list[SourceSpec]:
+def _specs(sources: Sources, columns: dict[str, str], memory: Mapping[str, MemoryData]) -> list[SourceSpec]:
     listed = sources if isinstance(sources, list) else [sources]
-    return [
-        SourceSpec(source, columns)
-        if isinstance(source, str)
-        else SourceSpec(source.path, columns if source.columns is None else source.columns, source.weight, source.count)
-        for source in listed
-    ]
+    return [_spec(SourceConfig(path=one) if isinstance(one, str) else one, columns, memory) for one in listed]
+
+
+def _spec(source: SourceConfig, columns: dict[str, str], memory: Mapping[str, MemoryData]) -> SourceSpec:
+    held = memory.get(source.path)
+    return SourceSpec(
+        source.path if held is None else held.label,
+        columns if source.columns is None else source.columns,
+        source.weight,
+        source.count,
+        name=source.name,
+        split=source.split,
+        revision=source.revision,
+        memory=held,
+    )
 
 
 def _whole_table(
@@ -263,7 +288,7 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if special := sum(stats.special_tokens.values()):
         way_out = (
             "if they are templated already, set data.template: none"
-            if SHAPES[stats.shape].split_raw
+            if SHAPES[stats.shape].has_raw
             else "the template writes them around each message, so take them out of the text"
         )
         warnings.append(
@@ -275,10 +300,17 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
             f"in {stats.repeated_prompts} of {stats.kept} pairs both answers begin with the prompt, which would be "
             "learnt as part of the answer: take it out of them"
         )
+    if SHAPES[stats.shape].is_guess:
+        warnings.append(
+            "there is no column 'prompt', so the prompt is guessed to be what 'chosen' and 'rejected' both begin with, "
+            "up to the end of a line or else a sentence. Look at the pairs that isopref data shows. A column 'prompt' "
+            "leaves nothing to guess"
+        )
     if stats.unused_inputs:
         warnings.append(
             f"{stats.unused_inputs} of {stats.read} records have text in the column 'input' or 'history', which is "
-            "not read: if the prompt needs it, as in Alpaca's data, write it into the prompt"
+            "not read beside a 'prompt' that may contain it already. If it does not, read the prompt's column as "
+            "'instruction', as Alpaca's data has it: data.columns={instruction: COLUMN}"
         )
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:

@@ -118,7 +118,12 @@ def claim_folder(run: Run) -> None:
     and a resume that is refused leaves it as it was.
     """
     if run.env.is_first:
-        write_whole(run.folder / CONFIG_FILE, dump_config(run.config).encode())
+        notes = [
+            f"{name} stands for {data.count} records that a script passed to isopref.train as {data.label}, in memory. "
+            "No file has them: to resume or repeat this run, call isopref.train with the same records."
+            for name, data in run.memory.items()
+        ]
+        write_whole(run.folder / CONFIG_FILE, dump_config(run.config, notes).encode())
 
 
 def _refuse_folder(run: Run, resume: bool) -> None:

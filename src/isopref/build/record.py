@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from olmo_core.train import Trainer
@@ -39,6 +40,12 @@ def recorded(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str
         note("finished" if trainer.global_step == trainer.max_steps else "stopped")
 
 
+def _in_memory(run: Run) -> dict[str, Any]:
+    """What there is to say of data that has no path; nothing of other data."""
+    held = [{"field": one.label, "digest": one.digest, "records": one.count} for one in run.memory.values()]
+    return {"in_memory": held} if held else {}
+
+
 def _note_start(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str | None) -> None:
     device = run.env.device
     line = {
@@ -46,6 +53,7 @@ def _note_start(run: Run, trainer: Trainer, table: ExampleTable, reference_key: 
         "run_id": run_id(run.config),
         "data": table.digest,
         "pairs": len(table),
+        **_in_memory(run),
         "reference": reference_key,
         "after_step": trainer.global_step,
         "ranks": run.env.world_size,

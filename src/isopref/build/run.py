@@ -1,15 +1,16 @@
 """What all parts of a run share."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.config.schema import Config
+from isopref.data.memory import MemoryData
 from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
@@ -35,6 +36,7 @@ class Run:
     # What the layout's autos have become, once the model is there (settle_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"
+    memory: Mapping[str, MemoryData] = field(default_factory=dict)  # data that a script passed, by its name in config
 
     @property
     def model_folder(self) -> Path:

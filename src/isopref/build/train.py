@@ -1,6 +1,8 @@
 """Training a config from beginning to end: `train` reads as the stages of a run, in their order."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from signal import Signals
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ from torch import nn
 
 from isopref.build import export, reference, samples, spot_checks, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
-from isopref.build.data import Tables, pair_tables, say_tables
+from isopref.build.data import NO_MEMORY, Tables, pair_tables, say_tables
 from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import check_loggers
@@ -20,6 +22,7 @@ from isopref.build.reference import Reference
 from isopref.build.run import Run, opened_run, with_longest
 from isopref.build.trainer import build_trainer, checkpointer, train_steps
 from isopref.config.schema import Config
+from isopref.data.memory import MemoryData
 from isopref.data.templates import NO_TEMPLATE, read_template
 from isopref.errors import FirstStepError
 from isopref.models import hf
@@ -44,13 +47,17 @@ class Evaluated(NamedTuple):
     start: TableLogps
 
 
-def train(config: Config, *, name: str, resume: Resume = "no") -> Signals | None:
+def train(
+    config: Config, *, name: str, resume: Resume = "no", memory: Mapping[str, MemoryData] = NO_MEMORY
+) -> Signals | None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder.
 
+    `memory` is data that a script passed, by its name in the config.
     Returns the signal that stopped the run before its last step; None if the run is finished.
     """
     started = time.perf_counter()
-    with opened_run(config, name) as run:
+    with opened_run(config, name) as opened:
+        run = replace(opened, memory=memory)
         again = goes_on(run, resume)
         if again and resume == "auto" and is_finished(run):
             run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
@@ -109,7 +116,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
     """The pairs, tokenised; and the run, which now knows how long they are."""
     config = run.config
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
+    tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first, memory=run.memory)
     say_tables(tables, run.display)
     if config.data.template not in (None, NO_TEMPLATE):
         tokenizer.chat_template = read_template(config.data.template)  # exported with the model

@@ -53,6 +53,7 @@ def _show_source(source: SourceUse, console: Console) -> None:
     dropped = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
     lines = {
         "found": f"{found.format}, shape {found.shape}",
+        "taken to be the prompt": source.prompt_from,
         "columns not used": ", ".join(found.unused_columns) or "none",
         "records read": str(found.read),
         "dropped": dropped or "0",

@@ -114,7 +114,7 @@ def _reference(config: Config) -> Iterator[Conflict]:
 
 
 def _data(data: DataConfig) -> Iterator[Conflict]:
-    """The field of a list's third source is "data.train.2.weight"."""
+    """The field of a list's third source is "data.train.2.weight", that of a single one "data.train.weight"."""
     if data.truncation != "drop" and data.max_length is None:
         yield (
             "data.truncation",
@@ -122,26 +122,29 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
         )
     both = (("train", data.train), ("eval", data.eval_sources))
     named = [(name, sources) for name, sources in both if sources is not None]
-    each = [source for _, sources in named for source in (sources if isinstance(sources, list) else [sources])]
+    each = [source for _, sources in named for source in _listed(sources)]
     if data.columns and all(isinstance(source, SourceConfig) and source.columns is not None for source in each):
         yield "data.columns", "does nothing: every source has columns of its own. Remove it, or theirs."
     for name, sources in named:
-        if not isinstance(sources, list):
-            continue
-        weighted = [isinstance(source, SourceConfig) and source.weight is not None for source in sources]
-        for index, source in enumerate(sources):
+        weighted = [isinstance(source, SourceConfig) and source.weight is not None for source in _listed(sources)]
+        for index, source in enumerate(_listed(sources)):
+            field = f"data.{name}.{index}" if isinstance(sources, list) else f"data.{name}"
             if isinstance(source, SourceConfig) and source.weight is not None and source.count is not None:
                 yield (
-                    f"data.{name}.{index}.count",
+                    f"{field}.count",
                     f"{source.count} pairs, but the source has a weight too. Keep one of the two.",
                 )
             elif weighted == [True]:
-                yield f"data.{name}.{index}.weight", "does nothing: there is no other source. Remove it."
+                yield f"{field}.weight", "does nothing: there is no other source. Remove it."
             if any(weighted) and not weighted[index]:
                 yield (
-                    f"data.{name}.{index}",
+                    field,
                     "has no weight, but others in the list have one. Give a weight to all of them or to none.",
                 )
+
+
+def _listed(sources: str | SourceConfig | list[str | SourceConfig]) -> list[str | SourceConfig]:
+    return sources if isinstance(sources, list) else [sources]
 
 
 def _run(config: Config) -> Iterator[Conflict]:

@@ -37,13 +37,13 @@ def fields(section: str) -> dict[str, FieldInfo]:
 
 
 def source_fields() -> dict[str, FieldInfo]:
-    """The fields of a source in a list of data.train or data.eval."""
+    """The fields of a source in data.train or data.eval."""
     return SourceConfig.model_fields
 
 
 def source_words() -> str:
-    """What an entry of such a list must be."""
-    return f"non-empty text or a source ({', '.join(source_fields())})"
+    """What an entry of a list of sources must be."""
+    return f"non-empty text or {_words(SourceConfig)}"
 
 
 def adapter_fields() -> dict[str, FieldInfo]:
@@ -85,6 +85,8 @@ def _words(annotation: Any, limits: Sequence[Any] = ()) -> str:
         named = get_origin(args[0]) is Literal
         text = get_args(args[0])[:1] == (str,)
         words = f"list, each {_words(args[0])}" if named else "list of text" if text else "list of sources"
+    elif annotation is SourceConfig:
+        words = f"a source ({', '.join(source_fields())})"
     elif annotation is AdapterConfig:
         words = f"an adapter ({', '.join(adapter_fields())})"
     elif origin is tuple:

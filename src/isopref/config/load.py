@@ -5,6 +5,7 @@ Owns the reading and the wording of what is wrong. What is allowed is schema.py'
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from isopref.config.describe import adapter_fields, expected, fields, sections, 
 from isopref.config.peers import ADVICE, SAME, instead
 from isopref.config.schema import Config
 from isopref.config.section import NO_PATH
-from isopref.config.values import IS_LIST, TAGS
+from isopref.config.values import IS_LIST, IS_SOURCE, TAGS
 from isopref.errors import ConfigError
 
 Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
@@ -92,9 +93,10 @@ def read_values(path: Path) -> dict[str, Any]:
     return _read(path).values
 
 
-def dump_config(config: Config) -> str:
-    """The resolved config as YAML that load_config reads back to an equal one."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def dump_config(config: Config, notes: Sequence[str] = ()) -> str:
+    """The resolved config as YAML that load_config reads back to an equal one, under notes for people."""
+    head = "".join(f"# {line}\n" for note in notes for line in textwrap.wrap(note, 100))
+    return head + yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_yaml(value: Any) -> str:
@@ -269,7 +271,8 @@ def _validate(draft: _Draft) -> Config | None:
             in_list = IS_LIST in one["loc"]
             path = [key for key in one["loc"] if key not in TAGS]
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
-            keys = inner[:4] if in_list else inner[:3] if inner[:2] == ADAPTER else inner[:2]
+            has_fields = inner[:2] == ADAPTER or IS_SOURCE in one["loc"]
+            keys = inner[:4] if in_list else inner[:3] if has_fields else inner[:2]
             if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
                 kind = one["type"] if inner == keys else "part"  # of a list that is too short, a part is missing
                 words = one["msg"] if kind == NO_PATH else None

@@ -60,7 +60,8 @@ _MOVES = "objective.reference_moves takes steps and share, as in [64, 0.6]"
 _NLL = "objective.nll_weight is the weight of that term, per token over the global batch"
 _SHARDED = "Set layout.parallel: fsdp, and layout.offload for the host's memory"
 _SHARE = "data.eval takes a share of the prompts, as 0.05, or held-out data of its own"
-_SOURCES = "data.train takes files, folders or hub names; a list mixes them"
+_SOURCES = "data.train takes files, patterns, folders or hub names; a list mixes them"
+_HUB = "A source takes name, split and revision, as in data.train: {path: OWNER/NAME, name: CONFIG, split: train}"
 _STAGE = "Nothing to set: isopref train trains, on pairs"
 _TARGETS = "model.adapter.targets takes a list, as in [q_proj, v_proj]; auto is every linear layer"
 _WORKERS = "Nothing to set: all cores tokenise, and steps are built ahead"
@@ -74,7 +75,9 @@ OTHERWISE: dict[str, str] = {
     "chat_template": "data.template takes null for the tokenizer's own, none, or the path of a .jinja file",
     "dataloader_num_workers": _WORKERS,
     "dataset": _SOURCES,
+    "dataset_config": _HUB,
     "dataset_num_proc": _WORKERS,
+    "dataset_train_split": _HUB,
     "datasets": _SOURCES,
     "deepspeed": _SHARDED,
     "do_train": _STAGE,
@@ -95,7 +98,7 @@ OTHERWISE: dict[str, str] = {
     "lora_target_modules": _TARGETS,
     "loss_weights": "objective.loss takes names with weights, as in {sigmoid: 1.0, hinge: 0.5}",
     "max_prompt_length": "data.max_length is that of a prompt with its longer answer",
-    "max_samples": "A source takes a count, as in data.train: [{path: pairs.jsonl, count: 1000}]",
+    "max_samples": "A source takes a count, as in data.train: {path: pairs.jsonl, count: 1000}",
     "micro_batch_size": _BATCH,
     "mixer_list": _SOURCES,
     "overwrite_cache": "Nothing to set: what is kept is found by its content, so it is never stale",
@@ -156,6 +159,4 @@ def instead(field: str, value: Any) -> str | None:
     """What to write in place of a value, such as other trainers have, of a field; None where that is not known."""
     if field == "optim.warmup" and isinstance(value, int | float) and value > 1:
         return f"a share of all steps: {value:g} of them are {value:g} / steps"
-    if field in ("data.train", "data.eval") and isinstance(value, dict):
-        return "a list, of one source too: [{path: FILE}]"
     return VALUES.get(field, {}).get(value) if isinstance(value, str) else None

@@ -63,9 +63,10 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: Sources = Field(
-        description="Preference pairs to train on: a file (JSON lines, JSON, CSV, Parquet or Arrow), a folder of "
-        "Hugging Face datasets, package:PACKAGE/FILE, or a hub name. A list mixes several sources, as in "
-        "[{path: a.jsonl, weight: 2}, {path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
+        description="Preference pairs to train on: a file (JSON lines, JSON, CSV, Parquet or Arrow), a pattern or a "
+        "folder of files, a folder written by save_to_disk, package:PACKAGE/FILE, or a hub name, also as in {path: "
+        "OWNER/NAME, name: CONFIG, split: train}. A list mixes several sources, as in [{path: a.jsonl, weight: 2}, "
+        "{path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
         examples=["train.jsonl"],
     )
     eval: SourcesOrShare | None = Field(

@@ -24,7 +24,10 @@ _HEAD = """\
 _MATH = "THE MATH: what is trained. Any change here makes another run, with another run id."
 _NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rounding."
 
-_SOURCE = "What a list in `train` or `eval` holds, besides plain text, which is a source with nothing but a path."
+_SOURCE = (
+    "What `train`, `eval` and a list in either hold, besides plain text, which is a source with nothing but a path. "
+    "`name`, `split` and `revision` are refused for files."
+)
 
 _ADAPTER = "What `adapter` holds. Every field may be left out: `adapter: {}` is LoRA of rank 16 on all linear layers."
 

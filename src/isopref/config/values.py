@@ -1,16 +1,29 @@
 """What a field can hold beyond words and numbers: sources of data, an adapter. schema.py says what fields there are."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from isopref.config.section import Count, PathText, Positive, Section, Text
 
+HUB_FIELDS = ("name", "split", "revision")
+
 
 class SourceConfig(Section):
-    """One of several sources in data.train or data.eval."""
+    """A source in data.train or data.eval, where its path alone does not say it all."""
 
     path: PathText = Field(description="Where the pairs are: what data.train takes as text.")
+    name: Text | None = Field(
+        default=None, description="Config of a hub data set, if it has several. null: the default one."
+    )
+    split: Text | None = Field(
+        default=None,
+        description="Split of a hub data set, or of a folder that save_to_disk wrote; of the hub also a part, as in "
+        "'train[:1000]'. null: train.",
+    )
+    revision: Text | None = Field(
+        default=None, description="Branch, tag or commit of a hub data set. null: the newest that is found."
+    )
     weight: Positive | None = Field(
         default=None,
         description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
@@ -23,18 +36,31 @@ class SourceConfig(Section):
         default=None, description="Names of this source's columns, in place of data.columns. null: data.columns."
     )
 
+    @model_serializer(mode="wrap")
+    def _leave_out_hub_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is of the hub alone and not set: ids of runs stay what they were before there was such."""
+        values: dict[str, Any] = dump(self)
+        return {name: value for name, value in values.items() if value is not None or name not in HUB_FIELDS}
+
 
 # A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
 # names: load.py takes them out of an error's place again.
 IS_TEXT, IS_LIST, IS_SOURCE, IS_SOURCES, IS_SHARE = TAGS = ("<text>", "<list>", "<source>", "<sources>", "<share>")
 
+
+def _tag(value: Any) -> str:
+    return IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT
+
+
 OneOfSources = Annotated[
     Annotated[PathText, Tag(IS_TEXT)] | Annotated[SourceConfig, Tag(IS_SOURCE)],
-    Discriminator(lambda value: IS_SOURCE if isinstance(value, dict | SourceConfig) else IS_TEXT),
+    Discriminator(_tag),
 ]
 Sources = Annotated[
-    Annotated[PathText, Tag(IS_TEXT)] | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
-    Discriminator(lambda value: IS_LIST if isinstance(value, list) else IS_TEXT),
+    Annotated[PathText, Tag(IS_TEXT)]
+    | Annotated[SourceConfig, Tag(IS_SOURCE)]
+    | Annotated[list[OneOfSources], Field(min_length=1), Tag(IS_LIST)],
+    Discriminator(lambda value: IS_LIST if isinstance(value, list) else _tag(value)),
 ]
 SourcesOrShare = Annotated[
     Annotated[Sources, Tag(IS_SOURCES)] | Annotated[float, Field(gt=0, lt=1), Tag(IS_SHARE)],

@@ -23,8 +23,6 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
-HH_TURN = re.compile(r"\n\n(Human|Assistant):")
-HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 WRITTEN = re.compile(r"\s*\[?\s*\{\s*[\"']")
 WRITTEN_KEYS = tuple(
     tuple(re.compile(rf"[\"']{key}[\"']\s*:") for key in keys) for keys in (("role", "content"), ("from", "value"))
@@ -57,16 +55,23 @@ def parse_written(text: str) -> list[Any] | dict[str, Any] | None:
     """The messages in such a text: JSON, or what Python or numpy print, as pandas writes to CSV. None: not messages."""
     if not is_written(text):
         return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+    value = _parse(text)
+    if value is text:
         # numpy sets no comma between objects; in a string the same characters stay.
-        commas = STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text)
-        try:
-            value = ast.literal_eval(commas.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return None
+        value = _parse(STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text))
     return value if kind(value) == "messages" else None
+
+
+def _parse(text: str) -> Any:
+    """The value that a text writes, as JSON or as Python prints it; the text itself if it is neither."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 def shown(value: Any) -> str:
@@ -110,18 +115,20 @@ def read_answer(value: Any, name: str) -> list[Message]:
     return messages
 
 
-def is_transcript(text: str) -> bool:
-    """Whether a text is a dialogue as Anthropic's HH data writes it."""
-    return bool(HH_TURN.match(text)) and "\n\nAssistant:" in text
-
-
-def read_transcript(text: str) -> list[Message]:
-    """The turns of such a text. Spaces around a turn belong to the notation."""
-    parts = HH_TURN.split(text)[1:]
-    return [
-        {"role": HH_ROLES[speaker], "content": content.strip()}
-        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
+def read_history(value: Any) -> list[Message]:
+    """Earlier turns as [user, assistant] pairs of text, also where those are written as text, as in CSV."""
+    turns = _parse(value) if isinstance(value, str) else value
+    if turns is None or turns == "" or turns == []:
+        return []
+    if not isinstance(turns, list):
+        raise DefectError("type", f"'history' is not a list of [user, assistant] turns but {shown(value)}")
+    messages = []
+    for index, turn in enumerate(turns):
+        if not (isinstance(turn, list | tuple) and len(turn) == 2):
+            raise DefectError("type", f"'history[{index}]' is not a [user, assistant] turn but {shown(turn)}")
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": read_text(text, f"history[{index}]")})
+    return messages
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:

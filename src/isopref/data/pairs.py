@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, SIDES, BadPairError, Shape, detect_shape, to_pair
+from isopref.data.columns import PROMPTS, SIDES
+from isopref.data.memory import memory_source
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import (
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 10  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 11  # raise it when the same content would give other tokens or another file
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
@@ -57,7 +59,7 @@ log = logging.getLogger(__name__)
 
 class _Chunk(NamedTuple):
     source: int
-    name: str
+    base: str  # of the source: what its origins begin with
     shape: Shape
     records: list[Record]
 
@@ -97,25 +99,28 @@ def build_table(
     encoder = PairEncoder(tokenizer, options)
     content = _content(sources)
     path = folder / f"{_key(content, encoder)}.arrow"
-    names = [source.name for source in sources]
-    table, _ = _find(path, names)
+    table, _ = _find(path, sources)
     if table is None:
         time.sleep(head_start_s)
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
-            table, damage = _find(path, names)  # another process may have built it while we waited
+            table, damage = _find(path, sources)  # another process may have built it while we waited
             if damage is not None:
                 say(f"{damage}. Building it again")
             if table is None:
                 _build(path, sources, content, encoder, progress, workers)
-                table = ExampleTable.open(path, names)
+                table = _open_table(path, sources)
     return table
 
 
-def _find(path: Path, source_names: list[str]) -> tuple[ExampleTable | None, DamagedTableError | None]:
+def _open_table(path: Path, sources: list[Source]) -> ExampleTable:
+    return ExampleTable.open(path, [source.name for source in sources], [source.base for source in sources])
+
+
+def _find(path: Path, sources: list[Source]) -> tuple[ExampleTable | None, DamagedTableError | None]:
     """The table in a file, if it is there and whole; else what is wrong with it, if it is there."""
     try:
-        table = ExampleTable.open(path, source_names)
+        table = _open_table(path, sources)
         if path.stat().st_size <= CHECKED_AT_ONCE:
             table.check()
     except FileNotFoundError:
@@ -142,7 +147,9 @@ def _open(spec: SourceSpec) -> Source:
             f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
         )
     _refuse_shared_columns(spec)
-    return read_source(spec.path, columns=spec.columns)
+    if spec.memory is not None:
+        return memory_source(spec.memory, spec.columns or {})
+    return read_source(spec.path, columns=spec.columns, name=spec.name, split=spec.split, revision=spec.revision)
 
 
 def _refuse_shared_columns(spec: SourceSpec) -> None:
@@ -157,8 +164,9 @@ def _refuse_shared_columns(spec: SourceSpec) -> None:
                 f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Name another "
                 "column for one of them."
             )
-        if theirs in ("prompt", *SIDES) and theirs not in columns:
-            (ours,) = names
+        (ours,) = names
+        is_prompt = theirs == "prompt" and ours in PROMPTS
+        if theirs in ("prompt", *SIDES) and theirs not in columns and not is_prompt:
             raise ConfigError(
                 f"columns for '{spec.path}': the column '{theirs}' is read as {ours}, so nothing is read as {theirs}. "
                 f"Name a column for that too, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
@@ -269,7 +277,7 @@ def _chunks(sources: list[Source], raw: bool) -> Iterator[_Chunk]:
         shape = detect_shape(first, raw=raw, columns=source.columns)
         everything = chain(first, records)
         while chunk := list(islice(everything, CHUNK_RECORDS)):
-            yield _Chunk(index, source.name, shape, chunk)
+            yield _Chunk(index, source.base, shape, chunk)
 
 
 # --- encoding, here or in worker processes -----------------------------------------------------------
@@ -292,7 +300,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         columns |= record.fields.keys()
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
-            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1])
+            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], chunk.shape.reads)
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -306,10 +314,10 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             notes["repeated_prompts"] += repeats_prompt(pair)
             if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
-            place = pair.origin.removeprefix(chunk.name)
+            place = pair.origin.removeprefix(chunk.base)
             rows.append(TableRow(result.tokens.example, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
-    unused = columns.difference(COLUMNS)
+    unused = columns - chunk.shape.reads
     return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
 
 

@@ -1,53 +1,38 @@
-"""What records mean: the shapes preference data comes in, and how a record becomes a PreferencePair.
+"""What records mean: which of the known shapes a source has, and how a record becomes a PreferencePair.
 
-Owns the columns we read, the names of the shapes and the reasons a record is refused. Fields are read by
+Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, fields are read by
 messages; files (sources) and tokens (chat) are not known here.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
+from isopref.data.known_shapes.registry import SHAPES
+from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
-    HH_TURN,
     DefectError,
     Message,
     Turns,
-    is_transcript,
     is_written,
     kind,
     parse_written,
-    read_answer,
-    read_messages,
-    read_prompt,
     read_text,
     read_tools,
-    read_transcript,
     read_weight,
     shown,
 )
 from isopref.data.sources import Record
 from isopref.errors import DataError
 
-Fields = dict[str, Any]
-Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
+__all__ = ["COLUMNS", "SHAPES", "BadPairError", "PreferencePair", "Shape", "detect_shape", "to_pair"]
 
-SIDES = ("chosen", "rejected")
-PARTS = ("prompt", "conversations", *SIDES)
-COLUMNS = (*PARTS, "system", "tools", "weight")
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
-# Other names of our columns, in small letters, for a suggestion.
-ALIASES = {
-    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
-    "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
-    "rejected": ("reject", "dispreferred", "unpreferred", "worse", "worst", "bad", "negative", "loser", "lose", "neg"),
-}
-WITH_PROMPT = {"messages": "prompt", "sharegpt": "conversations"}  # shapes whose answers are one turn: their prompt
-OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "output", "text", "message", "messages"}
+PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
+TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
+COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL]))
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
 
@@ -75,50 +60,31 @@ class PreferencePair:
     origin: str
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One form of record. `split` gives its parts, or raises DefectError; `split_raw` gives them as text.
-
-    `written` are the columns of a source whose messages are written as text, as in CSV.
-    """
-
-    name: str
-    looks: str
-    split: Callable[[Fields], Parts]
-    split_raw: Callable[[Fields], Parts] | None = None
-    written: frozenset[str] = frozenset()
-
-
 def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
     """The shape of the first record that has one, among the first records of a source.
 
     `raw`: there is no chat template, so only shapes made of text will do. `columns` were renamed (ours: theirs). Raises
     DataError if none fits.
     """
-    written = _written_columns(records)
-    for record in records:
-        try:
-            name = _shape_name(_parsed(record.fields, written))
-        except DefectError:
-            continue
-        if name is None:
-            continue
-        if raw and SHAPES[name].split_raw is None:
-            raise DataError(
-                f"{record.origin}: records of shape '{name}' are messages, which data.template: none cannot "
-                "write. Use the tokenizer's chat template, or data.template: path.jinja."
-            )
-        if name in WITH_PROMPT:
-            _refuse_conversations(records, written, WITH_PROMPT[name])
-        return replace(SHAPES[name], written=written)
     assert records, "a source without records raises before this"
-    known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
-    first = records[0]
-    found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items()) or "(none)"
-    renames = _renames(first.fields)
-    names = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in ({**(columns or {}), **renames}).items())
-    way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"
-    raise DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
+    written = _written_columns(records)
+    first, shape = _first_shape(records, written)
+    if shape is None:
+        raise _no_shape(records[0], columns or {})
+    if raw and not shape.has_raw:
+        raise DataError(
+            f"{first.origin}: records of shape '{shape.name}' are messages, which data.template: none cannot "
+            "write. Use the tokenizer's chat template, or data.template: path.jinja."
+        )
+    if not raw and not shape.has_template:
+        raise DataError(
+            f"{first.origin}: records of shape '{shape.name}' are templated already, and the chat template would be "
+            "written around them once more. Set data.template: none, or write them as messages."
+        )
+    _refuse_idle_columns(first, shape, columns or {})
+    shape = replace(shape, written=written)
+    _refuse_most(records, shape)
+    return shape
 
 
 def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
@@ -133,14 +99,14 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
 
 def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
     fields = _parsed(record.fields, shape.written)
-    if _shape_name(fields) != shape.name:
+    if not shape.fits(fields):
         raise _misfit(fields, shape)
     if media := next((name for name in MEDIA if fields.get(name)), None):
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
-    split = shape.split_raw if raw and shape.split_raw else shape.split
-    prompt, chosen, rejected = split(fields)
+    prompt, chosen, rejected = shape.split_raw(fields) if raw else shape.split(fields)
     tools = read_tools(fields.get("tools"))
-    for name, given in (("system", fields.get("system")), ("tools", tools)):
+    history = not isinstance(prompt, str)  # of a shape that is text otherwise
+    for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
         if raw and given:
             raise DataError(
                 f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
@@ -194,74 +160,75 @@ def _parsed(fields: Fields, written: frozenset[str]) -> Fields:
     return fields | parsed
 
 
-def _shape_name(fields: Fields) -> str | None:
-    """The one shape that fits the kinds of the columns, or None."""
-    prompt, conversations, chosen, rejected = (kind(fields.get(key)) for key in PARTS)
-    if chosen != rejected:
-        return None
-    match (conversations, prompt, chosen):
-        case ("messages", "absent", "messages"):
-            return "sharegpt"
-        case ("absent", "absent", "messages"):
-            return "conversations"
-        case ("absent", "text", "messages"):
-            whole = isinstance(fields["chosen"], list) and len(fields["chosen"]) > 1
-            return "ultrafeedback" if whole else "messages"
-        case ("absent", "messages", "messages" | "text"):
-            return "messages"
-        case ("absent", "text", "text"):
-            return "hh" if is_transcript(fields["prompt"]) else "text"
-        case ("absent", "absent", "text"):
-            return "hh" if all(is_transcript(fields[key]) for key in SIDES) else None
-    return None
+def _shape_of(fields: Fields) -> Shape | None:
+    """The one shape that fits a record, if any."""
+    return next((shape for shape in SHAPES.values() if shape.fits(fields)), None)
 
 
-def _refuse_conversations(records: Sequence[Record], written: frozenset[str], column: str) -> None:
-    """Raise DataError where most records have a prompt and answers of several turns: none of them is a pair."""
-    found = [record for record in records if _has_conversations(record, written)]
-    if 2 * len(found) > len(records):
+def _first_shape(records: Sequence[Record], written: frozenset[str]) -> tuple[Record, Shape | None]:
+    """The first record that has a shape, with that shape. A guess counts only where most records have no other one."""
+    found: list[tuple[Record, Shape]] = []
+    for record in records:
+        try:
+            shape = _shape_of(_parsed(record.fields, written))
+        except DefectError:
+            continue
+        if shape is not None:
+            found.append((record, shape))
+    guesses = [one for one in found if one[1].is_guess]
+    proven = [one for one in found if not one[1].is_guess]
+    candidates = guesses if len(guesses) > len(proven) else proven
+    return candidates[0] if candidates else (records[0], None)
+
+
+def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
+    """The error for a source without a shape: the columns it has, how to rename them, and what we read."""
+    found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items()) or "(none)"
+    renames = _renames(first.fields)
+    names = ", ".join(f"{ours}: {quoted(theirs)}" for ours, theirs in {**columns, **renames}.items())
+    way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"
+    known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
+    return DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
+
+
+def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]) -> None:
+    """Raise DataError where data.columns names a column that the shape does not read."""
+    for ours, theirs in columns.items():
+        if ours in shape.reads:
+            continue
+        way_out = f"Remove {ours} from data.columns"
+        if ours in SHAPES["alpaca"].columns:
+            way_out += ", or read the prompt's column as instruction, beside which it is read"
         raise DataError(
-            f"{found[0].origin}: 'chosen' and 'rejected' hold several turns beside the column '{column}', where one "
-            f"assistant turn each is expected. If they are whole conversations, remove the column '{column}' from the "
-            "data; else keep only the last turn of each."
+            f"{first.origin}: data.columns reads '{theirs}' as {ours}, but a source of shape '{shape.name}' has no "
+            f"such column ({shape.looks}). {way_out}."
         )
 
 
-def _has_conversations(record: Record, written: frozenset[str]) -> bool:
-    try:
-        fields = _parsed(record.fields, written)
-    except DefectError:
-        return False
-    if _shape_name(fields) not in WITH_PROMPT:
-        return False
-    return all(isinstance(fields[side], list) and len(fields[side]) > 1 for side in SIDES)
+def _refuse_most(records: Sequence[Record], shape: Shape) -> None:
+    """Raise DataError where the shape objects to most records: to drop those would drop nearly all."""
+    found = []
+    for record in records:
+        try:
+            fields = _parsed(record.fields, shape.written)
+        except DefectError:
+            continue
+        what = shape.objection(fields) if shape.fits(fields) else None
+        if what is not None:
+            found.append(f"{record.origin}: {what}")
+    if 2 * len(found) > len(records):
+        raise DataError(found[0])
 
 
 def _renames(fields: Fields) -> dict[str, str]:
     """Which columns, given our names, would make a shape of the record, as far as their own names tell."""
     missing = [ours for ours in ALIASES if fields.get(ours) is None]
-    renames = {ours: theirs for ours in missing if (theirs := _column_like(ours, fields))}
+    if fields.get("instruction") is not None and "prompt" in missing:
+        missing.remove("prompt")  # the prompt is there, under Alpaca's name
+    renames = {ours: theirs for ours in missing if (theirs := column_like(ours, fields))}
     rest = {key: value for key, value in fields.items() if key not in renames.values()}
-    shape = _shape_name(rest | {ours: fields[theirs] for ours, theirs in renames.items()})
-    return renames if shape else {}
-
-
-def _column_like(ours: str, fields: Fields) -> str | None:
-    """The column whose name says the same as ours."""
-    names = {_plain(name): name for name, value in fields.items() if value is not None}
-    return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
-
-
-def _plain(name: str) -> str:
-    """A column's name in small letters, and chosen for chosen_response or response_chosen."""
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[^\W_]+", name)
-    telling = [word.lower() for word in words if word.lower() not in OTHER_WORDS] or [name.lower()]
-    return "_".join(telling)
-
-
-def _quoted(name: str) -> str:
-    """A name as YAML takes it."""
-    return name if re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) else json.dumps(name, ensure_ascii=False)
+    renamed = rest | {ours: fields[theirs] for ours, theirs in renames.items()}
+    return renames if _shape_of(renamed) else {}
 
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
@@ -269,94 +236,15 @@ def _misfit(fields: Fields, shape: Shape) -> DefectError:
     for key in SIDES:
         if fields.get(key) is None:
             return DefectError("missing", f"'{key}' is missing")
-    other = _shape_name(fields)
-    if other:
-        return DefectError("shape", f"shape '{other}' in a source of shape '{shape.name}' ({shape.looks})")
-    for key in PARTS:
+    other = _shape_of(fields)
+    if other and not other.is_guess:
+        return DefectError("shape", f"shape '{other.name}' in a source of shape '{shape.name}' ({shape.looks})")
+    for key in TELLING:
         if kind(fields.get(key)) not in ("absent", "text", "messages"):
             return DefectError("type", f"'{key}' is neither text nor messages but {shown(fields[key])}")
-    found = {key: kind(fields.get(key)) for key in PARTS}
-    reason = "missing" if found["prompt"] == found["conversations"] == "absent" else "shape"
+    found = {key: kind(fields.get(key)) for key in TELLING if key in shape.columns or fields.get(key) is not None}
+    reason = "shape" if any(fields.get(key) is not None for key in PROMPTS) else "missing"
     return DefectError(reason, f"the columns {found} do not make shape '{shape.name}' ({shape.looks})")
-
-
-# --- shapes ------------------------------------------------------------------------------------------
-
-
-def _split_explicit(fields: Fields) -> Parts:
-    prompt = fields["prompt"]
-    prompt = read_text(prompt, "prompt") if isinstance(prompt, str) else read_prompt(prompt, "prompt")
-    chosen, rejected = (
-        read_text(fields[key], key) if isinstance(fields[key], str) else read_answer(fields[key], key) for key in SIDES
-    )
-    return prompt, chosen, rejected
-
-
-def _split_sharegpt(fields: Fields) -> Parts:
-    chosen, rejected = (read_answer(fields[key], key) for key in SIDES)
-    return read_prompt(fields["conversations"], "conversations"), chosen, rejected
-
-
-def _split_conversations(fields: Fields) -> Parts:
-    chosen, rejected = (read_messages(fields[key], key) for key in SIDES)
-    if len(chosen) == 1 and (asked := _column_like("prompt", fields)):
-        columns = f"data.columns={{prompt: {_quoted(asked)}}}"
-        raise DefectError("empty", f"there is no prompt in 'chosen', and '{asked}' is not read ({columns} reads it)")
-    return _split_whole(chosen, rejected)
-
-
-def _split_ultrafeedback(fields: Fields) -> Parts:
-    asked = read_text(fields["prompt"], "prompt")
-    users = [turn for turn in read_messages(fields["chosen"], "chosen") if turn["role"] == "user"]
-    if not users or users[0]["content"] != asked:
-        raise DefectError("shape", "'prompt' is not the first user turn of 'chosen', as this shape has it")
-    return _split_conversations(fields)
-
-
-def _split_hh(fields: Fields) -> Parts:
-    chosen, rejected = (read_transcript(_hh_text(fields, key)) for key in SIDES)
-    return _split_whole(chosen, rejected)
-
-
-def _split_hh_raw(fields: Fields) -> Parts:
-    """As in the DPO authors' code: the prompt is all up to the last "Assistant:", as it stands."""
-    texts = [_hh_text(fields, key) for key in SIDES]
-    chosen, rejected = ([*HH_TURN.finditer(text)][-1] for text in texts)
-    if texts[0][: chosen.end()] != texts[1][: rejected.end()]:
-        raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
-    if chosen[1] != "Assistant":
-        raise DefectError("role", "the last turn is not the assistant's")
-    return texts[0][: chosen.end()], texts[0][chosen.end() :], texts[1][rejected.end() :]
-
-
-def _hh_text(fields: Fields, key: str) -> str:
-    """A whole transcript. Some sets have the prompt apart, and of those some repeat it in each side."""
-    text = read_text(fields[key], key)
-    return text if is_transcript(text) else read_text(fields["prompt"], "prompt") + text
-
-
-def _split_whole(chosen: list[Message], rejected: list[Message]) -> Parts:
-    """Two whole conversations: what comes before the last turn is the prompt, and must be the same."""
-    if chosen[:-1] != rejected[:-1]:
-        raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
-    return (
-        read_prompt(chosen[:-1], "chosen"),
-        read_answer(chosen[-1:], "chosen"),
-        read_answer(rejected[-1:], "rejected"),
-    )
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("text", "prompt, chosen, rejected: text", _split_explicit, _split_explicit),
-        Shape("messages", "prompt: messages or text; chosen, rejected: one assistant turn", _split_explicit),
-        Shape("conversations", "chosen, rejected: conversations, the same but for the end", _split_conversations),
-        Shape("ultrafeedback", "prompt: text; chosen, rejected: conversations with it", _split_ultrafeedback),
-        Shape("sharegpt", "conversations, chosen, rejected: turns with from and value", _split_sharegpt),
-        Shape("hh", r"chosen, rejected: text, '\n\nHuman: ... \n\nAssistant: ...'", _split_hh, _split_hh_raw),
-    )
-}
 
 
 def _with_system(prompt: Turns, system: str) -> list[Message]:

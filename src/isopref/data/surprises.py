@@ -34,14 +34,15 @@ def repeats_prompt(pair: PreferencePair) -> bool:
     return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in (pair.chosen, pair.rejected))
 
 
-def has_unused_context(fields: dict[str, Any], pair: PreferencePair) -> bool:
+def has_unused_context(fields: dict[str, Any], pair: PreferencePair, reads: frozenset[str]) -> bool:
     """Whether a record has earlier turns in a column 'history', or text in 'input' that is not in its prompt.
 
-    Both are of Alpaca's data, and of trainers that take it.
+    Both are of Alpaca's data. Not where they are among the columns that are read. Beside a prompt they are not: it may
+    hold them already, in other words.
     """
-    text = fields.get("input")
+    text = None if "input" in reads else fields.get("input")
     unasked = isinstance(text, str) and not any(text.strip() in said for said in _texts(pair.prompt))
-    return unasked or bool(fields.get("history"))
+    return unasked or ("history" not in reads and bool(fields.get("history")))
 
 
 def _texts(turns: Turns) -> list[str]:

@@ -321,22 +321,30 @@ class ExampleTable:
     `stats` tells of the building of the whole table, also on a view.
     """
 
-    def __init__(self, store: _Store, source_names: tuple[str, ...], indices: IntArray | None = None) -> None:
+    def __init__(
+        self,
+        store: _Store,
+        source_names: tuple[str, ...],
+        indices: IntArray | None = None,
+        bases: tuple[str, ...] | None = None,
+    ) -> None:
         self._store = store
+        self._bases = source_names if bases is None else bases
         self._indices = np.arange(store.starts[-1]) if indices is None else indices
         self.source_names = source_names
         self.stats = store.stats
 
     @classmethod
-    def open(cls, path: Path, source_names: Sequence[str]) -> ExampleTable:
+    def open(cls, path: Path, source_names: Sequence[str], bases: Sequence[str] | None = None) -> ExampleTable:
         """Map the table in a file. Raises DamagedTableError for damage outside tokens and places.
 
+        `bases` stand before the places of each source in an origin; without them, the sources' names do.
         Damage in those is met when they are first used, which raises StartAgainError; `check` looks for it at once.
         """
         with path.open("rb") as file:
             empty = file.seek(0, io.SEEK_END) == 0  # which cannot be mapped
             content = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return cls(_Store(content, path), tuple(source_names))
+        return cls(_Store(content, path), tuple(source_names), bases=None if bases is None else tuple(bases))
 
     @classmethod
     def from_tokens(
@@ -403,8 +411,8 @@ class ExampleTable:
         return self._store.example(int(self._indices[index]))
 
     def origin(self, index: int) -> str:
-        """Where the example came from: "data.jsonl:12"."""
-        return self.source_names[int(self.sources[index])] + self._store.place(int(self._indices[index]))
+        """Where the pair came from: "data.jsonl:12"."""
+        return self._bases[int(self.sources[index])] + self._store.place(int(self._indices[index]))
 
     def check(self) -> None:
         """Check every byte of the file, also on a view. Raises DamagedTableError."""
@@ -413,4 +421,4 @@ class ExampleTable:
     def select(self, indices: IntArray | Sequence[int]) -> ExampleTable:
         """A view on these examples, in this order. No token is copied."""
         chosen = self._indices[np.asarray(indices, dtype=np.int64)]
-        return ExampleTable(self._store, self.source_names, chosen)
+        return ExampleTable(self._store, self.source_names, chosen, self._bases)

@@ -15,7 +15,7 @@ from isopref.build import data as data_building
 from isopref.build.data import Tables, held_out_table, pair_tables, say_tables
 from isopref.config.load import load_config
 from isopref.data import pairs as building
-from isopref.data.shapes import SIDES
+from isopref.data.columns import SIDES
 from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
@@ -129,9 +129,34 @@ def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
     assert len(load("data.columns={prompt: question}").train) == 9
 
 
-def test_a_pattern_is_no_source(load: Load) -> None:
-    with pytest.raises(DataError, match=r"^\*\.jsonl: no such file .* Name each file, as in data\.train=\[a\.jsonl, b"):
-        load("data.train=*.jsonl")
+def test_a_pattern_and_a_folder_are_one_source_each(load: Load, folder: Path) -> None:
+    by_pattern = load("data.train=*.jsonl")
+    assert [(use.path, use.found.format, use.mixed) for use in by_pattern.sources] == [
+        ("*.jsonl", "2 files, jsonl", 60)
+    ]
+    expected = [*(f"a.jsonl:{line}" for line in range(1, 21)), *(f"b.jsonl:{line}" for line in range(1, 41))]
+    assert origins(by_pattern.train) == expected
+    (folder / "shards").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).rename(folder / "shards" / name)
+    by_folder = load("data.train=shards/")
+    assert origins(by_folder.train) == [f"shards/{origin}" for origin in expected]
+    assert by_folder.train.digest == by_pattern.train.digest
+    assert said(by_folder)[0] == "data  shards/: 60 pairs (2 files, jsonl, text)"
+    assert origins(by_folder.train.select([59, 0])) == ["shards/b.jsonl:40", "shards/a.jsonl:1"]
+
+
+def test_a_file_more_or_less_builds_a_table_again(load: Load, folder: Path) -> None:
+    assert len(load("data.train=*.jsonl").train) == 60
+    (folder / "c.jsonl").write_text(jsonl(records(60, 70)))
+    assert len(load("data.train=*.jsonl").train) == 70
+    (folder / "c.jsonl").rename(folder / "0.jsonl")
+    assert origins(load("data.train=*.jsonl").train)[:11] == [
+        *(f"0.jsonl:{line}" for line in range(1, 11)),
+        "a.jsonl:1",
+    ]
+    (folder / "0.jsonl").unlink()
+    assert len(load("data.train=*.jsonl").train) == 60
 
 
 # --- what is held out --------------------------------------------------------------------------------
@@ -277,20 +302,41 @@ def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
 
 
 def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
-    rows = [{"instruction": row.pop("prompt"), "input": "", **row} for row in records(0, 10)]
-    rows[0]["input"], rows[1]["input"] = "a text", rows[1]["instruction"]
+    """Beside a prompt it may be in there already, so it is told of; beside an instruction it is read."""
+    rows = [{"input": "", **row} for row in records(0, 10)]
+    rows[0]["input"], rows[1]["input"] = "a text", rows[1]["prompt"]
     (folder / "a.jsonl").write_text(jsonl(rows))
-    assert load("data.columns={prompt: instruction}").warnings == [
-        "a.jsonl: 1 of 10 records have text in the column 'input' or 'history', which is not read: if the prompt "
-        "needs it, as in Alpaca's data, write it into the prompt"
-    ]
-    assert load("data.columns={prompt: instruction, system: input}").warnings == []
+    warning = (
+        " of 10 records have text in the column 'input' or 'history', which is not read beside a 'prompt' that may "
+        "contain it already. If it does not, read the prompt's column as 'instruction', as Alpaca's data has it: "
+        "data.columns={instruction: COLUMN}"
+    )
+    assert load().warnings == [f"a.jsonl: 1{warning}"]
+    assert load().sources[0].found.unused_columns == ("input",)
+    assert load("data.columns={system: input}").warnings == []
     rows[2]["history"], rows[3]["history"] = [["earlier", "yes"]], []
     (folder / "a.jsonl").write_text(jsonl(rows))
-    assert load("data.columns={prompt: instruction}").warnings[0].startswith("a.jsonl: 2 of 10 records")
+    assert load().warnings == [f"a.jsonl: 2{warning}"]
+    read = load("data.columns={instruction: prompt}")
+    assert (read.warnings, read.sources[0].found.unused_columns) == ([], ())
     turns = {side: [{"role": "user", "content": "why?"}, {"role": "assistant", "content": side}] for side in SIDES}
     (folder / "a.jsonl").write_text(jsonl([{**turns, "input": "why?"}] * 9))
     assert load().warnings == []
+
+
+def test_a_prompt_that_is_a_guess_is_told_of(load: Load, folder: Path) -> None:
+    rows = [{side: f"why {n}?\n{side}" for side in SIDES} for n in range(9)]
+    (folder / "a.jsonl").write_text(jsonl(rows))
+    tables = load()
+    (use,) = tables.sources
+    assert use.found.shape == "common_start"
+    assert use.prompt_from.startswith("what chosen and rejected both begin with, to the end of a line")
+    (warning,) = tables.warnings
+    assert warning.startswith("a.jsonl: there is no column 'prompt', so the prompt is guessed to be what 'chosen' and ")
+    marked = [{side: f"User: why {n}?\nAssistant: {side}" for side in SIDES} for n in range(9)]
+    (folder / "a.jsonl").write_text(jsonl(marked))
+    assert load().warnings == []
+    assert load().sources[0].prompt_from == "all up to the last mark of the assistant, as in 'Assistant:'"
 
 
 def test_many_dropped_pairs(load: Load, folder: Path) -> None:

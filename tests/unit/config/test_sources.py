@@ -52,6 +52,9 @@ def test_text_that_needs_quotes(file: Path, text: str) -> None:
 def test_a_source_is_text_or_a_list(file: Path) -> None:
     assert data(file, "  train: a.jsonl\n").train == "a.jsonl"
     assert data(file, "  train: [a.jsonl, b.csv]\n  eval: [c]\n").eval == ["c"]
+    hub = data(file, "  train: {path: o/n, name: en, split: test, revision: v1}\n  eval: {path: a, count: 2}\n")
+    assert hub.train == SourceConfig(path="o/n", name="en", split="test", revision="v1")
+    assert (hub.eval, hub.eval_sources) == (SourceConfig(path="a", count=2),) * 2
     listed = data(file, "  train:\n    - path: a\n      weight: 2\n    - {path: b, weight: 1, columns: {chosen: x}}\n")
     assert listed.train == [
         SourceConfig(path="a", weight=2.0),
@@ -62,7 +65,12 @@ def test_a_source_is_text_or_a_list(file: Path) -> None:
 @pytest.mark.parametrize("text", ["  train: a\n", "  train: [a, b]\n", "  train: [{path: a, count: 1}]\n"])
 @pytest.mark.parametrize(
     ("override", "train"),
-    [("x.jsonl", "x.jsonl"), ("[x, y]", ["x", "y"]), ("[{path: x, count: 3}]", [SourceConfig(path="x", count=3)])],
+    [
+        ("x.jsonl", "x.jsonl"),
+        ("{path: x}", SourceConfig(path="x")),
+        ("[x, y]", ["x", "y"]),
+        ("[{path: x, count: 3}]", [SourceConfig(path="x", count=3)]),
+    ],
 )
 def test_an_override_replaces_the_whole_field(file: Path, text: str, override: str, train: object) -> None:
     assert data(file, text, f"data.train={override}").train == train
@@ -73,6 +81,7 @@ def test_an_override_replaces_the_whole_field(file: Path, text: str, override: s
     [
         "  train: a\n  eval: 0.25\n",
         "  train: a\n  eval: '0.25'\n",
+        "  train: {path: a, split: 'train[:5%]', revision: '1e5'}\n  eval: [{path: b, name: en}]\n",
         "  train: [a, '1e5', 'null']\n  eval: [{path: '2', count: 7}]\n",
         "  train: [{path: a, weight: 0.1, columns: {prompt: '1e5'}}, {path: b, weight: 3}]\n",
     ],
@@ -91,6 +100,10 @@ def test_the_run_id_follows_every_field_of_a_source(file: Path) -> None:
     values += [
         "[{path: a, weight: 1}, {path: b, weight: 3}]",
         "[{path: a, columns: {prompt: q}}]",
+        "{path: a}",
+        "{path: a, name: x}",
+        "{path: a, split: x}",
+        "{path: a, revision: x}",
         "[{path: a}, b]",
         "[b, {path: a}]",
     ]
@@ -100,8 +113,9 @@ def test_the_run_id_follows_every_field_of_a_source(file: Path) -> None:
     assert len({run_id(load_config(file, [f"data.eval={value}"])) for value in held_out}) == len(held_out)
 
 
-SOURCE = "must be non-empty text or a source (path, weight, count, columns)"
-SOURCES = "must be non-empty text or a non-empty list of sources"
+FIELDS = "path, name, split, revision, weight, count, columns"
+SOURCE = f"must be non-empty text or a source ({FIELDS})"
+SOURCES = f"must be non-empty text, or a source ({FIELDS}), or a non-empty list of sources"
 HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
 
 
@@ -110,14 +124,20 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
     [
         ("  train: []\n", f"c.yaml:3: data.train: {SOURCES}; found []."),
         (
-            "  train: {path: a}\n",
-            f"c.yaml:3: data.train: {SOURCES}; found {{path: a}}. Write a list, of one source too: [{{path: FILE}}].",
+            "  train: {path: a, splt: b}\n",
+            "c.yaml:3: data.train.splt: there is no such field. Did you mean data.train.split?",
+        ),
+        (
+            "  train:\n    path: a\n    revision: 7\n",
+            'c.yaml:5: data.train.revision: must be non-empty text or null; found 7. Put it in quotes: "7".',
+        ),
+        ("  train: {path: a, weight: 2}\n", "c.yaml:3: data.train.weight: does nothing: there is no other source."),
+        (
+            "  train: a\n  eval:\n    path: a\n    weight: 2\n    count: 1\n",
+            "c.yaml:7: data.eval.count: 1 pairs, but the source has a weight too. Keep one of the two.",
         ),
         ("  train: 7\n", f'c.yaml:3: data.train: {SOURCES}; found 7. Put it in quotes: "7".'),
-        (
-            "  train: a\n  eval: {path: a}\n",
-            f"c.yaml:4: data.eval: {HELD_OUT}; found {{path: a}}. Write a list, of one source too: [{{path: FILE}}].",
-        ),
+        ("  train: a\n  eval: {count: 1}\n", "c.yaml:4: data.eval.path: is required. Where the pairs are"),
         ("  train: a\n  eval: []\n", f"c.yaml:4: data.eval: {HELD_OUT}; found []."),
         ("  train:\n  - a\n  - 7\n", f'c.yaml:5: data.train[1]: {SOURCE}; found 7. Put it in quotes: "7".'),
         ("  train: [a, ['b']]\n", f"c.yaml:3: data.train[1]: {SOURCE}; found [b]."),
@@ -127,7 +147,7 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
         ),
         (
             "  train:\n  - {path: a, zzz: 1}\n",
-            "c.yaml:4: data.train[0].zzz: there is no such field. Known: path, weight, count, columns.",
+            f"c.yaml:4: data.train[0].zzz: there is no such field. Known: {FIELDS}.",
         ),
         (
             "  train:\n  - weight: 1\n",
@@ -204,6 +224,20 @@ def test_held_out_pairs_are_a_share_or_sources(
 def test_a_share_is_above_0_and_below_1(file: Path, value: str) -> None:
     text = f"  train: a\n  eval: {value}\n"
     assert problems(file, text) == [f"c.yaml:4: data.eval: {HELD_OUT}; found {value}."]
+
+
+def test_the_run_id_of_a_source_is_that_of_before_hub_fields(file: Path) -> None:
+    """Worked out from the values that a config had then."""
+    file.write_text(HEAD + "  train: [{path: a, count: 3}]\n")
+    config = load_config(file)
+    assert config.model_dump(mode="json")["data"]["train"] == [
+        {"path": "a", "weight": None, "count": 3, "columns": None}
+    ]
+
+
+def test_a_field_of_a_source_can_be_overridden(file: Path) -> None:
+    found = data(file, "  train: {path: o/n}\n", "data.train.split=test", "data.train.revision=v2")
+    assert found.train == SourceConfig(path="o/n", split="test", revision="v2")
 
 
 def test_an_override_s_mistake_is_not_said_of_the_file(file: Path) -> None:

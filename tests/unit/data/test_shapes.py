@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from support.records import (
@@ -36,6 +36,7 @@ def test_every_shape_is_found_and_split(
     name: str, fields: dict[str, Any], prompt: Any, chosen: Any, rejected: Any
 ) -> None:
     assert detect_shape([Record(fields, "f:1")], raw=False).name == name
+    assert [shape.name for shape in SHAPES.values() if shape.fits(fields)] == [name], "no two shapes fit a record"
     assert pair_of(fields) == PreferencePair(prompt, chosen, rejected, None, 1.0, "file:7")
 
 
@@ -110,7 +111,6 @@ def test_other_parts_are_refused_by_their_type(part: Any, what: str) -> None:
 UNKNOWN: list[dict[str, Any]] = [
     {"question": "why?", "chosen": "because", "rejected": "dunno"},
     {"instruction": "why?", "output": ["because", "dunno"]},
-    {"chosen": "because", "rejected": "dunno"},
     SHAREGPT | {"prompt": "why?"},  # two prompts: which?
     {"prompt": "why?", "chosen": "because", "rejected": [BAD]},
     {},
@@ -133,7 +133,10 @@ RENAMED: list[tuple[dict[str, Any], str]] = [
         "{chosen: chosen_response, rejected: rejected_response}",
     ),
     ({"messages": [Q], "chosen": "a", "rejected": "b"}, "{prompt: messages}"),
-    ({"instruction": "why?", "input": "", "chosen": "a", "rejected": "b"}, "{prompt: instruction}"),
+    (
+        {"instruction": "why?", "input": "", "accepted": "a", "output_reject": "b"},
+        "{chosen: accepted, rejected: output_reject}",
+    ),
     (
         {"query": "why?", "answerGood": "a", "bad answer:": "b"},
         '{prompt: query, chosen: answerGood, rejected: "bad answer:"}',

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -34,7 +34,8 @@ def as_text(fields: dict[str, Any], write: Callable[[Any], str]) -> dict[str, An
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(
-    ("name", "fields", "prompt", "chosen", "rejected"), [case for case in SHAPED if case[0] not in ("text", "hh")]
+    ("name", "fields", "prompt", "chosen", "rejected"),
+    [case for case in SHAPED if not SHAPES[case[0]].has_raw],
 )
 def test_messages_written_as_text_are_read(
     name: str, fields: dict[str, Any], prompt: Any, chosen: Any, rejected: Any, write: Callable[[Any], str]

@@ -19,13 +19,16 @@ from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer
 from support.records import (
+    ALPACA,
     BAD,
+    COMMON_START,
     GOOD,
     HH,
     HH_PROMPT,
     SHAREGPT,
     SYSTEM,
     TEXT,
+    TRANSCRIPT,
     ULTRAFEEDBACK,
     Q,
     assistant,
@@ -141,7 +144,10 @@ def broken(base: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 BASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "text": (TEXT, "none"),
+    "alpaca": (ALPACA, "none"),
     "hh": (HH, "none"),
+    "transcript": (TRANSCRIPT, "none"),
+    "common_start": (COMMON_START, "none"),
     "messages": (MESSAGES, None),
     "conversations": (CONVERSATIONS, None),
     "sharegpt": (SHAREGPT, None),
@@ -153,6 +159,11 @@ def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
     sides = (fields["chosen"], fields["rejected"])
     if shape == "text":
         return tuple(fields["prompt"] + side + "</s>" for side in sides)
+    if shape == "alpaca":
+        asked = "\n".join(part for part in (fields["instruction"], fields.get("input")) if part)
+        return tuple(asked + side + "</s>" for side in sides)
+    if shape in ("transcript", "common_start"):
+        return tuple(side + "</s>" for side in sides)
     if shape == "hh":
         before = fields.get("prompt") or ""
         return tuple((side if side.startswith("\n\nHuman:") else before + side) + "</s>" for side in sides)

@@ -145,7 +145,16 @@ def test_broken_rows_come_after_the_good_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["missing.jsonl", "./missing", "/no/such/place/x", "a/b/c", "data/pairs.parquet", "0.2", "20%", "https://a.b/c/d"],
+    [
+        "missing.jsonl",
+        "./missing",
+        "/no/such/place/x",
+        "a/b/c",
+        "data/pairs.parquet",
+        "0.2",
+        "20%",
+        "https://a.b/c/d?e",
+    ],
 )
 def test_a_missing_file_is_not_asked_of_the_hub(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
@@ -245,7 +254,7 @@ def test_a_null_in_json_was_written_by_its_author(tmp_path: Path) -> None:
         assert [record.fields for record in read_source(str(tmp_path / name))] == expected
 
 
-# --- folders, the hub, packages -------------------------------------------------------------------------
+# --- saved data sets, packages ---------------------------------------------------------------------------
 
 
 def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
@@ -269,67 +278,9 @@ def test_a_split_of_a_saved_data_set_is_named_or_train(tmp_path: Path) -> None:
     assert len(list(read_source(str(folder)))) == 3
     (record,) = read_source(f"{folder}:test")
     assert record.origin == f"{folder}:test:row 0"
+    assert list(read_source(str(folder), split="test")) == [record]
     with pytest.raises(DataError, match=r"no split 'dev'.*\['test', 'train'\]"):
         read_source(f"{folder}:dev")
-
-
-def test_a_folder_that_is_no_data_set_names_the_files_in_it(tmp_path: Path) -> None:
-    below = tmp_path / "clone" / "data"  # where a clone of a hub data set has them
-    below.mkdir(parents=True)
-    (below / "pairs.jsonl").write_bytes(GOOD)
-    for folder in (below, below.parent):
-        with pytest.raises(DataError, match=r"save_to_disk.*pairs\.jsonl"):
-            read_source(str(folder))
-
-
-def test_several_files_are_named_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shards").mkdir()
-    for number in range(7):
-        (tmp_path / "shards" / f"{number}.jsonl").write_bytes(GOOD)
-    few = "shards/0.jsonl, shards/1.jsonl, shards/2.jsonl, shards/3.jsonl, shards/4.jsonl"
-    for spec in ("shards", "shards/*.jsonl", "shar?s/*.jsonl"):
-        with pytest.raises(DataError) as caught:
-            read_source(spec)
-        assert f"Name each file, as in data.train=[{few}, ...]." in str(caught.value)
-    with pytest.raises(DataError, match=r"Name each file, as in data\.train=\[shards/5\.jsonl, shards/6\.jsonl\]\."):
-        read_source("shards/[56].jsonl")
-    with pytest.raises(DataError, match="This one fits no file"):
-        read_source("shards/*.parquet")
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "split"),
-    [
-        ("owner/set", "owner/set", "train"),
-        ("owner/set:train_prefs", "owner/set", "train_prefs"),
-        ("set", "set", "train"),
-    ],
-)
-def test_a_hub_name_is_loaded(spec: str, name: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    stored = datasets.Dataset.from_list(ROWS)
-
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
-        asked.append((name, split))
-        return stored
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = read_source(spec)
-    assert asked == [(name, split)]
-    assert (source.format, source.digest()) == ("hub", stored._fingerprint)
-    assert [record.origin for record in source] == [f"{spec}:row {number}" for number in range(3)]
-
-
-def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError) as caught:
-        read_source("owner/set:dev")
-    for part in (str(Path("owner/set:dev").absolute()), "'owner/set'", "'dev'", "ConnectionError: no route"):
-        assert part in str(caught.value)
 
 
 def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

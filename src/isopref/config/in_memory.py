@@ -1,0 +1,74 @@
+"""Data that a script passes in a config where a file has a path: data.train, data.eval, or a source in either.
+
+YAML cannot hold such values. Each is taken out, and its name (`memory:DIGEST`) put in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from isopref.config.describe import source_fields
+from isopref.config.schema import Config
+from isopref.config.values import SourceConfig
+from isopref.data.columns import SIDES
+from isopref.data.memory import MemoryData, hold
+from isopref.errors import ConfigError
+
+FIELDS = ("train", "eval")
+
+
+def take_records(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, MemoryData]]:
+    """The config with names in place of records in memory, and those records by name. `config` is not changed.
+
+    Raises ConfigError for a container that cannot be read again and again, DataError for one that holds no records.
+    """
+    found: dict[str, MemoryData] = {}
+
+    def take(value: Any, label: str) -> Any:
+        if _is_records(value, label):
+            data = hold(label, value)
+            return found.setdefault(data.name, data).name
+        if isinstance(value, list):
+            return [take(one, f"{label}[{index}]") for index, one in enumerate(value)]
+        if isinstance(value, Mapping) and "path" in value:
+            return {**value, "path": take(value["path"], label)}
+        return value
+
+    section = config.get("data")
+    if not isinstance(section, Mapping):
+        return dict(config), {}
+    taken = {name: take(section[name], f"data.{name}") for name in FIELDS if name in section}
+    return {**config, "data": {**section, **taken}}, found
+
+
+def still_named(memory: Mapping[str, MemoryData], config: Config) -> dict[str, MemoryData]:
+    """The records that a config names: an override may have put other data in their place."""
+    fields = [getattr(config.data, name) for name in FIELDS]
+    sources = [one for field in fields for one in (field if isinstance(field, list) else [field])]
+    paths = [one.path if isinstance(one, SourceConfig) else one for one in sources]
+    return {name: data for name, data in memory.items() if name in paths}
+
+
+def _is_records(value: Any, label: str) -> bool:
+    """Whether a value is data itself, not the name of some. Raises ConfigError for data that we do not take."""
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], Mapping) and not _is_source(value[0])
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if package == "pandas":
+        raise ConfigError(f"{label}: is a {kind.__name__} of pandas. Pass a list of dicts: frame.to_dict('records').")
+    if package != "datasets":
+        return False
+    if isinstance(value, sys.modules["datasets"].Dataset):
+        return True
+    raise ConfigError(
+        f"{label}: is a {kind.__name__}, and a Dataset is wanted. Of several splits pass one, as in splits['train'];"
+        " of a stream, a list of its records."
+    )
+
+
+def _is_source(value: Mapping[str, Any]) -> bool:
+    """Whether a mapping in a list says where data is. A record may have a column of the same name."""
+    return not set(SIDES) & value.keys() and ("path" in value or value.keys() <= source_fields().keys())

@@ -1,0 +1,37 @@
+"""Names of columns: ours, and what others call them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+SIDES = ("chosen", "rejected")
+PROMPTS = ("prompt", "conversations", "instruction")  # each the prompt of some shape
+OPTIONAL = ("system", "tools", "weight")  # read beside every shape
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
+# Other names of our columns, in small letters, for a suggestion.
+ALIASES = {
+    "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
+    "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
+    "rejected": ("reject", "dispreferred", "unpreferred", "worse", "worst", "bad", "negative", "loser", "lose", "neg"),
+}
+OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "output", "text", "message", "messages"}
+
+
+def column_like(ours: str, fields: dict[str, Any]) -> str | None:
+    """The column whose name says the same as ours."""
+    names = {_plain(name): name for name, value in fields.items() if value is not None}
+    return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
+
+
+def quoted(name: str) -> str:
+    """A name as YAML takes it."""
+    return name if re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _plain(name: str) -> str:
+    """A column's name in small letters, and chosen for chosen_response or response_chosen."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[^\W_]+", name)
+    telling = [word.lower() for word in words if word.lower() not in OTHER_WORDS] or [name.lower()]
+    return "_".join(telling)

@@ -1,0 +1,106 @@
+"""Sources that the package `datasets` reads: folders written by save_to_disk, and the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isopref.data.file_sources import inside
+from isopref.data.formats import SUFFIXES, Places, digest_files, without_filling
+from isopref.data.source import Source
+from isopref.errors import DataError
+from isopref.optional import require
+
+FILE_SUFFIXES = {*SUFFIXES, ".gz", ".txt"}  # of what is no hub name
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether save_to_disk wrote a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[str, str]) -> Source:
+    """A folder that save_to_disk wrote; of several splits, this one or "train". Raises DataError."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+        wanted = split or "train"
+        if wanted not in splits:
+            raise DataError(
+                f"{spec}: no split '{wanted}'. Name another (split: SPLIT, or '{folder}:SPLIT'); there are: {splits}."
+            )
+        folder = folder / wanted
+    elif split:
+        raise DataError(f"{spec}: a folder, but not splits written by save_to_disk. {inside(folder)}")
+    datasets = require("datasets", extra="datasets", why=f"the source '{spec}' is a folder written by save_to_disk")
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises many kinds for a damaged folder
+        raise DataError(f"{spec}: cannot be read ({_first_lines(error)}). Write it again.") from error
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return _dataset_source(spec, dataset, "saved data set", lambda: digest_files(files), columns)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """What is asked of the hub: a data set, one of its configs, a split, a branch, tag or commit."""
+
+    path: str
+    name: str | None
+    split: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        config = "" if self.name is None else f", config '{self.name}'"
+        revision = "" if self.revision is None else f", revision '{self.revision}'"
+        return f"'{self.path}' with split '{self.split}'{config}{revision}"
+
+
+def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]) -> Source:
+    """A data set of the hub, if `spec`, no local path, can name one. `label` is the source's name. Raises DataError."""
+    tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
+    if hint or not HUB_NAME.fullmatch(asked.path) or Path(asked.path).suffix in FILE_SUFFIXES:
+        way_out = f"Check the path; a relative one starts where the command runs.{hint}"
+        raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
+    datasets = require(
+        "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
+    )
+    try:
+        dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
+    except Exception as error:  # network, authentication, unknown name or split: each a class of its own
+        raise DataError(
+            f"{label}: there is no local path {tried}, and the Hugging Face hub gave no data set {asked} "
+            f"({_first_lines(error)}). Check the path, or what is asked for: data.train: {{path: OWNER/NAME, name: "
+            "CONFIG, split: SPLIT, revision: REVISION}."
+        ) from error
+    # The fingerprint is the library's own content key: it follows the files and every step that changed them.
+    return _dataset_source(label, dataset, "hub", lambda: str(dataset._fingerprint), columns)
+
+
+def _dataset_source(
+    spec: str, dataset: Any, kind: str, digest: Callable[[], str], columns: Mapping[str, str]
+) -> Source:
+    def read() -> Places:
+        as_written = without_filling(dataset.features.arrow_schema)
+        plain = dataset.with_format(None)  # set_format("numpy") is saved with a data set
+        return ((as_written(row), f":row {number}") for number, row in enumerate(plain))
+
+    return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
+
+
+def _hint(spec: str) -> str:
+    """What to say, where there is no such path, of a text that was meant as something else."""
+    if re.fullmatch(r"[\d.]+%?", spec):
+        return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
+    if "://" in spec:
+        return " Nothing is fetched from an address: download the file, or name a hub data set as owner/name."
+    return ""
+
+
+def _first_lines(error: Exception) -> str:
+    """The start of an error's message. Its second line may have the names to choose from."""
+    lines = (str(error).strip() or "no message").splitlines()
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"

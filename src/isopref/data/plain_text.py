@@ -1,0 +1,135 @@
+"""Prompt and answer in one text: where the answer begins.
+
+Role marks prove it ("User: ... Assistant: ..."): the answer follows the last mark, which must be the assistant's and at
+the same place in both texts. Without marks it is a guess: what both texts begin with, cut back to the end of a line or
+of a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from isopref.data.messages import DefectError, Message
+
+ROLES = {
+    "system": ("system",),
+    "user": ("user", "human", "instruction", "question", "q", "[inst]"),
+    "assistant": ("assistant", "ai", "bot", "response", "answer", "a", "model", "[/inst]"),
+    "tool": ("tool", "ipython"),
+}
+ROLE_OF = {word: role for role, words in ROLES.items() for word in words}
+# The end of a sentence, or of what a colon announces. Chinese and Japanese set no space behind it.
+SENTENCE_END = re.compile(r"[.!?:…][\"'”’)\]]*(?=\s)|[。！？：][」』”’）]*")  # noqa: RUF001
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A way to mark turns in text. Group 1 of `pattern` is a word of ROLES; a role's text follows its mark."""
+
+    looks: str
+    pattern: re.Pattern[str]
+    of_template: bool = False  # what a chat template writes: such text is templated already
+
+    def are_in(self, text: str) -> bool:
+        """Whether a user's turn is marked in a text, and an assistant's after it."""
+        roles = [_role(mark) for mark in self.pattern.finditer(text)]
+        return "user" in roles and "assistant" in roles[roles.index("user") :]
+
+    def first(self, text: str) -> int:
+        found = self.pattern.search(text)
+        assert found is not None
+        return found.start()
+
+
+HH = Marks(r"\n\nHuman: ... \n\nAssistant: ...", re.compile(r"\n\n(Human|Assistant):"))
+WORDS = (
+    Marks("User: ... Assistant: ...", re.compile(r"^[ \t]*(system|human|user|assistant|ai|bot):", re.I | re.M)),
+    Marks(
+        "### Instruction: ... ### Response: ...",
+        re.compile(r"###[ \t]*(system|human|user|instruction|assistant|response):", re.I),
+    ),
+    Marks("USER: ... ASSISTANT: ...", re.compile(r"(?:(?<!\S)|(?<=</s>))(USER|ASSISTANT):")),
+    Marks("Question: ... Answer: ...", re.compile(r"^[ \t]*(question|answer|q|a):", re.I | re.M)),
+)
+# The line breaks behind such a mark belong to it: the generation prompt ends with them.
+TEMPLATES = tuple(
+    Marks(looks, re.compile(pattern), of_template=True)
+    for looks, pattern in (
+        ("<|im_start|>assistant", r"<\|im_start\|>(system|user|assistant|tool)\n?"),
+        (
+            "<|start_header_id|>assistant<|end_header_id|>",
+            r"<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>\n{0,2}",
+        ),
+        ("<start_of_turn>model", r"<start_of_turn>(user|model)\n?"),
+        ("<|assistant|>", r"<\|(system|user|assistant)\|>\n?"),
+        ("<｜Assistant｜>", r"<｜(User|Assistant)｜>"),  # noqa: RUF001
+        ("[/INST]", r"(\[INST\]|\[/INST\])"),
+    )
+)
+
+
+def is_hh(text: str) -> bool:
+    """Whether a text is a dialogue as Anthropic's HH data writes it: it begins with a mark."""
+    return HH.pattern.match(text) is not None and "\n\nAssistant:" in text
+
+
+def find_marks(text: str) -> Marks | None:
+    """The marks that come first in a text, if it has any. Those of a template come before words."""
+    for family in (TEMPLATES, WORDS):
+        found = [marks for marks in family if marks.are_in(text)]
+        if found:
+            return min(found, key=lambda marks: marks.first(text))
+    return None
+
+
+def read_turns(text: str, marks: Marks) -> list[Message]:
+    """The turns of a marked text, without the spaces around them. Text before the first mark is a system turn."""
+    found = [*marks.pattern.finditer(text)]
+    ends = [*(mark.start() for mark in found[1:]), len(text)]
+    turns = [
+        {"role": _role(mark), "content": text[mark.end() : end].strip()} for mark, end in zip(found, ends, strict=True)
+    ]
+    before = text[: found[0].start()].strip()
+    return [{"role": "system", "content": before}, *turns] if before else turns
+
+
+def split_at_last_mark(chosen: str, rejected: str, marks: Marks) -> tuple[str, str, str]:
+    """Prompt and answers of two marked texts, as they stand: the prompt ends with the last mark. Raises DefectError."""
+    last, other = ([*marks.pattern.finditer(text)][-1] for text in (chosen, rejected))
+    if chosen[: last.end()] != rejected[: other.end()]:
+        raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
+    if _role(last) != "assistant":
+        raise DefectError("role", "the last turn is not the assistant's")
+    return chosen[: last.end()], chosen[last.end() :], rejected[other.end() :]
+
+
+def prompt_end(chosen: str, rejected: str) -> int | None:
+    """Where the prompt of two texts without marks may end: after the last line that they share, else the last sentence.
+
+    None: they share neither, or nothing of an answer would be left.
+    """
+    shared = chosen[: _first_difference(chosen, rejected)]
+    lines = [found.end() for found in re.finditer(r"\n+", shared)]
+    # Looked for in the whole texts: what follows decides whether a sentence ends, and it has to end in both.
+    sentences = sorted(_sentence_ends(chosen, len(shared)) & _sentence_ends(rejected, len(shared)))
+    for ends in (lines, sentences):
+        for end in reversed(ends):
+            if shared[:end].strip() and chosen[end:].strip() and rejected[end:].strip():
+                return end
+    return None
+
+
+def _first_difference(first: str, second: str) -> int:
+    pairs = zip(first, second, strict=False)
+    differs = (index for index, (one, other) in enumerate(pairs) if one != other)
+    return next(differs, min(len(first), len(second)))
+
+
+def _sentence_ends(text: str, last: int) -> set[int]:
+    """Where sentences of a text end, up to a place; white space behind one is not part of it."""
+    return {found.end() for found in SENTENCE_END.finditer(text, 0, last + 1) if found.end() <= last}
+
+
+def _role(mark: re.Match[str]) -> str:
+    return ROLE_OF[mark[1].lower()]

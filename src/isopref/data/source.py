@@ -1,0 +1,77 @@
+"""What a source of records is, wherever they come from. How one is opened is in sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isopref.data.formats import Places
+from isopref.errors import DataError
+
+if TYPE_CHECKING:
+    from isopref.data.memory import MemoryData
+
+
+class Record(NamedTuple):
+    """One record, with the place it came from: "data.jsonl:12", "data.json:[3]", "data.parquet:row 7"."""
+
+    fields: dict[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What a user says about one source. `weight` and `count` are its share in a mix (see mixing).
+
+    `name` (a config), `split` and `revision` choose from a data set of the hub. `memory` are the records themselves, if
+    a script passed them; `path` then only names them.
+    """
+
+    path: str
+    columns: Mapping[str, str] | None = None
+    weight: float | None = None
+    count: int | None = None
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    memory: MemoryData | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records, to be read as often as needed. Iterating raises DataError at the first broken record."""
+
+    name: str
+    format: str
+    read: Callable[[], Places] = field(repr=False)
+    digest: Callable[[], str] = field(repr=False)  # of the content: file bytes, or a data set's fingerprint
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name -> the name in the source
+    count: Callable[[], int | None] = field(default=lambda: None, repr=False)  # records, where that is quickly known
+    folder: str | None = None  # of several files: what comes before the name of one ("data/" for data/*.jsonl)
+
+    @property
+    def base(self) -> str:
+        """What comes before a place: both together are a record's origin."""
+        return self.name if self.folder is None else self.folder
+
+    def __iter__(self) -> Iterator[Record]:
+        place = None
+        unseen = set(self.columns.values())
+        for fields, place in self.read():
+            unseen -= fields.keys()
+            yield Record(self._renamed(fields), self.base + place)
+        if place is None:
+            raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
+        if unseen:
+            raise DataError(
+                f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or the columns of the "
+                "source itself."
+            )
+
+    def _renamed(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if not self.columns:
+            return fields
+        taken = {*self.columns, *self.columns.values()}
+        rest = {key: value for key, value in fields.items() if key not in taken}
+        return rest | {ours: fields[theirs] for ours, theirs in self.columns.items() if theirs in fields}
