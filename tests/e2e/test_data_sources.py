@@ -19,7 +19,7 @@ GUESS = (
 
 
 def shown(project: Project, *arguments: str) -> str:
-    outcome = project.isopref("data", "my.yaml", "data.eval=null", "optim.batch_pairs=1", *arguments)
+    outcome = project.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=1", *arguments)
     assert (outcome.code, outcome.err) == (0, "")
     return outcome.out
 

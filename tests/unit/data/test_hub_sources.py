@@ -58,7 +58,7 @@ def test_from_a_config_to_the_library(asked: list[Any], tmp_path: Path, monkeypa
     monkeypatch.setenv("ISOPREF_CACHE", str(tmp_path / "cache"))
     source = {"path": "owner/set", "name": "en", "split": "prefs", "revision": "v1"}
     for train in (source, [source]):
-        config = load_config({"model": {"path": "m"}, "data": {"train": train}, "optim": {"batch_pairs": 3}})
+        config = load_config({"model": {"path": "m"}, "data": {"train": train}, "optim": {"batch_size": 3}})
         tables = pair_tables(config, tiny_tokenizer("chatml"), Display(quiet=True))
         assert [(use.path, use.train) for use in tables.sources] == [("owner/set (en):prefs", 3)]
         assert tables.train.origin(2) == "owner/set (en):prefs:row 2"

@@ -29,7 +29,7 @@ ROWS: list[dict[str, Any]] = [{"prompt": f"why {n}?", "chosen": "yes", "rejected
 
 
 def config(**data: Any) -> dict[str, Any]:
-    return {"model": {"path": "m"}, "data": data, "optim": {"batch_pairs": 2}}
+    return {"model": {"path": "m"}, "data": data, "optim": {"batch_size": 2}}
 
 
 @pytest.fixture(autouse=True)

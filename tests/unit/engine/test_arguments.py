@@ -212,7 +212,7 @@ def test_a_script_whose_weights_are_not_finite_is_stopped(tmp_path: Path, caplog
         save_folder=str(tmp_path), max_duration=Duration.epochs(1), device="cpu", no_checkpoints=True,
         metrics_collect_interval=1,
     )  # fmt: skip
-    trainer = config.build(made, loader(batch_pairs=2, work_dir=str(tmp_path)))
+    trainer = config.build(made, loader(batch_size=2, work_dir=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         trainer.fit()
     assert trainer.global_step == 1
