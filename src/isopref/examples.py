@@ -29,6 +29,15 @@ class Example(NamedTuple):
     comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
     scores: tuple[float, ...] = ()  # of each answer, the higher the better; none at all where they are not known
 
+    @property
+    def parts(self) -> tuple[IntArray, ...]:
+        """The prompt and the answers."""
+        return self.prompt, *self.answers
+
+
+PAIR = ((0, 1),)  # what is compared in a pair
+PAIR_SCORES = (1.0, 0.0)  # a pair is a ranked list of two, too
+
 
 class PairTokens(NamedTuple):
     """Token ids of one pair: an example with two answers, the first of which is better."""
@@ -39,7 +48,7 @@ class PairTokens(NamedTuple):
 
     @property
     def example(self) -> Example:
-        return Example(self.prompt, (self.chosen, self.rejected), ((0, 1),))
+        return Example(self.prompt, (self.chosen, self.rejected), PAIR, PAIR_SCORES)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def test_json_has_the_same_figures(no_weights: Project) -> None:
     assert [one["origin"] for one in train["longest"]] == [f"train.jsonl:{line}" for line in range(20, 10, -1)]
     assert found["held_out"] is None
     assert len(found["samples"]) == 3
-    assert found["samples"][0]["chosen"] == "yes<|im_end|>"
+    assert found["samples"][0]["answers"]["chosen"] == "yes<|im_end|>"
 
 
 def test_answers_end_where_the_folder_says_that_the_model_stops(no_weights: Project) -> None:

@@ -18,7 +18,9 @@ def assistant(text: str) -> dict[str, Any]:
 
 def pair_of(fields: dict[str, Any], *, raw: bool = False) -> PreferencePair:
     record = Record(fields, "file:7")
-    return to_pair(record, detect_shape([record], raw=raw), raw=raw)
+    found = to_pair(record, detect_shape([record], raw=raw), raw=raw)
+    assert isinstance(found, PreferencePair)
+    return found
 
 
 Q, GOOD, BAD = user("why?"), assistant("because"), assistant("dunno")

@@ -237,6 +237,8 @@ def _whole_table(
         truncation=data.truncation,
         on_bad=data.on_bad,
         stops=hf.stop_tokens(tokenizer.name_or_path),
+        compare=data.compare,
+        min_gap=data.min_gap,
     )
     what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
     bar: Advance | None = None  # none where the table is there already

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from isopref.build.data import SourceUse, pair_tables, say_warnings
 from isopref.build.run import say_trust
 from isopref.config.schema import Config
-from isopref.data.statistics import PairText, TableFigures, figures, samples
+from isopref.data.statistics import ExampleText, TableFigures, figures, samples
 from isopref.engine.display import Display
 from isopref.models import conversion, hf
 
@@ -22,7 +22,7 @@ class Report:
     num_left_out: int  # pairs of data.train that are in neither table, for their prompt is in data.eval
     train: TableFigures
     held_out: TableFigures | None
-    samples: list[PairText]  # of the pairs to train on
+    samples: list[ExampleText]  # of the examples to train on
 
 
 def inspect(config: Config, display: Display) -> Report:

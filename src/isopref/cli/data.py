@@ -18,16 +18,11 @@ from isopref.errors import shorter_pairs
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
     from isopref.build.inspect import Report
-    from isopref.data.statistics import OverContext, PairSize, PairText, TableFigures
+    from isopref.data.statistics import ExampleSize, ExampleText, OverContext, TableFigures
 
 STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
-PARTS = {
-    "prompt": "prompt",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "sequence": "longer sequence",
-    "pair": "pair, prompt once",
-}
+OTHER_STYLES = ("green", "yellow", "magenta", "blue")  # of the answers of a list, in turn
+PARTS = {"sequence": "longest sequence", "example": "all, prompt once"}
 
 
 def to_json(report: Report) -> str:
@@ -57,14 +52,16 @@ def _show_source(source: SourceUse, console: Console) -> None:
         "columns not used": ", ".join(found.unused_columns) or "none",
         "records read": str(found.read),
         "dropped": dropped or "0",
-        "pairs kept": str(found.kept),
+        "pairs or lists kept": str(found.kept),
+        "  answers without a score, left out": str(found.unscored_answers),
+        "  answers that repeat another, left out": str(found.repeated_answers),
         "  cut to data.max_length": str(found.truncated),
         "  prompt ends inside a token of the answer": str(found.boundary_backoffs),
         "  generation prompt not before the answer": str(found.generation_prompt_backoffs),
         "  two BOS tokens": str(found.double_bos),
         "  end token added, the template has none": str(found.added_ends),
         "  no end token, the template has plain text": str(found.missing_eos),
-        "pairs in the mix": str(source.mixed),
+        "in the mix": str(source.mixed),
         "  trained on": str(source.train),
         "  held out": str(source.held_out),
     }
@@ -74,14 +71,19 @@ def _show_source(source: SourceUse, console: Console) -> None:
 
 
 def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
-    different = f"{figures.prompts} different prompts, {figures.repeated} repeated pairs"
-    console.print(Text(f"\n{figures.pairs} pairs {name}: {different}", "bold"))
+    kind = "pairs" if figures.pairs_alone else "lists"
+    different = f"{figures.prompts} different prompts, {figures.repeated} repeated {kind}"
+    if not figures.pairs_alone:
+        different = f"{figures.answers} answers, {figures.comparisons} comparisons, {different}"
+    console.print(Text(f"\n{figures.examples} {kind} {name}: {different}", "bold"))
     table = Table("tokens", box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = [{0: "least", 50: "median", 100: "most"}.get(at, f"{at}%") for at in figures.lengths["pair"].percentiles]
+    heads = [{0: "least", 50: "median", 100: "most"}.get(at, f"{at}%") for at in figures.lengths["prompt"].percentiles]
     for head in ("mean", *heads):
         table.add_column(head, justify="right")
     for part, lengths in figures.lengths.items():
-        table.add_row(PARTS[part], f"{lengths.mean:.1f}", *(str(value) for value in lengths.percentiles.values()))
+        table.add_row(
+            PARTS.get(part, part), f"{lengths.mean:.1f}", *(str(value) for value in lengths.percentiles.values())
+        )
     console.print(table)
     saved = 1 - figures.tokens_shared / figures.tokens
     console.print(
@@ -95,32 +97,35 @@ def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
 def _show_over_context(over: OverContext | None, context: int | None, console: Console) -> None:
     if over is None:
         return
-    longest, pairs = over.longest, "1 pair is" if over.pairs == 1 else f"{over.pairs} pairs are"
-    tokens = longest.prompt + max(longest.chosen, longest.rejected)
+    longest, examples = over.longest, "1 is" if over.examples == 1 else f"{over.examples} are"
+    tokens = longest.prompt + max(longest.answers.values())
     console.print(
-        f"  warning: {pairs} longer than the model's context length, {context} tokens; the longest, "
-        f"{visible(longest.origin)}, has {tokens} in prompt and longer answer. isopref train refuses that. "
+        f"  warning: {examples} longer than the model's context length, {context} tokens; the longest, "
+        f"{visible(longest.origin)}, has {tokens} in prompt and longest answer. isopref train refuses that. "
         f"{shorter_pairs(context)}",
         style="bold red",
         markup=False,
     )
 
 
-def _size(size: PairSize) -> str:
-    total = size.prompt + size.chosen + size.rejected
-    parts = f"prompt {size.prompt}, chosen {size.chosen}, rejected {size.rejected}"
-    return f"{visible(size.origin)}: {total} tokens ({parts})"
+def _size(size: ExampleSize) -> str:
+    total = size.prompt + sum(size.answers.values())
+    parts = ", ".join(f"{name}: {count}" if "," in name else f"{name} {count}" for name, count in size.answers.items())
+    return f"{visible(size.origin)}: {total} tokens (prompt {size.prompt}, {parts})"
 
 
-def _show_samples(samples: list[PairText], console: Console) -> None:
+def _show_samples(samples: list[ExampleText], console: Console) -> None:
     coloured = console.color_system is not None and not console.no_color
-    console.print(Text(f"\n{len(samples)} pairs as the model sees them", "bold"), end="")
-    if coloured:
+    pairs_alone = all(sample.answers.keys() <= STYLES.keys() for sample in samples)
+    what = "pairs" if pairs_alone else "lists"
+    console.print(Text(f"\n{len(samples)} {what} as the model sees them", "bold"), end="")
+    if coloured and pairs_alone:
         console.print(Text.assemble(": ", *((f"{part} ", style) for part, style in STYLES.items())), end="")
     console.print()
     for sample in samples:
         console.print(Text(f"\n{_size(sample.size)}", "dim"))
-        for part, style in STYLES.items():
-            marker = "" if coloured else f"[[{part}]]"
-            text = Text.assemble(marker, (visible(getattr(sample, part)), style))
-            console.print(text, end="" if part == "prompt" else "\n")
+        parts = {"prompt": sample.prompt, **sample.answers}
+        for number, (part, said) in enumerate(parts.items()):
+            style = STYLES.get(part, OTHER_STYLES[(number - 1) % len(OTHER_STYLES)])
+            marker = "" if coloured and part in STYLES else f"[[{part}]]"
+            console.print(Text.assemble(marker, (visible(said), style)), end="" if part == "prompt" else "\n")

@@ -92,6 +92,15 @@ class DataConfig(Section):
         default="error",
         description="What happens to a record that cannot be used. error: stop; drop: leave it out.",
     )
+    compare: Literal["all", "best_worst", "best_rest", "adjacent"] = Field(
+        default="all",
+        description="Which answers of a list are compared, where records have several answers with scores. all: every "
+        "two; best_worst: the best and the worst; best_rest: the best with each other one; adjacent: neighbours in the "
+        "order of scores. Each answer is computed once, however many comparisons it is in.",
+    )
+    min_gap: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Least difference between the scores of two answers that are compared."
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Names of the columns in your data where they differ from ours, as ours: yours, "

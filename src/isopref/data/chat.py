@@ -32,14 +32,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.messages import DefectError, Turns
-from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.shapes import BadPairError, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
-from isopref.examples import PairTokens
+from isopref.examples import PAIR, Example
 from isopref.types import IntArray
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class TokenizeOptions:
         A pair whose completions leave no room for one token of text beside those is dropped.
     on_bad: "error" or "drop" (and count) records that give no pair.
     stops: tokens at which the model's generation stops, besides EOS.
+    compare, min_gap: which answers of a list are compared (see compare.py).
     """
 
     template: str | None
@@ -66,6 +68,8 @@ class TokenizeOptions:
     truncation: Literal["drop", "keep_start", "keep_end"]
     on_bad: Literal["error", "drop"]
     stops: tuple[int, ...] = ()
+    compare: Compare = "all"
+    min_gap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -79,9 +83,9 @@ class TokenizeOptions:
 
 
 class EncodedPair(NamedTuple):
-    """A tokenised pair. `question_id` digests what was asked, before any template, tokenizer or cut."""
+    """A tokenised pair or list. `question_id` digests what was asked, before any template, tokenizer or cut."""
 
-    tokens: PairTokens
+    tokens: Example
     question_id: bytes
     notes: frozenset[str]  # of NOTES
 
@@ -117,19 +121,22 @@ class PairEncoder:
             "stop_before": self._stop_before,
             "template": self._template.content,
             "options": [options.raw, options.max_length, options.truncation, options.on_bad],
+            "compare": [options.compare, options.min_gap],
         }
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def encode(self, pairs: Sequence[PreferencePair]) -> list[EncodedPair | BadPairError | None]:
-        """One result for each pair, in order; None: longer than max_length, in mode drop.
+    def encode(self, pairs: Sequence[Preference]) -> list[EncodedPair | BadPairError | None]:
+        """One result for each pair or list, in order; None: longer than max_length, in mode drop.
 
-        Pairs are tokenised together, so that a fast tokenizer uses all cores; no result depends on another.
+        They are tokenised together, so that a fast tokenizer uses all cores; no result depends on another.
         """
         written = [_or_bad(self._write, pair) for pair in pairs]
-        flat = [text for item in written if isinstance(item, Written) for text in item]
+        flat = [text for item in written if isinstance(item, Written) for text in (item.prompt, *item.sides)]
         ids = iter(self._tokenize(flat))
         return [
-            _or_bad(self._finish, pair, item, next(ids), (next(ids), next(ids))) if isinstance(item, Written) else item
+            _or_bad(self._finish, pair, item, next(ids), [next(ids) for _ in item.sides])
+            if isinstance(item, Written)
+            else item
             for pair, item in zip(pairs, written, strict=True)
         ]
 
@@ -143,13 +150,15 @@ class PairEncoder:
         except DefectError as defect:
             raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
 
-    def _write(self, pair: PreferencePair) -> Written:
+    def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
-            chosen, rejected = (as_messages(side, "assistant")[-1] for side in (pair.chosen, pair.rejected))
-            return self._template.write(as_messages(pair.prompt, "user"), chosen, rejected, pair.tools)
-        if not (isinstance(pair.prompt, str) and isinstance(pair.chosen, str) and isinstance(pair.rejected, str)):
+            last_turns = [as_messages(answer, "assistant")[-1] for answer in pair.answers]
+            answers = dict(zip(pair.names, last_turns, strict=True))
+            return self._template.write(as_messages(pair.prompt, "user"), answers, pair.tools)
+        sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
+        if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
-        return Written(pair.prompt, pair.prompt + pair.chosen, pair.prompt + pair.rejected)
+        return Written(pair.prompt, tuple(sides))
 
     def _tokenize(self, texts: list[str]) -> list[IntArray]:
         if not texts:
@@ -162,7 +171,7 @@ class PairEncoder:
         return rows
 
     def _finish(
-        self, pair: PreferencePair, written: Written, prompt: IntArray, sides: tuple[IntArray, IntArray]
+        self, pair: Preference, written: Written, prompt: IntArray, sides: Sequence[IntArray]
     ) -> EncodedPair | None:
         notes: set[str] = set()
         border = min(_common(prompt, side) for side in sides)
@@ -171,29 +180,39 @@ class PairEncoder:
             notes.add("boundary_backoffs" if as_written else "generation_prompt_backoffs")
             self._check_border(pair, written)
         if border == 0:
-            raise DefectError("boundary", "not one token of the prompt stands before both answers")
+            raise DefectError("boundary", "not one token of the prompt stands before all answers")
         if self._bos is not None and border > 1 and prompt[0] == prompt[1] == self._bos:
             notes.add("double_bos")
-        chosen, rejected = (
+        answers = tuple(
             self._end(
                 side, border, _next_role(answer), partial(self._is_open, pair, answer, written.prompt, text), notes
             )
-            for side, text, answer in zip(sides, written.sides, (pair.chosen, pair.rejected), strict=True)
+            for side, text, answer in zip(sides, written.sides, pair.answers, strict=True)
         )
-        tokens = PairTokens(prompt[:border], chosen, rejected)
+        tokens = Example(prompt[:border], answers, self._comparisons(pair), pair.scores)
         cut = self._truncate(tokens, pair, written)
         if cut is None:
             return None
         if cut is not tokens:
             notes.add("truncated")
-        if np.array_equal(cut.chosen, cut.rejected):
-            raise DefectError("tie", "'chosen' and 'rejected' are the same tokens")
-        if not (len(cut.chosen) and len(cut.rejected)):
+        for better, worse in cut.comparisons:
+            if np.array_equal(cut.answers[better], cut.answers[worse]):
+                raise DefectError("tie", f"'{pair.names[better]}' and '{pair.names[worse]}' are the same tokens")
+        if not all(len(answer) for answer in cut.answers):
             raise DefectError("empty", "an answer has no tokens")
         asked = question_id(as_messages(pair.prompt, "user"), pair.tools)
         return EncodedPair(cut, asked, frozenset(notes))
 
-    def _check_border(self, pair: PreferencePair, written: Written) -> None:
+    def _comparisons(self, pair: Preference) -> tuple[tuple[int, int], ...]:
+        if isinstance(pair, PreferencePair):
+            return PAIR
+        found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
+        if not found:
+            gap = f" by {self.options.min_gap:g}, as data.min_gap asks" if self.options.min_gap else ""
+            raise DefectError("tie", f"no two answers differ in their scores{gap}: {list(pair.scores)}")
+        return found
+
+    def _check_border(self, pair: Preference, written: Written) -> None:
         """The prompt's turns must read the same before an answer; only the generation prompt may differ."""
         if self.options.raw:
             return
@@ -224,7 +243,7 @@ class PairEncoder:
             notes.add("added_ends")
         return np.append(side[border:], np.int32(added))
 
-    def _is_open(self, pair: PreferencePair, answer: Turns, prompt: str, written: str) -> bool:
+    def _is_open(self, pair: Preference, answer: Turns, prompt: str, written: str) -> bool:
         """Whether nothing but white space is written after an answer."""
         message = as_messages(answer, "assistant")[-1]
         said = message["content"].strip()
@@ -247,10 +266,10 @@ class PairEncoder:
             last -= 1
         return last
 
-    def _truncate(self, tokens: PairTokens, pair: PreferencePair, written: Written) -> PairTokens | None:
+    def _truncate(self, tokens: Example, pair: Preference, written: Written) -> Example | None:
         """`tokens` itself where it fits; None: dropped. Answers are never cut."""
         prompt, limit, truncation = tokens.prompt, self.options.max_length, self.options.truncation
-        longer = max(len(tokens.chosen), len(tokens.rejected))
+        longer = max(map(len, tokens.answers))
         if limit is None or len(prompt) + longer <= limit:
             return tokens
         if truncation == "drop":
@@ -258,7 +277,7 @@ class PairEncoder:
         cut = stretch_to_cut(len(prompt), self._spans(prompt, pair, written), limit - longer, truncation=truncation)
         return tokens._replace(prompt=np.delete(prompt, slice(*cut))) if cut else None
 
-    def _spans(self, prompt: IntArray, pair: PreferencePair, written: Written) -> list[Span]:
+    def _spans(self, prompt: IntArray, pair: Preference, written: Written) -> list[Span]:
         """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known: in plain text."""
         turns = [] if self.options.raw else as_messages(pair.prompt, "user")
         around = (self._template.around(turns, index, pair.tools, written.prompt) for index in range(len(turns)))
@@ -276,7 +295,7 @@ class PairEncoder:
         return self._is_space[token]
 
 
-def _or_bad(function: Callable[..., Result], pair: PreferencePair, *args: Any) -> Result | BadPairError:
+def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Result | BadPairError:
     """The result, or what is wrong with the pair: one bad pair must not stop its neighbours."""
     try:
         return function(pair, *args)

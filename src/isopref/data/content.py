@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from isopref.examples import Example
+from isopref.examples import PAIR, PAIR_SCORES, Example
 from isopref.types import IntArray
 
 ID_BYTES = 16
 PROMPT_ID_BYTES = 8
-PAIR = ((0, 1),)  # what is compared in a pair
 
 
 def example_id(example: Example) -> bytes:
     """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
-    if example.comparisons == PAIR and not example.scores:
+    if example.comparisons == PAIR and example.scores == PAIR_SCORES:
         return _id(example.prompt, *example.answers)
     known = json.dumps([example.comparisons, example.scores]).encode()
     return _id(example.prompt, *example.answers, np.frombuffer(known, np.uint8))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.columns import PROMPTS, SIDES
 from isopref.data.memory import memory_source
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, Shape, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, RankedList, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
 CODE_VERSION = 11  # raise it when the same content would give other tokens or another file
+LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
 # Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
@@ -253,7 +254,10 @@ class _Found:
     def stats(self) -> SourceStats:
         """Raises DataError where there is not one pair: no share of nothing can be mixed."""
         source, dropped = self._source, dict(self._dropped)
-        counts = {name: self._counts[name] for name in ("read", "kept", "repeated_prompts", "unused_inputs", *NOTES)}
+        counts = {
+            name: self._counts[name]
+            for name in ("read", "kept", "repeated_prompts", "unused_inputs", *LEFT_OUT, *NOTES)
+        }
         if not counts["kept"]:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise DataError(
@@ -311,11 +315,12 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             drop(result)
         else:
             notes.update(result.notes)
+            notes.update(pair.notes if isinstance(pair, RankedList) else {})
             notes["repeated_prompts"] += repeats_prompt(pair)
             if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
             place = pair.origin.removeprefix(chunk.base)
-            rows.append(TableRow(result.tokens.example, pair.weight, result.question_id, place))
+            rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns - chunk.shape.reads
     return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)

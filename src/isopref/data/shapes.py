@@ -1,4 +1,4 @@
-"""What records mean: which of the known shapes a source has, and how a record becomes a PreferencePair.
+"""What records mean: which of the known shapes a source has, and how a record becomes a pair or a list.
 
 Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, fields are read by
 messages; files (sources) and tokens (chat) are not known here.
@@ -7,8 +7,8 @@ messages; files (sources) and tokens (chat) are not known here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
 from isopref.data.known_shapes.registry import SHAPES
@@ -27,8 +27,19 @@ from isopref.data.messages import (
 )
 from isopref.data.sources import Record
 from isopref.errors import DataError
+from isopref.examples import PAIR_SCORES
 
-__all__ = ["COLUMNS", "SHAPES", "BadPairError", "PreferencePair", "Shape", "detect_shape", "to_pair"]
+__all__ = [
+    "COLUMNS",
+    "SHAPES",
+    "BadPairError",
+    "Preference",
+    "PreferencePair",
+    "RankedList",
+    "Shape",
+    "detect_shape",
+    "to_pair",
+]
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
 TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
@@ -59,6 +70,33 @@ class PreferencePair:
     weight: float
     origin: str
 
+    names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
+    scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
+
+    @property
+    def answers(self) -> tuple[Turns, ...]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True)
+class RankedList:
+    """A prompt with any number of different answers, each with a score: the higher, the better."""
+
+    prompt: Turns
+    answers: tuple[Turns, ...]
+    scores: tuple[float, ...]
+    tools: list[dict[str, Any]] | None
+    weight: float
+    origin: str
+    notes: Mapping[str, int] = field(default_factory=dict)  # answers that were left out, by reason
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"answer {number}" for number in range(1, len(self.answers) + 1))
+
+
+Preference = PreferencePair | RankedList
+
 
 def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
     """The shape of the first record that has one, among the first records of a source.
@@ -87,8 +125,8 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
     return shape
 
 
-def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
-    """The pair in a record of this shape. Raises BadPairError."""
+def to_pair(record: Record, shape: Shape, *, raw: bool) -> Preference:
+    """The pair, or the list, in a record of this shape. Raises BadPairError."""
     try:
         return _to_pair(record, shape, raw)
     except DefectError as defect:
@@ -97,13 +135,14 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> PreferencePair:
         raise BadPairError(record.origin, "type", "the record nests too deep") from None
 
 
-def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
+def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     fields = _parsed(record.fields, shape.written)
     if not shape.fits(fields):
         raise _misfit(fields, shape)
     if media := next((name for name in MEDIA if fields.get(name)), None):
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
-    prompt, chosen, rejected = shape.split_raw(fields) if raw else shape.split(fields)
+    ranked = shape.read_list(fields)
+    prompt, *answers = (ranked.prompt, *ranked.answers) if ranked else (shape.split_raw if raw else shape.split)(fields)
     tools = read_tools(fields.get("tools"))
     history = not isinstance(prompt, str)  # of a shape that is text otherwise
     for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
@@ -114,12 +153,19 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> PreferencePair:
             )
     if fields.get("system"):
         prompt = _with_system(prompt, read_text(fields["system"], "system"))
-    for name, turns in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+    weight = read_weight(fields.get("weight"))
+    found: Preference
+    if ranked is not None:
+        found = RankedList(prompt, ranked.answers, ranked.scores, tools, weight, record.origin, ranked.left_out)
+    else:
+        chosen, rejected = answers
+        if chosen == rejected:
+            raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
+        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin)
+    for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
-    if chosen == rejected:
-        raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
-    return PreferencePair(prompt, chosen, rejected, tools, read_weight(fields.get("weight")), record.origin)
+    return found
 
 
 # --- detection ---------------------------------------------------------------------------------------
@@ -233,7 +279,7 @@ def _renames(fields: Fields) -> dict[str, str]:
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
     """Why a record is not of the shape its source has, the likeliest cause first."""
-    for key in SIDES:
+    for key in SIDES if set(SIDES) <= set(shape.columns) else ():
         if fields.get(key) is None:
             return DefectError("missing", f"'{key}' is missing")
     other = _shape_of(fields)

@@ -1,4 +1,4 @@
-"""Figures of a pair table, and pairs as text again: what a user should see before training.
+"""Figures of a table, and its examples as text again: what a user should see before training.
 
 Pure functions of a table (and a tokenizer). How they are printed is not decided here.
 """
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from isopref.data.columns import SIDES
 from isopref.data.table import ExampleTable
-from isopref.examples import Example
+from isopref.examples import PAIR, PAIR_SCORES, Example
 from isopref.types import IntArray
 
 if TYPE_CHECKING:
@@ -31,84 +32,91 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class PairSize:
-    """One pair: its origin and the tokens of its parts."""
+class ExampleSize:
+    """One pair or list: its origin, the tokens of its prompt and of each answer."""
 
     origin: str
     prompt: int
-    chosen: int
-    rejected: int
+    answers: dict[str, int]  # by name: "chosen" and "rejected", or "score 4.5"
 
 
 @dataclass(frozen=True)
 class OverContext:
-    """Pairs that the model cannot take: a prompt and its longer answer are over its context length."""
+    """Examples that the model cannot take: a prompt and its longest answer are over its context length."""
 
-    pairs: int
-    longest: PairSize
+    examples: int
+    longest: ExampleSize
 
 
 @dataclass(frozen=True)
-class PairText:
-    """One pair as its tokens say it, special tokens included."""
+class ExampleText:
+    """One pair or list as its tokens say it, special tokens included."""
 
-    size: PairSize
+    size: ExampleSize
     prompt: str
-    chosen: str
-    rejected: str
+    answers: dict[str, str]  # by name, as in the size
 
 
 @dataclass(frozen=True)
 class TableFigures:
-    """A table in numbers. `tokens` counts the prompt in each sequence, `tokens_shared` once for both answers."""
+    """A table in numbers. `tokens` counts the prompt in each sequence, `tokens_shared` once for all answers."""
 
-    pairs: int
+    examples: int
+    answers: int
+    comparisons: int
     prompts: int  # different ones
-    repeated: int  # pairs whose tokens came before
-    lengths: dict[str, Lengths]  # prompt, chosen, rejected, sequence (with the longer answer), pair (prompt once)
+    repeated: int  # examples whose tokens came before
+    lengths: dict[str, Lengths]  # prompt; chosen, rejected, or answer; sequence (the longest); example (prompt once)
     tokens: int
     tokens_shared: int
-    longest: list[PairSize]
+    longest: list[ExampleSize]
     over_context: OverContext | None  # None where there are none
+
+    @property
+    def pairs_alone(self) -> bool:
+        """Whether there is no list among the examples."""
+        return "chosen" in self.lengths
 
 
 def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
     lengths = table.lengths
     chosen, rejected = lengths.compared_tokens
-    pair = _pair_tokens(table)
+    pairs_alone = bool((lengths.num_answers == 2).all() and (lengths.num_comparisons == 1).all())
+    tokens = _tokens(table)
     parts = {
         "prompt": lengths.prompt,
-        "chosen": chosen,
-        "rejected": rejected,
+        **({"chosen": chosen, "rejected": rejected} if pairs_alone else {"answer": lengths.answer}),
         "sequence": lengths.sequences.max(axis=1),
-        "pair": pair,
+        "example": tokens,
     }
-    longest = np.argsort(-pair, kind="stable")[:NUM_LONGEST]
+    longest = np.argsort(-tokens, kind="stable")[:NUM_LONGEST]
     return TableFigures(
-        pairs=len(table),
+        examples=len(table),
+        answers=len(lengths.answer),
+        comparisons=len(lengths.compared),
         prompts=len(np.unique(table.question_ids)),
         repeated=len(table) - len(np.unique(table.ids, axis=0)),
         lengths={name: _lengths(values) for name, values in parts.items()},
         tokens=int(lengths.sequence.sum()),
-        tokens_shared=int(pair.sum()),
+        tokens_shared=int(tokens.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
     )
 
 
-def samples(table: ExampleTable, tokenizer: PreTrainedTokenizerBase) -> list[PairText]:
-    """A short, a middling and a long pair (the quartiles of length), as text."""
-    order = np.argsort(_pair_tokens(table), kind="stable")
+def samples(table: ExampleTable, tokenizer: PreTrainedTokenizerBase) -> list[ExampleText]:
+    """A short, a middling and a long example (the quartiles of length), as text."""
+    order = np.argsort(_tokens(table), kind="stable")
     steps = range(1, NUM_SAMPLES + 1)
     chosen = dict.fromkeys(int(order[len(order) * step // (NUM_SAMPLES + 1)]) for step in steps)
     return [_text(table, index, tokenizer) for index in chosen]
 
 
-def _pair_tokens(table: ExampleTable) -> IntArray:
-    """Tokens of each pair, its prompt once."""
+def _tokens(table: ExampleTable) -> IntArray:
+    """Tokens of each example, its prompt once."""
     lengths = table.lengths
-    tokens: IntArray = lengths.prompt + lengths.answer.reshape(-1, 2).sum(axis=1)
+    tokens: IntArray = lengths.prompt + np.bincount(lengths.of_answer, lengths.answer, len(lengths)).astype(np.int64)
     return tokens
 
 
@@ -122,17 +130,28 @@ def _over(table: ExampleTable, sequence: IntArray, context: int) -> OverContext 
     return OverContext(count, _size(table, int(sequence.argmax()))) if count else None
 
 
-def _size(table: ExampleTable, index: int) -> PairSize:
-    lengths = table.lengths.select([index])
-    return PairSize(table.origin(index), *(int(length) for length in (*lengths.prompt, *lengths.answer)))
+def _size(table: ExampleTable, index: int) -> ExampleSize:
+    example = table.example(index)
+    answers = {name: len(answer) for name, answer in zip(_names(example), example.answers, strict=True)}
+    return ExampleSize(table.origin(index), len(example.prompt), answers)
 
 
-def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -> PairText:
-    return PairText(_size(table, index), *pair_text(table.example(index), tokenizer))
+def _names(example: Example) -> list[str]:
+    """What the answers are called: chosen and rejected, or by their numbers and scores."""
+    if example.comparisons == PAIR and example.scores in ((), PAIR_SCORES):
+        return list(SIDES)
+    scores = [f", score {score:g}" for score in example.scores] or [""] * len(example.answers)
+    return [f"answer {number}{score}" for number, score in enumerate(scores, start=1)]
 
 
-def pair_text(tokens: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """Prompt and both answers. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
+def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -> ExampleText:
+    example = table.example(index)
+    prompt, *answers = example_text(example, tokenizer)
+    return ExampleText(_size(table, index), prompt, dict(zip(_names(example), answers, strict=True)))
+
+
+def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Prompt and answers. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
 
     def decode(*parts: IntArray) -> str:
         ids = [int(token) for part in parts for token in part]
@@ -141,10 +160,9 @@ def pair_text(tokens: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         return text
 
     def answer(part: IntArray) -> str:
-        whole = decode(tokens.prompt, part)
+        whole = decode(example.prompt, part)
         # A border inside a character leaves half of it on each side, and neither half is text.
         return whole.removeprefix(prompt) if whole.startswith(prompt) else decode(part)
 
-    prompt = decode(tokens.prompt)
-    chosen, rejected = (answer(part) for part in tokens.answers)
-    return prompt, chosen, rejected
+    prompt = decode(example.prompt)
+    return [prompt, *(answer(part) for part in example.answers)]

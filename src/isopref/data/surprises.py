@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from isopref.data.messages import Turns
-from isopref.data.shapes import PreferencePair
+from isopref.data.shapes import Preference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,19 +22,19 @@ def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]
     return re.compile("|".join(re.escape(token) for token in special)) if special else None
 
 
-def first_special_token(pair: PreferencePair, special: re.Pattern[str]) -> str | None:
+def first_special_token(pair: Preference, special: re.Pattern[str]) -> str | None:
     """The first special token in the text of a pair, which the template will write around it once more."""
-    texts = (text for turns in (pair.prompt, pair.chosen, pair.rejected) for text in _texts(turns))
+    texts = (text for turns in (pair.prompt, *pair.answers) for text in _texts(turns))
     return next((found[0] for text in texts if (found := special.search(text))), None)
 
 
-def repeats_prompt(pair: PreferencePair) -> bool:
-    """Whether both answers begin with what was asked last."""
+def repeats_prompt(pair: Preference) -> bool:
+    """Whether all answers begin with what was asked last."""
     asked = _texts(pair.prompt)[-1].strip()
-    return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in (pair.chosen, pair.rejected))
+    return bool(asked) and all(_texts(side)[-1].lstrip().startswith(asked) for side in pair.answers)
 
 
-def has_unused_context(fields: dict[str, Any], pair: PreferencePair, reads: frozenset[str]) -> bool:
+def has_unused_context(fields: dict[str, Any], pair: Preference, reads: frozenset[str]) -> bool:
     """Whether a record has earlier turns in a column 'history', or text in 'input' that is not in its prompt.
 
     Both are of Alpaca's data. Not where they are among the columns that are read. Beside a prompt they are not: it may

@@ -72,6 +72,8 @@ class SourceStats:
     missing_eos: int = 0  # in answers that the template ends in plain text
     truncated: int = 0
     repeated_prompts: int = 0  # in both answers
+    unscored_answers: int = 0  # of lists, which are left out
+    repeated_answers: int = 0  # of lists, of which the first is kept
     unused_inputs: int = 0  # records with a column 'input' or 'history' that is not read
     special_tokens: dict[str, int] = field(default_factory=dict)  # in the text, by the first one of a pair
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,15 +38,10 @@ Tools = list[dict[str, Any]] | None
 
 
 class Written(NamedTuple):
-    """The three texts of a pair: the prompt with its generation prompt, and the prompt with each answer."""
+    """The texts of a pair or a list: the prompt with its generation prompt, and the prompt with each answer."""
 
     prompt: str
-    chosen: str
-    rejected: str
-
-    @property
-    def sides(self) -> tuple[str, str]:
-        return self.chosen, self.rejected
+    sides: tuple[str, ...]
 
 
 class ChatTemplate:
@@ -77,17 +72,17 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def write(self, prompt: list[Message], chosen: Message, rejected: Message, tools: Tools) -> Written:
-        """The texts of a pair, answers without the end of the conversation where their turn has an end of its own.
+    def write(self, prompt: list[Message], answers: Mapping[str, Message], tools: Tools) -> Written:
+        """The texts, answers without the end of the conversation where their turn has an end of its own.
 
-        Raises DefectError where the template refuses the pair or leaves a part of it out.
+        `answers` are by what they are called in errors. Raises DefectError where the template refuses the conversation
+        or leaves a part of it out.
         """
         start = self.render(prompt, tools, add_generation_prompt=True)
-        written = Written(start, *(self.render([*prompt, answer], tools) for answer in (chosen, rejected)))
+        sides = {name: self.render([*prompt, answer], tools) for name, answer in answers.items()}
         left_out = chain(
             self._left_out_of_prompt(prompt, tools, start),
-            self._left_out_of_answer("chosen", [*prompt, chosen], tools, start, written.chosen),
-            self._left_out_of_answer("rejected", [*prompt, rejected], tools, start, written.rejected),
+            *(self._left_out_of_answer(name, [*prompt, answers[name]], tools, start, sides[name]) for name in answers),
         )
         if (first := next(left_out, None)) is not None:
             raise DefectError(
@@ -95,7 +90,7 @@ class ChatTemplate:
                 f"the chat template leaves out {first}, so training would go without it "
                 "(data.template: path.jinja can replace the template)",
             )
-        return Written(start, *(self._unclosed(side) for side in written.sides))
+        return Written(start, tuple(self._unclosed(side) for side in sides.values()))
 
     def turns(self, messages: list[Message], tools: Tools) -> str:
         """The text of turns alone: no generation prompt, no end of the conversation."""

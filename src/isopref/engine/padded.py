@@ -219,7 +219,7 @@ def padded_to_step(
             place=place,
             loss_share=torch.from_numpy(coefficients(weight, total=total)),
             mean_share=torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
-            list_share=torch.zeros(0, dtype=torch.float64),  # these are pairs
+            list_share=torch.from_numpy(coefficients(weight, total=total)).repeat(2),  # a pair is a list of two
             nll_share=torch.from_numpy(token_coefficients(own, one.compared_tokens[0], total=total_chosen)),
         )
         for some, piece, place, weight, own, one in zip(pairs, pieces, places, weights, owns, lengths, strict=True)

@@ -3,6 +3,7 @@
 from types import NoneType
 from typing import Any, get_args
 
+import numpy as np
 from olmo_core.optim.scheduler import Scheduler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -67,7 +68,11 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
 
 
 def check_loader(
-    loader: ExampleLoader, weighting: Weighting, rank_microbatch_size: int | None, num_references: int | None
+    loader: ExampleLoader,
+    objective: PairLoss,
+    weighting: Weighting,
+    rank_microbatch_size: int | None,
+    num_references: int | None,
 ) -> None:
     """Refuse a loader that says otherwise: it weighs and cuts batches, by its own settings alone."""
     if loader.weighting != weighting:
@@ -79,6 +84,12 @@ def check_loader(
         raise ConfigError(
             f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader cuts batches by its own "
             f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
+        )
+    if objective.lists and np.isnan(loader.table.scores).any():
+        first = int(loader.table.lengths.of_answer[np.isnan(loader.table.scores).argmax()])
+        raise ConfigError(
+            f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
+            "Write Example(prompt, answers, comparisons, scores)."
         )
     num_answers = len(loader.table.lengths.answer)
     if num_references not in (None, num_answers):

@@ -120,7 +120,7 @@ class DPOTrainModule(TrainModule):
         loader = self.trainer.data_loader
         origin: dict[str, Any] = {}
         if isinstance(loader, ExampleLoader):
-            check_loader(loader, self.weighting, self.rank_microbatch_size, self.num_references)
+            check_loader(loader, self.objective, self.weighting, self.rank_microbatch_size, self.num_references)
             origin = {"origin": loader.table.origin}
         if not self.trainer.has_callback(GuardCallback):
             self.trainer.add_callback("isopref_guard", GuardCallback(**origin))

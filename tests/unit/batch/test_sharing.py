@@ -29,7 +29,7 @@ def pairs(draw: st.DrawFn) -> list[PairTokens]:
     encoder = ENCODERS[draw(st.sampled_from(sorted(TEMPLATES)))]
     drawn = draw(st.lists(st.tuples(TEXT, TEXT, TEXT), min_size=1, max_size=4))
     encoded = encoder.encode([PreferencePair(*texts, None, 1.0, "f:1") for texts in drawn])
-    tokens = [one.tokens for one in encoded if one is not None and not isinstance(one, Exception)]
+    tokens = [PairTokens(*one.tokens.parts) for one in encoded if one is not None and not isinstance(one, Exception)]
     return tokens or [PairTokens(*(np.array([token]) for token in (5, 6, 7)))]
 
 

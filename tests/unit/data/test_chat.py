@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError, PreferencePair
 from isopref.errors import ConfigError
-from isopref.examples import PairTokens
+from isopref.examples import Example
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
 
 Truncation = Literal["drop", "keep_start", "keep_end"]
@@ -38,8 +38,8 @@ def encode(tokenizer: Any, pair: PreferencePair, opts: TokenizeOptions | None = 
     return result
 
 
-def texts(tokenizer: Any, tokens: PairTokens) -> tuple[str, str, str]:
-    prompt, chosen, rejected = (tokenizer.decode(part.tolist()) for part in tokens)
+def texts(tokenizer: Any, tokens: Example) -> tuple[str, str, str]:
+    prompt, chosen, rejected = (tokenizer.decode(part.tolist()) for part in tokens.parts)
     return prompt, chosen, rejected
 
 
@@ -94,7 +94,7 @@ def test_tokens_decode_to_what_the_template_writes(template: str, pair: Preferen
         return
     result = encode(tokenizer, pair)
     prompt, *sides = texts(tokenizer, result.tokens)
-    for side, text in zip(result.tokens[1:], written, strict=True):
+    for side, text in zip(result.tokens.answers, written, strict=True):
         whole = [*result.tokens.prompt.tolist(), *side.tolist()]
         assert tokenizer.decode(whole) == text
         # Not only the text: these are the very tokens a generating model would see and give.
@@ -106,7 +106,7 @@ def test_tokens_decode_to_what_the_template_writes(template: str, pair: Preferen
         assert all(answer in side for answer, side in zip(said, sides, strict=True))
     assert ("added_ends" in result.notes) == endless
     assert "missing_eos" not in result.notes
-    assert all(side.dtype == np.int32 for side in result.tokens)
+    assert all(side.dtype == np.int32 for side in result.tokens.parts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,7 +125,7 @@ def test_raw_text_is_prompt_completion_eos(
         assert result.reason == ("boundary" if len({row[0] for row in ids}) > 1 else "tie")
         assert result.reason == "boundary" or ids[1] == ids[2]
         return
-    for side, text in zip(result.tokens[1:], (chosen, rejected), strict=True):
+    for side, text in zip(result.tokens.answers, (chosen, rejected), strict=True):
         whole = [*result.tokens.prompt.tolist(), *side.tolist()]
         assert whole == tokenizer(prompt + ended(text, bare=True, kind=kind), add_special_tokens=False)["input_ids"]
 
@@ -137,7 +137,7 @@ def test_results_do_not_depend_on_their_neighbours() -> None:
     for pair, result in zip(pairs, together, strict=True):
         alone = encode(tokenizer, pair)
         assert isinstance(result, EncodedPair)
-        assert all(np.array_equal(*parts) for parts in zip(alone.tokens, result.tokens, strict=True))
+        assert all(np.array_equal(*parts) for parts in zip(alone.tokens.parts, result.tokens.parts, strict=True))
 
 
 # --- the border -----------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_an_end_the_template_writes_in_plain_text_is_left_alone() -> None:
 def test_an_unknown_character_at_the_end_is_not_taken_for_an_end() -> None:
     tokenizer = tokenizer_of("endless", kind="meta")
     result = encode(tokenizer, pair_of("why", "yes 😀", "no"))
-    assert result.tokens.chosen[-1] == tokenizer.eos_token_id
+    assert result.tokens.answers[0][-1] == tokenizer.eos_token_id
     assert result.notes == {"added_ends"}
 
 
@@ -295,7 +295,7 @@ def test_truncation_keeps_what_is_documented(
     if ended(f"{chosen}<|im_end|>", bare=False) == ended(f"{rejected}<|im_end|>", bare=False):
         return
     whole = encode(tokenizer, pair)
-    longer = max(len(whole.tokens.chosen), len(whole.tokens.rejected))
+    longer = max(len(whole.tokens.answers[0]), len(whole.tokens.answers[1]))
     fits = len(whole.tokens.prompt) + longer <= max_length
     (dropped,) = PairEncoder(tokenizer, options(max_length=max_length)).encode([pair])
     assert (dropped is None) == (not fits)
@@ -315,7 +315,7 @@ def test_truncation_keeps_what_is_documented(
     prompt_ids = whole.tokens.prompt.tolist()
     start = kept - closing if truncation == "keep_start" else opening
     assert cut.tokens.prompt.tolist() == prompt_ids[:start] + prompt_ids[len(prompt_ids) - (kept - start) :]
-    for side, full in zip(cut.tokens[1:], whole.tokens[1:], strict=True):
+    for side, full in zip(cut.tokens.answers, whole.tokens.answers, strict=True):
         assert side.tolist() == full.tolist()
 
 
@@ -343,7 +343,7 @@ def test_keep_start_keeps_what_closes_the_prompt(template: str) -> None:
     text, chosen, _ = texts(tokenizer, cut.tokens)
     assert text.endswith(f" why{closing}")
     assert texts(tokenizer, whole.tokens)[0].startswith(text.removesuffix(closing))
-    assert len(cut.tokens.prompt) + max(len(side) for side in cut.tokens[1:]) == 50
+    assert len(cut.tokens.prompt) + max(len(side) for side in cut.tokens.answers) == 50
     assert chosen == texts(tokenizer, whole.tokens)[1]
 
 

@@ -53,7 +53,7 @@ def answers(template: str, *stops: str, chosen: Any = "yes") -> tuple[list[str],
     (result,) = encoder_of(template, *stops).encode([PreferencePair("why?", chosen, "no", None, 1.0, "file:7")])
     assert isinstance(result, EncodedPair), result
     tokenizer = tokenizer_of(template)
-    return [tokenizer.decode(side.tolist()) for side in result.tokens[1:]], set(result.notes)
+    return [tokenizer.decode(side.tolist()) for side in result.tokens.answers], set(result.notes)
 
 
 def test_the_opening_of_the_next_turn_ends_an_answer_where_the_model_stops_at_it() -> None:

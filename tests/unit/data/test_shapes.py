@@ -192,5 +192,5 @@ def test_a_real_sharegpt_file_reads_whole() -> None:
         assert [turn["content"] for turn in pair.prompt if isinstance(turn, dict)] == [
             turn["value"] for turn in record.fields["conversations"]
         ]
-        assert pair.chosen == [assistant(record.fields["chosen"]["value"])]
-        assert pair.rejected == [assistant(record.fields["rejected"]["value"])]
+        assert pair.answers[0] == [assistant(record.fields["chosen"]["value"])]
+        assert pair.answers[1] == [assistant(record.fields["rejected"]["value"])]

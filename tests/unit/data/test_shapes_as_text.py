@@ -58,12 +58,12 @@ def test_one_odd_text_decides_nothing() -> None:
     records = [Record(odd, "f:1"), Record(TEXT, "f:2"), Record(TEXT, "f:3")]
     shape = detect_shape(records, raw=False)
     assert shape.name == "text"
-    assert to_pair(records[0], shape, raw=False).chosen == odd["chosen"]
+    assert to_pair(records[0], shape, raw=False).answers[0] == odd["chosen"]
 
     records = [Record(TEXT, "f:1"), Record(odd, "f:2"), Record(odd, "f:3")]
     shape = detect_shape(records, raw=False)
     assert shape.name == "messages"
-    assert to_pair(records[1], shape, raw=False).chosen == [GOOD]
+    assert to_pair(records[1], shape, raw=False).answers[0] == [GOOD]
     with pytest.raises(BadPairError, match=r"f:1: '\w+' is messages written as text in this source, here it is str"):
         to_pair(records[0], shape, raw=False)
     cut = odd | {"chosen": odd["chosen"][:-9]}

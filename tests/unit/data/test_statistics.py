@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from isopref.data.statistics import OverContext, PairSize, figures, pair_text, samples
+from isopref.data.statistics import ExampleSize, OverContext, example_text, figures, samples
 from isopref.data.table import ExampleTable
-from isopref.examples import PairTokens
+from isopref.examples import Example, PairTokens
 from isopref.testing.tokenizers import tiny_tokenizer
 
 
@@ -17,29 +17,31 @@ def table_of(*lengths: tuple[int, int, int]) -> ExampleTable:
 
 def test_figures_by_hand() -> None:
     found = figures(table_of((10, 1, 2), (20, 5, 3), (30, 2, 2), (100, 50, 40)))
-    assert (found.pairs, found.prompts, found.repeated) == (4, 4, 0)
+    assert (found.examples, found.prompts, found.repeated) == (4, 4, 0)
     # With the prompt once: 13 + 28 + 34 + 190; in each sequence: 160 prompt tokens more.
     assert (found.tokens_shared, found.tokens) == (265, 425)
     assert found.lengths["prompt"].mean == 40.0
     assert found.lengths["prompt"].percentiles == {0: 10, 25: 10, 50: 20, 75: 30, 90: 100, 99: 100, 100: 100}
     most = {name: one.percentiles[100] for name, one in found.lengths.items()}
-    assert most == {"prompt": 100, "chosen": 50, "rejected": 40, "sequence": 150, "pair": 190}
+    assert most == {"prompt": 100, "chosen": 50, "rejected": 40, "sequence": 150, "example": 190}
     least = {name: one.percentiles[0] for name, one in found.lengths.items()}
-    assert least == {"prompt": 10, "chosen": 1, "rejected": 2, "sequence": 12, "pair": 13}
-    assert found.longest[0] == PairSize("pair 3", 100, 50, 40)
+    assert least == {"prompt": 10, "chosen": 1, "rejected": 2, "sequence": 12, "example": 13}
+    assert found.longest[0] == ExampleSize("pair 3", 100, {"chosen": 50, "rejected": 40})
     assert [size.origin for size in found.longest] == ["pair 3", "pair 2", "pair 1", "pair 0"]
 
 
 def test_the_ten_longest_are_of_a_view_in_its_order() -> None:
     table = table_of(*((1, 1, number) for number in range(1, 31)))
     view = table.select(range(29, -1, -2))  # every other pair, the longest first
-    assert [size.rejected for size in figures(view).longest] == [30, 28, 26, 24, 22, 20, 18, 16, 14, 12]
+    assert [size.answers["rejected"] for size in figures(view).longest] == [30, 28, 26, 24, 22, 20, 18, 16, 14, 12]
     assert figures(view).longest[0].origin == "pair 29"
 
 
 def test_pairs_over_the_context_length_are_counted_by_their_longer_sequence() -> None:
     table = table_of((10, 5, 3), (10, 3, 5), (10, 6, 1), (10, 5, 7), (8, 7, 7))  # 15, 15, 16, 17 and 15 tokens
-    assert figures(table, context=15).over_context == OverContext(2, PairSize("pair 3", 10, 5, 7))
+    assert figures(table, context=15).over_context == OverContext(
+        2, ExampleSize("pair 3", 10, {"chosen": 5, "rejected": 7})
+    )
     assert figures(table, context=17).over_context is None
     assert figures(table).over_context is None
 
@@ -47,13 +49,13 @@ def test_pairs_over_the_context_length_are_counted_by_their_longer_sequence() ->
 def test_repeated_pairs_and_prompts_are_counted() -> None:
     table = table_of((3, 1, 1), (4, 1, 1)).select([0, 1, 0, 0])
     found = figures(table)
-    assert (found.pairs, found.prompts, found.repeated) == (4, 2, 2)
+    assert (found.examples, found.prompts, found.repeated) == (4, 2, 2)
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (101, [26, 51, 76])])
 def test_samples_are_the_quartiles_each_once(count: int, sizes: list[int]) -> None:
     table = table_of(*((1, 1, number) for number in range(1, count + 1)))
-    assert [sample.size.rejected for sample in samples(table, tiny_tokenizer())] == sizes
+    assert [sample.size.answers["rejected"] for sample in samples(table, tiny_tokenizer())] == sizes
 
 
 @pytest.mark.parametrize("kind", ["byte", "meta"])
@@ -67,12 +69,28 @@ def test_an_answer_is_what_it_adds_to_the_prompt(kind: str) -> None:
     assert chosen[: len(prompt)].tolist() == prompt.tolist()
     tokens = PairTokens(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     # A tokenizer that marks spaces drops the first one of what it decodes, so an answer alone would lose its own.
-    assert list(pair_text(tokens.example, tokenizer)) == texts
+    assert example_text(tokens.example, tokenizer) == texts
 
 
 def test_a_border_inside_a_character_shows_both_halves() -> None:
     tokenizer = tiny_tokenizer(None)
     ids = np.array(tokenizer("é")["input_ids"])
     assert len(ids) == 2
-    found = pair_text(PairTokens(ids[:1], ids[1:], np.array(tokenizer("no")["input_ids"])).example, tokenizer)
-    assert found == ("\ufffd", "\ufffd", "no")
+    found = example_text(PairTokens(ids[:1], ids[1:], np.array(tokenizer("no")["input_ids"])).example, tokenizer)
+    assert found == ["\ufffd", "\ufffd", "no"]
+
+
+def test_a_list_by_hand() -> None:
+    """Answers of 3 and 5 tokens that are compared, and one of 1; the prompt has 4."""
+    answers = tuple(np.full(length, 9) for length in (3, 5, 1))
+    table = ExampleTable.from_tokens([Example(np.arange(4), answers, ((1, 0), (1, 2)), (2.0, 4.5, 0.0))])
+    found = figures(table)
+    assert (found.examples, found.answers, found.comparisons, found.pairs_alone) == (1, 3, 2, False)
+    assert (found.tokens, found.tokens_shared) == (3 * 4 + 9, 4 + 9)
+    assert {name: one.mean for name, one in found.lengths.items()} == {
+        "prompt": 4, "answer": 3, "sequence": 9, "example": 13
+    }  # fmt: skip
+    sizes = {"answer 1, score 2": 3, "answer 2, score 4.5": 5, "answer 3, score 0": 1}
+    assert found.longest == [ExampleSize("example 0", 4, sizes)]
+    (sample,) = samples(table, tiny_tokenizer())
+    assert sample.answers.keys() == sizes.keys()

@@ -80,7 +80,7 @@ def encode(template: str, *parts: Any) -> EncodedPair | BadPairError:
 
 
 def decoded(result: EncodedPair) -> list[str]:
-    return [tiny_tokenizer(None).decode(part.tolist()) for part in result.tokens]
+    return [tiny_tokenizer(None).decode(part.tolist()) for part in result.tokens.parts]
 
 
 def refusal(template: str, *parts: Any) -> str:

@@ -40,14 +40,14 @@ def encode(tokenizer: Any, prompt: Any, limit: int | None, truncation: Truncatio
 def cut(tokenizer: Any, prompt: Any, room: int, truncation: Truncation, template: str | None = None) -> str | None:
     """The prompt as it is trained on, in `room` tokens beside the answers; None: dropped."""
     whole = encode(tokenizer, prompt, None, truncation, template)
-    longer = max(len(side) for side in whole.tokens[1:])
+    longer = max(len(side) for side in whole.tokens.answers)
     result = encode(tokenizer, prompt, room + longer, truncation, template)
     if result is None:
         return None
     assert isinstance(result, EncodedPair)
     assert ("truncated" in result.notes) == (len(whole.tokens.prompt) > room)
     assert len(result.tokens.prompt) <= room
-    assert [side.tolist() for side in result.tokens[1:]] == [side.tolist() for side in whole.tokens[1:]]
+    assert [side.tolist() for side in result.tokens.answers] == [side.tolist() for side in whole.tokens.answers]
     return str(tokenizer.decode(result.tokens.prompt.tolist()))
 
 

@@ -3,6 +3,7 @@
 To add one, write its class in a module of this package, and list it here.
 """
 
+from isopref.data.known_shapes.lists import Completions, Responses
 from isopref.data.known_shapes.prompted import Alpaca, Messages, ShareGPT, Text
 from isopref.data.known_shapes.shape import Shape
 from isopref.data.known_shapes.whole import (
@@ -27,5 +28,7 @@ SHAPES: dict[str, Shape] = {
         Transcript(),
         Templated(),
         CommonStart(),
+        Responses(),
+        Completions(),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +12,15 @@ from isopref.data.messages import Turns, kind
 
 Fields = dict[str, Any]
 Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
+
+
+class Ranked(NamedTuple):
+    """A prompt and its answers, all different, with their scores."""
+
+    prompt: Turns
+    answers: tuple[Turns, ...]
+    scores: tuple[float, ...]
+    left_out: Counter[str]  # answers of the record that are not among them, by reason
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,10 @@ class Shape(ABC):
         """The parts as text, where there is no chat template."""
         assert self.has_raw
         return self.split(fields)
+
+    def read_list(self, fields: Fields) -> Ranked | None:
+        """The parts of a record that holds a list of answers; None for a shape of pairs. Raises DefectError."""
+        return None
 
     def objection(self, fields: Fields) -> str | None:
         """What is wrong with a source most of whose records are like this one, and the way out; None: nothing."""

@@ -1,0 +1,132 @@
+"""Shapes with a list of answers to one prompt, each with a score, a rating or a rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from isopref.data.columns import SIDES
+from isopref.data.known_shapes.shape import Fields, Parts, Ranked, Shape
+from isopref.data.messages import DefectError, Turns, kind, read_answer, read_prompt, read_text, shown
+
+ANSWERS = ("responses", "generations", "answers", "completions")
+SCORES = ("scores", "ratings", "rewards")  # the higher, the better
+RANKS = ("ranking", "ranks")  # 1 is the best
+PROMPTS = ("prompt", "instruction")
+RESPONSE, RESPONSE_SCORES = "response", ("overall_score", "score", "rating")  # of UltraFeedback's completions
+
+
+class Responses(Shape):
+    """Two lists side by side, as in distilabel's `generations` and `ratings`."""
+
+    name = "list"
+    looks = "prompt: text or messages; responses: list of answers; scores, ratings or ranking: list of numbers"
+    columns = (*PROMPTS, *ANSWERS, *SCORES, *RANKS)
+    prompt_from = "the column 'prompt' or 'instruction'"
+    has_raw = True
+
+    def fits(self, fields: Fields) -> bool:
+        answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
+        if answers is None or values is None or _prompt_column(fields) is None:
+            return False
+        return all(isinstance(one, str) or kind(one) == "messages" for one in fields[answers])
+
+    def read_list(self, fields: Fields) -> Ranked:
+        answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
+        assert answers is not None, "it fits"
+        assert values is not None, "it fits"
+        if len(fields[answers]) != len(fields[values]):
+            raise DefectError(
+                "shape", f"'{answers}' has {len(fields[answers])} entries and '{values}' has {len(fields[values])}"
+            )
+        sign = -1.0 if values in RANKS else 1.0
+        scored = [
+            (one, _score(value, values, sign)) for one, value in zip(fields[answers], fields[values], strict=True)
+        ]
+        return _ranked(_read_prompt(fields), scored, answers)
+
+    def split(self, fields: Fields) -> Parts:
+        raise AssertionError("a list is read by read_list")
+
+
+class Completions(Shape):
+    """UltraFeedback's own records: an instruction, and completions that are each a record with a score."""
+
+    name = "completions"
+    looks = "instruction: text; completions: records with response and overall_score"
+    columns = (*PROMPTS, "completions")
+    prompt_from = "the column 'prompt' or 'instruction'"
+    has_raw = True
+
+    def fits(self, fields: Fields) -> bool:
+        every = fields.get("completions")
+        if not isinstance(every, list) or not every or _prompt_column(fields) is None:
+            return False
+        return all(isinstance(one, dict) and isinstance(one.get(RESPONSE), str) for one in every)
+
+    def read_list(self, fields: Fields) -> Ranked:
+        scored = []
+        for one in fields["completions"]:
+            name = next((key for key in RESPONSE_SCORES if one.get(key) is not None), None)
+            scored.append((one[RESPONSE], None if name is None else _score(one[name], name, 1.0)))
+        return _ranked(_read_prompt(fields), scored, "completions")
+
+    def split(self, fields: Fields) -> Parts:
+        raise AssertionError("a list is read by read_list")
+
+
+def _column(fields: Fields, names: Sequence[str]) -> str | None:
+    """The first of these columns that holds a list that is not empty."""
+    return next((name for name in names if isinstance(fields.get(name), list) and fields[name]), None)
+
+
+def _prompt_column(fields: Fields) -> str | None:
+    if any(fields.get(side) is not None for side in SIDES):
+        return None  # a pair, whatever else is there
+    return next((name for name in PROMPTS if kind(fields.get(name)) in ("text", "messages")), None)
+
+
+def _read_prompt(fields: Fields) -> Turns:
+    name = _prompt_column(fields)
+    assert name is not None, "it fits"
+    value = fields[name]
+    return read_text(value, name) if isinstance(value, str) else read_prompt(value, name)
+
+
+def _score(value: Any, name: str, sign: float) -> float | None:
+    """A score; None where there is none. Text may hold a number, as distilabel's ratings sometimes do."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            if value.strip().lower() in ("", "n/a", "na", "none", "null"):
+                return None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+        raise DefectError("type", f"'{name}' has {shown(value)}, which is no number")
+    return None if math.isnan(value) else sign * value
+
+
+def _ranked(prompt: Turns, scored: Sequence[tuple[Any, float | None]], column: str) -> Ranked:
+    """Of equal answers the first, of the others those that have a score."""
+    left_out: Counter[str] = Counter()
+    answers: list[Turns] = []
+    scores: list[float] = []
+    for value, score in scored:
+        answer = read_text(value, column) if isinstance(value, str) else read_answer(value, column)
+        if score is None:
+            left_out["unscored_answers"] += 1
+        elif answer in answers:
+            left_out["repeated_answers"] += 1
+        else:
+            answers.append(answer)
+            scores.append(score)
+    if len(answers) < 2:
+        raise DefectError(
+            "single",
+            f"there are {len(answers)} different answers with a score in '{column}', and two are needed to compare",
+        )
+    return Ranked(prompt, tuple(answers), tuple(scores), left_out)
