@@ -5,7 +5,7 @@ from pathlib import Path
 from isopref.build import reference
 from isopref.build.beginning import NamedTable
 from isopref.build.data import held_out_table
-from isopref.build.held_out import HeldOut, say_figures
+from isopref.build.held_out import HeldOut, compared, say_figures
 from isopref.build.model import check_parallel, load_policy, say_attention, score_all, spread
 from isopref.build.run import check_score_budget, opened_run, quiet_libraries, with_longest
 from isopref.config.schema import Config
@@ -34,7 +34,7 @@ def evaluate_model(
         used = (path or config.model.path) if run.loss.needs_reference else None
         run.display.say(f"model {model}")
         run.display.say(f"with  {used or 'no reference'}")
-        run.display.say(f"data  {len(pairs)} held-out pairs of {', '.join(pairs.source_names)}")
+        run.display.say(f"data  {len(pairs)} held-out {pairs.unit}s of {', '.join(pairs.source_names)}")
         if run.loss.needs_reference:
             ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)
         else:
@@ -43,7 +43,7 @@ def evaluate_model(
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
         logps = score_all(run, spread(run, policy), table.pairs, "model")
         found = HeldOut(run, table.pairs, ref.logps[0]).of(logps)
-        say_figures(run, found)
+        say_figures(run, found, compared(pairs))
         if json_file is not None and run.env.is_first:
             what = {"model": model, "reference": used, "data": list(pairs.source_names)}
             write_json(json_file, {**what, **found.as_json()})

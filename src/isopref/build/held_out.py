@@ -46,7 +46,7 @@ class HeldOut:
         before, after = self.of(policy_before), self.of(policy_after)
         old, new = dict(_cells(before)), dict(_cells(after))
         rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
-        self.run.display.table(f"{after.pairs} held-out pairs, with 95% intervals", ("", "before", "after"), rows)
+        self.run.display.table(f"{after.pairs} held-out {compared(self.table)}, with 95% intervals", ("", "before", "after"), rows)
         if self.run.env.is_first:
             folder, lengths = self.run.folder, self.table.lengths
             write_json(folder / EVALUATION_FILE, {"before": before.as_json(), "after": after.as_json()})
@@ -56,9 +56,14 @@ class HeldOut:
             write_rewards(folder, lengths.compared_tokens.T, *of_pairs)
 
 
-def say_figures(run: Run, found: Evaluation) -> None:
-    """The figures of one model as a table."""
-    run.display.table(f"{found.pairs} held-out pairs, with 95% intervals", ("", "figure"), list(_cells(found)))
+def compared(table: ExampleTable) -> str:
+    """What is compared in a table: pairs, or comparisons of lists."""
+    return "pairs" if table.unit == "pair" else "comparisons"
+
+
+def say_figures(run: Run, found: Evaluation, what: str) -> None:
+    """The figures of one model on `what` was compared, as a table."""
+    run.display.table(f"{found.pairs} held-out {what}, with 95% intervals", ("", "figure"), list(_cells(found)))
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:

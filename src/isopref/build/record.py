@@ -53,6 +53,7 @@ def _note_start(run: Run, trainer: Trainer, table: ExampleTable, reference_key: 
         "run_id": run_id(run.config),
         "data": table.digest,
         "pairs": len(table),
+        "unit": table.unit,
         **_in_memory(run),
         "reference": reference_key,
         "after_step": trainer.global_step,

@@ -82,7 +82,7 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
     lengths = table.lengths
     chosen, rejected = lengths.compared_tokens
-    pairs_alone = bool((lengths.num_answers == 2).all() and (lengths.num_comparisons == 1).all())
+    pairs_alone = table.unit == "pair"
     tokens = _tokens(table)
     parts = {
         "prompt": lengths.prompt,

@@ -371,6 +371,12 @@ class ExampleTable:
         return len(self._indices)
 
     @cached_property
+    def unit(self) -> str:
+        """What an example is called: "pair", or "list" where some have other numbers of answers or comparisons."""
+        are_pairs = (self.lengths.num_answers == 2).all() and (self.lengths.num_comparisons == 1).all()
+        return "pair" if are_pairs else "list"
+
+    @cached_property
     def lengths(self) -> Lengths:
         return self._store.lengths.select(self._indices)
 

@@ -127,8 +127,8 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def brief(metrics: Mapping[str, float]) -> str:
-    """The figures of a log step that fit on one line."""
+def brief(metrics: Mapping[str, float], unit: str = "pair") -> str:
+    """The figures of a log step that fit on one line; `unit` is what an example is called."""
     shown = (
         ("loss", "train/loss", ".4f"),
         ("accuracy", "train/accuracy", ".2f"),
@@ -138,7 +138,7 @@ def brief(metrics: Mapping[str, float]) -> str:
     if "eval/accuracy" in metrics:
         parts.append(f"held-out accuracy {metrics['eval/accuracy']:.2f} loss {metrics['eval/loss']:.4f}")
     if "speed/pairs_per_s" in metrics:
-        parts.append(f"{metrics['speed/pairs_per_s']:.2f} pairs/s")
+        parts.append(f"{metrics['speed/pairs_per_s']:.2f} {unit}s/s")
     if "speed/mfu" in metrics:
         parts.append(f"MFU {100 * metrics['speed/mfu']:.0f}%")
     if "speed/peak_memory_gib" in metrics:

@@ -46,7 +46,7 @@ def _about(run: RunRecord) -> Html:
     parts = [
         str(run.config.get("model", {}).get("path", "")),
         f"{objective.get('loss', '')}, weighting by {objective.get('weighting', '')}",
-        f"{pairs:,} pairs" if pairs else "",
+        f"{pairs:,} {run.start('unit') or 'pair'}s" if pairs else "",
         run.status,
     ]
     error = element("p", f"It failed: {run.state.error}") if run.state is not None and run.state.error else None
@@ -121,7 +121,8 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
             body.append(_figure_row(label if len(every) == 1 else _key(entry), row, entry.style, low, high))
     columns = element("tr", *(element("th", text) for text in ("", "before", "after", "")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    title = f"{evaluated[0].run.evaluation['after']['pairs']:,} held-out pairs"
+    what = "comparisons" if evaluated[0].run.start("unit") == "list" else "pairs"
+    title = f"{evaluated[0].run.evaluation['after']['pairs']:,} held-out {what}"
     return join(element("h2", title), element("div", table, class_="wide"))
 
 

@@ -26,6 +26,7 @@ class Responses(Shape):
     columns = (*PROMPTS, *ANSWERS, *SCORES, *RANKS)
     prompt_from = "the column 'prompt' or 'instruction'"
     has_raw = True
+    is_list = True
 
     def fits(self, fields: Fields) -> bool:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
@@ -59,6 +60,7 @@ class Completions(Shape):
     columns = (*PROMPTS, "completions")
     prompt_from = "the column 'prompt' or 'instruction'"
     has_raw = True
+    is_list = True
 
     def fits(self, fields: Fields) -> bool:
         every = fields.get("completions")

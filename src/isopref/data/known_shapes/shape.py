@@ -33,9 +33,15 @@ class Shape(ABC):
     prompt_from: ClassVar[str]  # what is taken to be the prompt
     has_raw: ClassVar[bool] = False  # whether it can be read without a chat template
     has_template: ClassVar[bool] = True  # whether it can be written with one
+    is_list: ClassVar[bool] = False  # whether records hold lists of answers, not pairs
     is_guess: ClassVar[bool] = False  # nothing proves where the prompt ends: only where no other shape fits a source
 
     written: frozenset[str] = frozenset()
+
+    @property
+    def unit(self) -> str:
+        """What records are."""
+        return "lists" if self.is_list else "pairs"
 
     @property
     def reads(self) -> frozenset[str]:
