@@ -100,8 +100,8 @@ def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     own = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X", "AutoTokenizer": ["x.X", None]}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "x", "auto_map": own}))
     expected = (
-        f"model.path: {folder} needs Python code that comes with it, and that is not run unless you allow it. Read the "
-        "code; if you trust it, set model.trust_remote_code: true (isopref merge: --trust-remote-code)."
+        f"model.path: {folder} requires custom Python code, which isopref does not run by default. Review it; if you "
+        "trust it, set model.trust_remote_code: true (isopref merge: --trust-remote-code)."
     )
     for loaded in (hf.read_config, lambda path: hf.load_model(path, dtype=torch.float32)):
         with pytest.raises(ModelError) as caught:
