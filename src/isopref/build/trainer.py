@@ -222,7 +222,7 @@ def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOu
         "watch": WatchCallback(display=run.display),
         "console": ConsoleLoggerCallback(),
         "speed": _speed(run, model),
-        "progress": ProgressCallback(display=run.display),
+        "progress": ProgressCallback(display=run.display, unit=table.unit),
     }
     if run.env.is_first:
         callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE, display=run.display)

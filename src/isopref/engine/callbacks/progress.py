@@ -10,9 +10,10 @@ from isopref.engine.display import Advance, Display, brief
 
 @dataclass
 class ProgressCallback(Callback):
-    """A bar on a terminal, one line per log step elsewhere."""
+    """A bar on a terminal, one line per log step elsewhere. `unit` is what an example is called."""
 
     display: Display = field(default_factory=Display)
+    unit: str = "pair"
     _stack: ExitStack = field(default_factory=ExitStack)
     _advance: Advance | None = None
     _shown: int = 0
@@ -33,7 +34,7 @@ class ProgressCallback(Callback):
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if "train/loss" not in metrics:  # a checkpoint's share of the step
             return
-        self._note = brief(metrics)
+        self._note = brief(metrics, self.unit)
         if self._advance is not None:
             self._advance(0, self._note)
         if not self.display.console.is_terminal and self._note:
