@@ -7,11 +7,11 @@ LOWEST := .venv-lowest
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # Commands and help; data of all kinds; a run, resumed; adapters, also in 4 bits; loggers; a GGUF file.
-SMOKE  := tests/unit/test_cli.py tests/unit/test_sources.py \
+SMOKE  := tests/unit/cli/test_cli.py tests/unit/data/test_sources.py \
           tests/e2e/test_resume.py::test_after_a_crash_the_weights_are_bit_identical \
           tests/e2e/test_adapters.py::test_a_resumed_run_ends_in_the_same_bits \
           tests/e2e/test_adapters.py::test_a_base_in_four_bits tests/e2e/test_loggers.py \
-          tests/unit/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
+          tests/unit/models/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lowest trajectories soak audit lint format exactness docs picture clean
@@ -91,7 +91,7 @@ docs: $(READY)
 	$(BIN)/python -m isopref.config.objectives_page > docs/objectives.md
 
 picture: $(READY)
-	$(BIN)/python -m isopref.testing.browser runs/demo/report.html docs/report.png
+	PYTHONPATH=tests $(BIN)/python -m support.browser runs/demo/report.html docs/report.png
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from isopref.testing import faults
 from isopref.testing.ranks import Ranks
+from support import faults
 
 PAIR = 3
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.testing.counting import SCATTERS, HostReads, count_step, dry_run_traces
 from isopref.testing.exactness import Cell
 from isopref.testing.ranks import Ranks
+from support.counting import SCATTERS, HostReads, count_step, dry_run_traces
 
 
 def cells(parallel: str) -> tuple[Cell, Cell]:

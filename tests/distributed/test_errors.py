@@ -2,9 +2,10 @@
 
 import pytest
 
-from isopref.testing import matrix, mistakes
+from isopref.testing import matrix
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.ranks import RankDiedError, RankError, Ranks
+from support import mistakes
 
 
 def same_on_all(ranks: Ranks, mistake: str) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isopref.testing.counting import mixed_accumulation_error, own_answers_moved, unchanged_after_scoring
-from isopref.testing.exporting import exported
 from isopref.testing.ranks import Ranks
+from support.counting import mixed_accumulation_error, own_answers_moved, unchanged_after_scoring
+from support.exporting import exported
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from isopref.data.packing import Budget
-from isopref.testing import faults
 from isopref.testing.ranks import RankError, Ranks
+from support import faults
 
 WARNING = (
     "warning: a step ran out of memory with microbatches of {} tokens and is done again: from here on it is "

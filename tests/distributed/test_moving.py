@@ -4,8 +4,8 @@ import pytest
 
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell
-from isopref.testing.moving import by_oracle, trained
 from isopref.testing.ranks import Ranks
+from support.moving import by_oracle, trained
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from isopref.testing import matrix
-from isopref.testing.counting import shards_and_wholes
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.ranks import Ranks
+from support.counting import shards_and_wholes
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])

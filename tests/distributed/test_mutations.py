@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from isopref.testing import matrix, mutations, trajectory
+from isopref.testing import matrix
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
+from support import mutations, trajectory
 
 VISIBLE = 1e-3  # relative; the bounds are 1e-5 and less
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from isopref.models.conversion import read_checkpoint
 from isopref.testing.models import byte_tokenizer, tiny_model
-from isopref.testing.native import write_both
 from isopref.testing.ranks import Ranks
+from support.native import write_both
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -3,10 +3,10 @@
 import pytest
 
 from isopref.engine.optim import Kind
-from isopref.testing import trajectory
 from isopref.testing.exactness import Cell
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
+from support import trajectory
 
 
 @pytest.mark.parametrize("optim", ["adamw_skip", "muon"])

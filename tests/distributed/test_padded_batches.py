@@ -2,9 +2,9 @@
 
 import pytest
 
-from isopref.testing.counting import padded_gradient_error
 from isopref.testing.exactness import Cell
 from isopref.testing.ranks import Ranks
+from support.counting import padded_gradient_error
 
 EVERYONE = list(range(8))
 

@@ -13,7 +13,10 @@ from isopref.evaluate import Evaluation
 from isopref.reference.store import records
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.filling import (
+from isopref.testing.models import tiny_model
+from isopref.testing.ranks import Ranks
+from isopref.types import CHOSEN
+from support.filling import (
     NUM_PAIRS,
     evaluate_on_ranks,
     fill_on_ranks,
@@ -25,9 +28,6 @@ from isopref.testing.filling import (
     policy,
     table,
 )
-from isopref.testing.models import tiny_model
-from isopref.testing.ranks import Ranks
-from isopref.types import CHOSEN
 
 
 def all_alike(found: list[tuple[TableLogps, int, list[str]]]) -> tuple[TableLogps, int, list[str]]:

@@ -15,13 +15,14 @@ from isopref.data.table import PairTable
 from isopref.engine.optim import Kind
 from isopref.models.policy import Policy
 from isopref.score import score_table
-from isopref.testing import matrix, moving, trajectory
+from isopref.testing import matrix
 from isopref.testing.exactness import Cell, measure
-from isopref.testing.mistakes import error_of
 from isopref.testing.models import random_pairs, tiny_model
-from isopref.testing.native import tensor_parallel_scores
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
+from support import moving, trajectory
+from support.mistakes import error_of
+from support.native import tensor_parallel_scores
 
 NATIVE = Cell(architecture="llama", native=True, parallel="fsdp", tensor_parallel=2)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.testing import trajectory
 from isopref.testing.exactness import Cell
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
+from support import trajectory
 
 LAYOUTS = {
     1: [Cell(cut="whole"), Cell(rows="padded", cut="pair")],

@@ -14,8 +14,8 @@ import pytest
 from isopref.errors import RunError
 from isopref.report.html import page
 from isopref.runs.read import read_run
-from isopref.testing.browser import Tab, browser, chromium
-from isopref.testing.runs import make_run, noisy_metrics
+from support.browser import Tab, browser, chromium
+from support.runs import make_run, noisy_metrics
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeProject, Project

@@ -116,7 +116,7 @@ def test_scores(architecture: str, kind: str) -> None:
 
 def test_a_step_never_waits_for_the_device() -> None:
     """CUDA itself raises where Python would wait for it."""
-    from isopref.testing.counting import one_step
+    from support.counting import one_step
 
     step = one_step(tiny_model("llama", dtype=torch.bfloat16, **WIDE), CUDA)
     step()  # allocations and kernels of the first time may wait

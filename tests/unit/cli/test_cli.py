@@ -13,7 +13,7 @@ import yaml
 from isopref import __version__
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
-from isopref.testing.runs import make_run, noisy_metrics
+from support.runs import make_run, noisy_metrics
 
 SCRIPT = Path(sys.executable).with_name("isopref")
 Isopref = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,8 +15,8 @@ from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.errors import DataError
-from isopref.testing.records import BAD, GOOD, SHAPED, TEXT, ULTRAFEEDBACK, assistant, pair_of, user
 from isopref.testing.tokenizers import tiny_tokenizer
+from support.records import BAD, GOOD, SHAPED, TEXT, ULTRAFEEDBACK, assistant, pair_of, user
 
 
 def printed_by_numpy(value: Any) -> str:

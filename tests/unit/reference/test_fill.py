@@ -20,9 +20,9 @@ from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
 from isopref.testing.models import random_pairs
 from isopref.types import CHOSEN
+from support.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
 
 BUDGET = Budget("shared", 4096)
 
@@ -183,7 +183,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TableLogps:
 def processes() -> Any:
     """Processes that start with everything imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isopref.testing.filling"])
+    context.set_forkserver_preload(["support.filling"])
     return context
 
 

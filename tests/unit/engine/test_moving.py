@@ -12,7 +12,7 @@ from isopref.objectives.loss import pair_loss
 from isopref.testing import oracle
 from isopref.testing.exactness import Cell, pair_objective
 from isopref.testing.models import tiny_model
-from isopref.testing.moving import STEPS, by_oracle, trained
+from support.moving import STEPS, by_oracle, trained
 
 EVERY = pytest.mark.parametrize(("every", "mix"), [(1, 0.3), (2, 1.0), (3, 0.6)])
 

@@ -15,7 +15,7 @@ from isopref.types import IntArray
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
-LENGTH_FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "lengths").glob("*_lengths.npy"))
+LENGTH_FILES = sorted((Path(__file__).parents[3] / "benchmarks" / "lengths").glob("*_lengths.npy"))
 
 
 def slots(pairs: IntArray, kind: RowKind) -> int:

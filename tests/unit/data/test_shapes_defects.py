@@ -17,7 +17,8 @@ from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.shapes import BadPairError, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
-from isopref.testing.records import (
+from isopref.testing.tokenizers import tiny_tokenizer
+from support.records import (
     BAD,
     GOOD,
     HH,
@@ -30,7 +31,6 @@ from isopref.testing.records import (
     assistant,
     user,
 )
-from isopref.testing.tokenizers import tiny_tokenizer
 
 # base record, what is changed in it (None: removed), reason
 MESSAGES: dict[str, Any] = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}

@@ -24,7 +24,7 @@ from isopref.runs.folder import find_runs
 from isopref.runs.read import RunRecord, read_run
 from isopref.runs.state import State, held_state, read_state
 from isopref.runs.write import write_rewards
-from isopref.testing.runs import make_run, noisy_metrics
+from support.runs import make_run, noisy_metrics
 
 MINUS = "\N{MINUS SIGN}"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m | `code` [a](b) @all"

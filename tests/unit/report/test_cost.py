@@ -9,7 +9,7 @@ from isopref.report.cost import cost_of
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.runs.read import read_run
-from isopref.testing.runs import make_run
+from support.runs import make_run
 
 MINUS = "\N{MINUS SIGN}"
 HOSTILE = "<img src=x onerror=alert(1)> | `code`"

@@ -12,7 +12,7 @@ import yaml
 from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
-from isopref.testing.records import (
+from support.records import (
     BAD,
     GOOD,
     HH,
@@ -28,7 +28,7 @@ from isopref.testing.records import (
     user,
 )
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
+SHARED = Path(__file__).parents[4] / "shared" / "data" / "dpo_en_demo.json"  # beside the checkout, where it is
 
 
 @pytest.mark.parametrize(("name", "fields", "prompt", "chosen", "rejected"), SHAPED)

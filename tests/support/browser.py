@@ -1,6 +1,6 @@
 """A real browser for tests of the report: headless Chromium, driven by the DevTools protocol over two pipes.
 
-`python -m isopref.testing.browser report.html picture.png` takes the picture of a report for the docs.
+`python -m support.browser report.html picture.png` takes the picture of a report for the docs.
 """
 
 import base64

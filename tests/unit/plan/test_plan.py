@@ -20,7 +20,7 @@ from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
 from isopref.testing.models import VOCABULARY, tiny_model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 D, Q, KV, F, HEADS = 32, 32, 16, 48, 4  # of the tiny Llama: width, queries, keys, MLP, heads
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from isopref.cli.report import list_runs
 from isopref.runs.state import State
-from isopref.testing.runs import make_run, noisy_metrics
+from support.runs import make_run, noisy_metrics
 
 LONG = "llama-3.1-8b-instruct-feedback-1a2b3c4d5e6f"
 
