@@ -2,8 +2,7 @@
 
 torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
 own. `python -m isopref.cli.elastic` takes torchrun's arguments. Its exit code is 128 + N if signal N stopped or killed
-the ranks. Ranks that exit with
-StartAgainError.exit_code are restarted.
+the ranks. Ranks that exit with StartAgainError.exit_code are restarted.
 """
 
 import logging
@@ -15,9 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-
 from isopref.cli.launch import PARENT, end_with_parent, stop_signals
 from isopref.errors import StartAgainError
 
@@ -25,8 +21,12 @@ SIGNALS = 128  # exit codes above it: a signal
 
 
 def pass_on(signum: int, _frame: FrameType | None) -> None:
-    """Ask every rank to stop: they save, and end by themselves."""
-    for child in children():
+    """Ask every rank to stop: they save, and end by themselves. Before there are ranks, end."""
+    ranks = list(children())
+    if not ranks:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+    for child in ranks:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM if signum == signal.SIGHUP else signum)
 
@@ -40,15 +40,20 @@ def children() -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run torchrun. Its modules, which import torch, take seconds: a signal meanwhile ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would print a traceback
     end_with_parent()
     os.environ[PARENT] = str(os.getpid())  # of the ranks
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for one in stop_signals():
         signal.signal(one, pass_on)
     while True:
         try:
-            main(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those that stop are handled here
+            torchrun(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those that stop are handled here
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if failure.exitcode == StartAgainError.exit_code:  # each time with smaller microbatches, down to one pair
@@ -63,3 +68,7 @@ if __name__ == "__main__":
                 sys.exit(SIGNALS - failure.exitcode)
             sys.exit(1)
         break
+
+
+if __name__ == "__main__":
+    main()

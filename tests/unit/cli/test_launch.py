@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -66,3 +67,28 @@ def test_launch_under_nohup_passes_no_hang_up_on() -> None:
         assert launch([sys.executable, "-c", child]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+
+
+@pytest.mark.parametrize("where", ["torch/__init__.py", "torch/distributed/run.py"])
+def test_ctrl_c_before_there_are_ranks_is_the_end(tmp_path: Path, where: str) -> None:
+    """While torch is imported, or before torchrun has started a process. It is neither lost nor a traceback."""
+    files = {
+        "torch/__init__.py": "",
+        "torch/distributed/__init__.py": "",
+        "torch/distributed/elastic/__init__.py": "",
+        "torch/distributed/elastic/multiprocessing/__init__.py": "",
+        "torch/distributed/elastic/multiprocessing/errors.py": "class ChildFailedError(Exception): ...",
+        "torch/distributed/run.py": "def main(arguments):\n    " + INTERRUPT.replace("\n", "\n    "),
+    }
+    if where == "torch/__init__.py":
+        files[where] = INTERRUPT
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "isopref.cli.elastic"], env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ""
