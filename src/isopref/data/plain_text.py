@@ -27,12 +27,15 @@ SENTENCE_END = re.compile(r"[.!?:…][\"'”’)\]]*(?=\s)|[。！？：][」』
 class Marks:
     """A way to mark turns in text. Group 1 of `pattern` is a word of ROLES; a role's text follows its mark."""
 
-    looks: str
     pattern: re.Pattern[str]
+    assistant: tuple[str, ...]  # how an assistant's mark ends, which is quickly looked for
     of_template: bool = False  # what a chat template writes: such text is templated already
 
-    def are_in(self, text: str) -> bool:
-        """Whether a user's turn is marked in a text, and an assistant's after it."""
+    def are_in(self, text: str, lower: str) -> bool:
+        """Whether a user's turn is marked in a text, and an assistant's after it. `lower` is it in small letters."""
+        searched = lower if self.pattern.flags & re.IGNORECASE else text
+        if not any(end in searched for end in self.assistant):
+            return False
         roles = [_role(mark) for mark in self.pattern.finditer(text)]
         return "user" in roles and "assistant" in roles[roles.index("user") :]
 
@@ -42,30 +45,32 @@ class Marks:
         return found.start()
 
 
-HH = Marks(r"\n\nHuman: ... \n\nAssistant: ...", re.compile(r"\n\n(Human|Assistant):"))
+def _words(pattern: str, *assistant: str) -> Marks:
+    return Marks(re.compile(pattern, re.IGNORECASE | re.MULTILINE), assistant)
+
+
+def _template(pattern: str, assistant: str) -> Marks:
+    return Marks(re.compile(pattern), (assistant,), of_template=True)
+
+
+HH = Marks(re.compile(r"\n\n(Human|Assistant):"), ("Assistant:",))
 WORDS = (
-    Marks("User: ... Assistant: ...", re.compile(r"^[ \t]*(system|human|user|assistant|ai|bot):", re.I | re.M)),
-    Marks(
-        "### Instruction: ... ### Response: ...",
-        re.compile(r"###[ \t]*(system|human|user|instruction|assistant|response):", re.I),
-    ),
-    Marks("USER: ... ASSISTANT: ...", re.compile(r"(?:(?<!\S)|(?<=</s>))(USER|ASSISTANT):")),
-    Marks("Question: ... Answer: ...", re.compile(r"^[ \t]*(question|answer|q|a):", re.I | re.M)),
+    _words(r"^[ \t]*(system|human|user|assistant|ai|bot):", "assistant:", "ai:", "bot:"),
+    _words(r"###[ \t]*(system|human|user|instruction|assistant|response):", "assistant:", "response:"),
+    Marks(re.compile(r"(?:(?<!\S)|(?<=</s>))(USER|ASSISTANT):"), ("ASSISTANT:",)),
+    _words(r"^[ \t]*(question|answer|q|a):", "answer:", "a:"),
 )
 # The line breaks behind such a mark belong to it: the generation prompt ends with them.
-TEMPLATES = tuple(
-    Marks(looks, re.compile(pattern), of_template=True)
-    for looks, pattern in (
-        ("<|im_start|>assistant", r"<\|im_start\|>(system|user|assistant|tool)\n?"),
-        (
-            "<|start_header_id|>assistant<|end_header_id|>",
-            r"<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>\n{0,2}",
-        ),
-        ("<start_of_turn>model", r"<start_of_turn>(user|model)\n?"),
-        ("<|assistant|>", r"<\|(system|user|assistant)\|>\n?"),
-        ("<｜Assistant｜>", r"<｜(User|Assistant)｜>"),  # noqa: RUF001
-        ("[/INST]", r"(\[INST\]|\[/INST\])"),
-    )
+TEMPLATES = (
+    _template(r"<\|im_start\|>(system|user|assistant|tool)\n?", "<|im_start|>assistant"),
+    _template(
+        r"<\|start_header_id\|>(system|user|assistant|ipython)<\|end_header_id\|>\n{0,2}",
+        "<|start_header_id|>assistant<|end_header_id|>",
+    ),
+    _template(r"<start_of_turn>(user|model)\n?", "<start_of_turn>model"),
+    _template(r"<\|(system|user|assistant)\|>\n?", "<|assistant|>"),
+    _template(r"<｜(User|Assistant)｜>", "<｜Assistant｜>"),  # noqa: RUF001
+    _template(r"(\[INST\]|\[/INST\])", "[/INST]"),
 )
 
 
@@ -76,8 +81,9 @@ def is_hh(text: str) -> bool:
 
 def find_marks(text: str) -> Marks | None:
     """The marks that come first in a text, if it has any. Those of a template come before words."""
+    lower = text.lower()
     for family in (TEMPLATES, WORDS):
-        found = [marks for marks in family if marks.are_in(text)]
+        found = [marks for marks in family if marks.are_in(text, lower)]
         if found:
             return min(found, key=lambda marks: marks.first(text))
     return None
@@ -121,9 +127,15 @@ def prompt_end(chosen: str, rejected: str) -> int | None:
 
 
 def _first_difference(first: str, second: str) -> int:
-    pairs = zip(first, second, strict=False)
-    differs = (index for index, (one, other) in enumerate(pairs) if one != other)
-    return next(differs, min(len(first), len(second)))
+    """How long the common start is, by halves: slices are compared quickly."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _sentence_ends(text: str, last: int) -> set[int]:
