@@ -1,7 +1,9 @@
 """Packed rows in Hugging Face models, through transformers' own registration of attention functions.
 
-A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values, and passes
-`segments` through untouched. Whether a given model really does is decided by a numerical probe (probe.py).
+A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values. The row's
+`segments` are a keyword argument of the decoder: most models pass it on to their attention, some only to their decoder
+layers, and there a hook picks it up. Whether a given model really attends as it should is decided by a numerical probe
+(probe.py).
 """
 
 from collections.abc import Iterator
@@ -9,9 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isopref.errors import ModelError
 from isopref.ops.attention import segment_attention
@@ -27,6 +31,39 @@ def register() -> None:
     No mask function is registered with it, so transformers makes no mask: the segments say who sees whom.
     """
     AttentionInterface.register(NAME, _attention)
+
+
+class _Held:
+    """What a decoder layer was last called with, for the modules inside it."""
+
+    segments: Segments | None = None
+
+
+def hold_segments(model: nn.Module) -> None:
+    """Make every decoder layer keep the segments it is given within reach of the modules inside it.
+
+    StableLM's and Nemotron's layers take all keyword arguments and drop them before their attention. A variable around
+    the whole forward pass would not do: activation checkpointing calls a layer again in the backward pass, after other
+    microbatches, with the arguments it had the first time.
+    """
+    for layer in model.modules():
+        hooked = _hold in layer._forward_pre_hooks.values()  # by another policy
+        if isinstance(layer, GradientCheckpointingLayer) and not hooked:
+            held = _Held()
+            for module in layer.modules():
+                module._isopref_held = held  # type: ignore[assignment]
+            layer.register_forward_pre_hook(_hold, with_kwargs=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _hold(layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    layer._isopref_held.segments = kwargs.get("segments")
+
+
+def held_segments(module: nn.Module) -> Segments | None:
+    """The segments that the decoder layer around a module was given; None in a padded batch, or outside a layer."""
+    held: _Held | None = getattr(module, "_isopref_held", None)
+    return None if held is None else held.segments
 
 
 @contextmanager
@@ -56,9 +93,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; 1, heads, T, width in and 1, T, heads, width out."""
     if segments is None:
+        segments = held_segments(module)
+    if segments is None:
         raise ModelError(
-            f"{type(module).__name__} did not pass the row's segments on to its attention, so packed rows would leak "
-            "between answers. Set layout.rows: padded."
+            f"the row's segments reached neither {type(module).__name__} nor its decoder layer, so packed rows would "
+            "leak between answers. Set layout.rows: padded."
         )
     if s_aux is not None:
         raise ModelError(

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from isopref.models.attention import NAME, register
+from isopref.models.attention import NAME, hold_segments, register
 from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
 from isopref.models.unused import indexers, unused_parts
@@ -43,6 +43,7 @@ class Policy(nn.Module):
         super().__init__()
         self.narrow = narrow
         register()
+        hold_segments(model)
         disable_dropout(model)
         # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
         embedding: Any = model.get_input_embeddings()
