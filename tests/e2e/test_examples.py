@@ -23,7 +23,7 @@ CONFIGS = sorted(
 
 
 def test_every_example_is_there() -> None:
-    assert CONFIGS == ["full.yaml", "lora.yaml", "mixing.yaml", "qlora.yaml", "simpo.yaml"]
+    assert CONFIGS == ["full.yaml", "lists.yaml", "lora.yaml", "mixing.yaml", "qlora.yaml", "simpo.yaml"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -31,7 +31,7 @@ def test_config(project: Project, name: str) -> None:
     """As the file says, but for the model, the number of steps and what is shown at the end; on the demo's pairs."""
     (project.folder / "examples").symlink_to(EXAMPLES)
     tiny_folder(project.folder / "tiny", max_position_embeddings=1024)  # the longest pairs have 500 bytes
-    changes = ["model.path=tiny", "optim.max_steps=2", "optim.batch_size=8"]
+    changes = ["model.path=tiny", "optim.max_steps=2", "optim.batch_size=4"]
     outcome = project.isopref("train", f"examples/{name}", *changes, "run.folder=run", "run.device=cpu")
     assert outcome.code == 0, outcome.err
     assert "step 2/2 " in outcome.out

@@ -52,6 +52,18 @@ rounding may change places between two layouts.
 d = b * (sum of N g) / (sum of N) over all batches of the run up to this one. No gradient goes through d. It is in the
 checkpoint, so that a resumed run goes on with it.
 
+## Ranked lists
+
+`plackett_luce` and `softmax` take the answers of a prompt as a whole, with their scores
+([data](data.md#lists-of-answers)). "Below" is a lower score; answers with equal scores are not compared. Every other
+loss takes a list as comparisons: `data.compare` says which, and each is a pair to the loss. Either way an answer is
+computed once. With two answers, `plackett_luce` and `softmax` are `sigmoid`.
+
+`objective.weighting` counts a list as 1 (`example`), as the tokens of its answers (`completion`) or as the tokens of
+all its sequences (`token`). For losses of pairs, the comparisons of a list share its 1 equally under `example`, while
+`completion` and `token` count each comparison as a pair. Accuracy, margins and rewards are over comparisons in both
+cases. `objective.wpo` and `objective.ld_alpha` are refused with losses of lists.
+
 ## Divergences
 
 `objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1). A constant falls out of the
@@ -114,7 +126,7 @@ choose experts by more than these, such as a correction bias. Layers are not com
 
 for both answers, under the model and the reference alike, in any of the losses; token counts stay what they are. 1 is
 plain, 0 cuts the longer answer off. Log-probabilities in the metrics and in the evaluation are these too, but for the
-likelihood term, which has all tokens. The reference's log-probabilities of each alpha are a store of their own.
+likelihood term, which has all tokens.
 
 ## Pairs the model would write
 

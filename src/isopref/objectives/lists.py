@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isopref.objectives.declare import BETA, objective
-from isopref.objectives.parts import beaten, list_gains, logsigmoid, rank, relative_score, surprise
+from isopref.objectives.parts import beaten, list_gains, surprise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,20 +40,3 @@ def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     below = beaten(policy)
     is_best = ~below.any(dim=0)
     return surprise(beta * list_gains(policy, ref), below) * is_best
-
-
-@objective(
-    params={"beta": BETA},
-    equation="-sum_ij D_ij ls(b G_i - b G_j) over i above j, D_ij = |2^s_i - 2^s_j| |1/log(1+t_i) - 1/log(1+t_j)|",
-    use="Ranked lists in which mistakes at the top, between answers of very different scores, matter most",
-    paper="LiPO-lambda, Liu et al. 2024 (2402.01878); s is the score, from 0 to 1 in each list, t the rank by reward",
-    lists=True,
-)
-def lipo(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
-    reward = beta * list_gains(policy, ref)
-    below = beaten(policy)
-    gain = 2 ** relative_score(policy)
-    discount = 1 / (1 + rank(policy, reward)).log()
-    weight = (gain[:, None] - gain).abs() * (discount[:, None] - discount).abs()
-    lost = -logsigmoid(reward[:, None] - reward)
-    return (lost * weight).where(below, 0.0).sum(dim=1)

@@ -107,7 +107,7 @@ def log_odds(logp_P: Tensor) -> Tensor:
 
 def beaten(lists: ListLogps) -> Tensor:
     """Which answers each one is better than: those of its list with a lower score. Returns A, A of booleans."""
-    return _same_list(lists) & (lists.score[:, None] > lists.score)
+    return (lists.list[:, None] == lists.list) & (lists.score[:, None] > lists.score)
 
 
 def surprise(reward_A: Tensor, below_AA: Tensor) -> Tensor:
@@ -116,26 +116,6 @@ def surprise(reward_A: Tensor, below_AA: Tensor) -> Tensor:
 
     field = below_AA | torch.eye(len(reward_A), dtype=torch.bool, device=reward_A.device)
     return reward_A.expand_as(field).where(field, -torch.inf).logsumexp(dim=1) - reward_A
-
-
-def relative_score(lists: ListLogps) -> Tensor:
-    """The scores of each list, moved and scaled to reach from 0 to 1. Returns A."""
-    import torch
-
-    within = _same_list(lists)
-    low = lists.score.expand_as(within).where(within, torch.inf).amin(dim=1)
-    high = lists.score.expand_as(within).where(within, -torch.inf).amax(dim=1)
-    return (lists.score - low) / (high - low).clamp(min=torch.finfo(low.dtype).tiny)
-
-
-def rank(lists: ListLogps, reward_A: Tensor) -> Tensor:
-    """The place of each answer in its list by reward, from 1; without gradient. Returns A."""
-    ahead = _same_list(lists) & (reward_A.detach()[:, None] < reward_A.detach())
-    return 1 + ahead.sum(dim=1).to(reward_A.dtype)
-
-
-def _same_list(lists: ListLogps) -> Tensor:
-    return lists.list[:, None] == lists.list
 
 
 def transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,7 +7,6 @@ oracle can differentiate what it computes here.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,25 +217,8 @@ def softmax(ranked: Ranked, *, beta: float) -> Tensor:
     return total
 
 
-def lipo(ranked: Ranked, *, beta: float) -> Tensor:
-    """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda)."""
-    scores = [score for _, score in ranked]
-    low, high = min(scores), max(scores)
-    rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
-    total = torch.zeros((), dtype=torch.float64)
-    for i, (y, above) in enumerate(ranked):
-        for j, (z, under) in enumerate(ranked):
-            if above > under:
-                gains = [2 ** ((score - low) / (high - low)) - 1 for score in (above, under)]
-                places = [1 + sum(other > rewards[k] for other in rewards) for k in (i, j)]
-                discounts = [1 / math.log(1 + place) for place in places]
-                weight = abs(gains[0] - gains[1]) * abs(discounts[0] - discounts[1])
-                total = total + weight * torch.log(1 + torch.exp(-beta * (y.log_ratio - z.log_ratio)))
-    return total
-
-
 LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax, lipo)
+    equation.__name__: equation for equation in (plackett_luce, softmax)
 }
 
 
@@ -350,6 +332,5 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
-    "lipo": ("lipo", {"beta": 0.3}),
 }
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}

@@ -40,16 +40,6 @@ def test_softmax_by_hand() -> None:
     assert of_each("softmax", policy, ref, beta=1.0).tolist() == pytest.approx([0.0, -math.log(2 / 6), 0.0])
 
 
-def test_lipo_by_hand() -> None:
-    """Scores are 0, 1 and 0.5 of their range; by reward the third answer is first, the second second."""
-    policy, ref = lists(GAINS, SCORES)
-    discount = {1: 1 / math.log(2), 2: 1 / math.log(3), 3: 1 / math.log(4)}
-    second = (2 - 1) * (discount[2] - discount[3]) * math.log(1 + 1 / 2)
-    second += (2 - 2**0.5) * (discount[1] - discount[2]) * math.log(1 + 3 / 2)
-    third = (2**0.5 - 1) * (discount[1] - discount[3]) * math.log(1 + 1 / 3)
-    assert of_each("lipo", policy, ref, beta=1.0).tolist() == pytest.approx([0.0, second, third])
-
-
 @pytest.mark.parametrize("case", LIST_CASES)
 def test_a_tie_says_nothing(case: str) -> None:
     policy, ref = lists([1.0, 2.0, 3.0, 7.0], [4.0, 4.0, 4.0, math.nan])
@@ -96,7 +86,7 @@ def test_a_pair_is_a_list_of_two() -> None:
 @pytest.mark.parametrize(
     ("loss", "more", "message"),
     [
-        ({"sigmoid": 1.0, "lipo": 0.5}, {}, "lipo is a loss of lists, sigmoid one of pairs"),
+        ({"sigmoid": 1.0, "softmax": 0.5}, {}, "softmax is a loss of lists, sigmoid one of pairs"),
         ("softmax", {"ld_alpha": 0.5}, "ld_alpha is 0.5, which discounts"),
         ("plackett_luce", {"wpo": True}, "wpo: weighs the loss of each pair, but plackett_luce looks at a whole list"),
     ],
