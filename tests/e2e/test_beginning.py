@@ -138,7 +138,7 @@ def test_another_version_of_transformers(project: Project, monkeypatch: pytest.M
     assert message == (
         f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; "
         f"here is 99.1, whose numbers may be others. Install the first: pip install transformers=={first}, or start "
-        "anew in another run.folder."
+        "a new run in another run.folder."
     )
     assert sorted((project.folder / "cache").rglob("*.shard")) == shards
     project.train("run", *told, "--resume")

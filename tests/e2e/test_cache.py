@@ -36,17 +36,17 @@ class Scored:
     """Counts the pairs that go through a model without gradients; the probe, which trains, is not among them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.num_pairs = 0
+        self.num_pairs = 0.0
         original = Policy.forward
 
         def forward(policy: Policy, microbatch: Any, *needs: Any) -> Any:
             if not policy.training:
-                self.num_pairs += microbatch.num_comparisons
+                self.num_pairs += microbatch.num_answers / 2
             return original(policy, microbatch, *needs)
 
         monkeypatch.setattr(Policy, "forward", forward)
 
-    def by(self, run: Callable[[], Any]) -> int:
+    def by(self, run: Callable[[], Any]) -> float:
         before = self.num_pairs
         run()
         return self.num_pairs - before
@@ -135,7 +135,7 @@ def test_one_other_character(project: Project, scored: Scored) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[7]["rejected"] += "!"
     project.write_pairs("train.jsonl", records)
-    assert scored.by(lambda: project.train("second", *NO_EVAL)) == 1
+    assert scored.by(lambda: project.train("second", *NO_EVAL)) == 0.5  # one of the two answers
 
 
 def test_another_template(project: Project, scored: Scored) -> None:
@@ -169,7 +169,7 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     before = scored.num_pairs
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *NO_EVAL)
     assert outcome.code == 0, outcome.err
-    assert f"warning: {shard}: damaged: its content is not what its name says. Its pairs are looked up" in outcome.out
+    assert f"warning: {shard}: damaged: its content is not what its name says. Its answers are looked up" in outcome.out
     assert scored.num_pairs - before == NUM_TRAIN
     assert project.isopref("cache", "verify").code == 0
     assert shard.read_bytes() == content
@@ -402,10 +402,10 @@ def test_ls_verify_rm(project: Project) -> None:
     listed = project.isopref("cache", "ls")
     assert listed.code == 0
     head, *lines = listed.out.splitlines()
-    assert head.split() == ["key", "pairs", "size", "last", "use", "reference"]
+    assert head.split() == ["key", "answers", "size", "last", "use", "reference"]
     found = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:] for line in lines}
     assert set(found) == {path.name[:12] for path in stores(project)}
-    assert sorted(int(columns[0]) for columns in found.values()) == [NUM_TRAIN, NUM_TRAIN + NUM_EVAL]
+    assert sorted(int(columns[0]) for columns in found.values()) == [2 * NUM_TRAIN, 2 * (NUM_TRAIN + NUM_EVAL)]
     assert all(columns[3] == str(project.model) for columns in found.values())
     whole = [f"{path.name[:12]}  intact\n" for path in stores(project)]
     whole += [f"{path.stem[:12]}  intact  token table\n" for path in tables(project)]

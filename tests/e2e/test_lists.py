@@ -71,8 +71,9 @@ def test_an_answer_is_scored_once_by_the_reference(lists: Project) -> None:
     lists.write_pairs("train.jsonl", [record])
     outcome = lists.isopref("train", "my.yaml", "run.folder=run", "data.eval=null", "optim.batch_size=1")
     assert outcome.code == 0, outcome.err
-    assert "cache 0 of 4 training answers have their reference" in outcome.out
-    assert "scoring 4\n" in outcome.out
+    assert "cache 0 of 1 training lists have their reference" in outcome.out
+    (values,) = (lists.folder / "run" / "reference" / "training").glob("*/*.shard")
+    assert len(values.read_bytes()) == 32 + 4 * 28  # a header, and a record for each answer
 
 
 def test_the_data_command(lists: Project) -> None:

@@ -77,11 +77,12 @@ class Beginning:
         found = find(self._store(table, key), self._items(table), device=self.run.env.device)
         for text in found.damage:
             self.run.display.say(f"warning: {text}.")
-        lacks = int(np.isnan(found.logps).sum())
+        lacks = self._items(table).num_examples(np.flatnonzero(np.isnan(found.logps)))
         if self.resumed and lacks:
             self.run.display.say(
-                f"warning: {self.folder} lacks the reference of {lacks} of {len(found.logps)} {table.name} answers. "
-                "From the cache, or scored again, it may be off by rounding from what the run began with."
+                f"warning: {self.folder} lacks the reference of {lacks} of {len(table.pairs)} {table.name} "
+                f"{table.pairs.unit}s. From the cache, or scored again, it may be off by rounding from what the run "
+                "began with."
             )
         return found
 

@@ -33,4 +33,6 @@ def fill_cache(config: Config, *, name: str) -> None:
         run = with_longest(run, tables.all)
         found = reference.of_other_model(run, tokenizer, reference.scored_tables(run, tables), path, setting=setting)
         pairs = sum(map(len, tables.all))
-        run.display.say(f"cache complete: the reference of all {pairs} pairs is in store {str(found.key)[:12]}")
+        run.display.say(
+            f"cache complete: the reference of all {pairs} {tables.train.unit}s is in store {str(found.key)[:12]}"
+        )

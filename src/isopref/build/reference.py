@@ -184,8 +184,10 @@ def none_needed(tables: Sequence[NamedTable]) -> Reference:
 
 
 def _say_known(run: Run, table: NamedTable, known: Known, where: str) -> None:
-    num_known = int(np.isfinite(known.logps).sum())
-    scoring = f"; scoring {len(known.missing)}" if len(known.missing) else ""
+    items = Items(table.pairs, heads=run.loss.needs.heads)
+    num_known = len(table.pairs) - items.num_examples(np.flatnonzero(np.isnan(known.logps)))
+    scoring = f"; scoring {items.num_examples(known.missing)}" if len(known.missing) else ""
     run.display.say(
-        f"cache {num_known} of {len(known.logps)} {table.name} answers have their reference ({where}){scoring}"
+        f"cache {num_known} of {len(table.pairs)} {table.name} {table.pairs.unit}s have their reference "
+        f"({where}){scoring}"
     )

@@ -72,6 +72,10 @@ class Items:
         """The example of the table that each item is of: I."""
         return self.table.lengths.of_answer[self.answer]
 
+    def num_examples(self, some: IntArray) -> int:
+        """How many examples some items are of."""
+        return len(np.unique(self.example[some]))
+
     def tokens(self, item: int) -> tuple[IntArray, IntArray]:
         """Prompt and answer."""
         example = int(self.example[item])
