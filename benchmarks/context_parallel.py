@@ -175,7 +175,7 @@ def _part(whole: Segments, start: int, stop: int) -> Segments:
         key_copies=torch.from_numpy(copies_of(taken.numpy(), TOKENS)),
         query_bounds=tuple(queries),
         key_bounds=tuple(keys),
-        reach=torch.empty(TOKENS, 0),
+        longest=TOKENS,
     )
 
 

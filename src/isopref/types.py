@@ -78,8 +78,6 @@ class Segments:
     Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
     `key_index`, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the
     offsets on the host, so that nobody has to ask the device for them.
-    `reach` is empty, and as long as the most queries or keys of a segment: torch.compile takes the size of a tensor
-    for a variable wherever it comes from, but a number for a constant if it comes from a module.
     """
 
     query_offsets: Tensor  # S+1, int32
@@ -88,12 +86,7 @@ class Segments:
     key_copies: Tensor | None  # R, T, int64: where among the K keys each token is (see ops/take.py)
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
-    reach: Tensor  # longest, 0
-
-    @property
-    def longest(self) -> int:
-        """No segment has more queries or keys."""
-        return self.reach.shape[0]
+    longest: int  # no segment has more queries or keys
 
     def to(self, device: torch.device) -> Segments:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

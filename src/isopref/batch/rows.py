@@ -170,7 +170,7 @@ class _Row:
                 key_copies=None if in_order else torch.from_numpy(copies_of(keys, self.length)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
-                reach=torch.empty(int(np.diff(self.key_bounds).max()), 0),
+                longest=int(np.diff(self.key_bounds).max()),
             ),
             predict_index=torch.from_numpy(predict),
             predict_copies=torch.from_numpy(copies_of(predict, self.length)),

@@ -71,8 +71,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}),
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
     "phi3": ("phi3", _LLAMA_LIKE),
-    "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),  # its layers drop keyword arguments
-    "nemotron": ("nemotron", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),
     "qwen3_moe": (
         "qwen3_moe",
         {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},

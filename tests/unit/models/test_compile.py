@@ -45,8 +45,7 @@ def world() -> Iterator[None]:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("mode", ["single", "fsdp"])
 @pytest.mark.parametrize(
-    ("architecture", "quantised"),
-    [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False), ("stablelm", False)],
+    ("architecture", "quantised"), [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False)]
 )
 def test_after_the_probe_and_a_row_nothing_compiles(
     architecture: str, quantised: bool, mode: Any, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,7 @@ def segments_of(layout: Layout) -> Segments:
         key_copies=torch.tensor([[*at, -1][:2] for at in places]).T if shared else None,
         query_bounds=tuple(queries),
         key_bounds=tuple(bounds),
-        reach=torch.empty(max(map(len, keys)), 0),
+        longest=max(map(len, keys)),
     )
 
 
