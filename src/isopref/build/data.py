@@ -121,7 +121,8 @@ def say_tables(tables: Tables, display: Display) -> None:
         found = source.found
         dropped = "".join(f", {count} dropped ({reason})" for reason, count in found.dropped.items())
         mixed = f", {source.mixed} in the mix" if source.mixed < found.kept else ""
-        display.say(f"data  {source.path}: {found.kept} {SHAPES[found.shape].unit} ({found.format}, {found.shape}){dropped}{mixed}")
+        kept = f"{found.kept} {SHAPES[found.shape].unit}"
+        display.say(f"data  {source.path}: {kept} ({found.format}, {found.shape}){dropped}{mixed}")
         for note in source_notes(found):
             display.say(f"      {note}")
     if tables.num_left_out:
@@ -129,7 +130,9 @@ def say_tables(tables: Tables, display: Display) -> None:
     if tables.held_out is not None and any(
         source.field == "data.train" and source.held_out for source in tables.sources
     ):
-        display.say(f"data  {len(tables.train)} {tables.train.unit}s to train on, {len(tables.held_out)} held out (data.eval)")
+        display.say(
+            f"data  {len(tables.train)} {tables.train.unit}s to train on, {len(tables.held_out)} held out (data.eval)"
+        )
     say_warnings(tables, display)
 
 

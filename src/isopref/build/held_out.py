@@ -46,7 +46,9 @@ class HeldOut:
         before, after = self.of(policy_before), self.of(policy_after)
         old, new = dict(_cells(before)), dict(_cells(after))
         rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
-        self.run.display.table(f"{after.pairs} held-out {compared(self.table)}, with 95% intervals", ("", "before", "after"), rows)
+        self.run.display.table(
+            f"{after.pairs} held-out {compared(self.table)}, with 95% intervals", ("", "before", "after"), rows
+        )
         if self.run.env.is_first:
             folder, lengths = self.run.folder, self.table.lengths
             write_json(folder / EVALUATION_FILE, {"before": before.as_json(), "after": after.as_json()})

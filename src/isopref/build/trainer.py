@@ -62,7 +62,9 @@ def build_trainer(
     optim = run.config.optim
     if run.num_shares > optim.batch_size:
         ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
-        run.display.say(f"warning: {run.num_shares} {ranks} share {optim.batch_size} {table.unit}s a step; some stay idle")
+        run.display.say(
+            f"warning: {run.num_shares} {ranks} share {optim.batch_size} {table.unit}s a step; some stay idle"
+        )
     every, steps = resolve.all_steps(optim, len(table)), resolve.num_steps(optim, len(table))
     part = f" of {every} (optim.max_steps)" if steps < every else ""
     short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
