@@ -3,6 +3,7 @@
 `isopref --help` must stay quick: nothing here may import torch.
 """
 
+import errno
 import os
 import sys
 import time
@@ -85,9 +86,17 @@ def main() -> None:
             start_again({**environment, StartAgainError.variable: "1"})
         sys.exit(code)
     except Exception as error:
+        if isinstance(error, OSError) and _is_of_argument(error):
+            sys.exit(f"error: {error.filename}: {error.strerror}. Choose another path.")
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why
         raise
+
+
+def _is_of_argument(error: OSError) -> bool:
+    """Whether the system refuses a path that the command line names: too long, or in a folder that is closed."""
+    refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
+    return refused and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
 
 
 def _first_rank_reports() -> bool:

@@ -1,6 +1,7 @@
 """The command line, through the installed `isopref` script: messages, exit codes, files, imports."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -213,6 +214,27 @@ def test_user_error_from_the_run_names_the_rank(isopref: Isopref, config_file: P
 
 
 STOPPED = "import signal\ndef train(config, *, name, resume): return signal.SIGTERM"
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("init", LONG),
+        ("init", "--demo", LONG),
+        ("report", LONG),
+        ("compare", LONG, LONG),
+        ("ls", LONG),
+        ("merge", LONG, "o"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_path_that_the_system_refuses_is_one_message(isopref: Isopref, arguments: tuple[str, ...]) -> None:
+    done = isopref(*arguments)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: {LONG}\S*: File name too long\. Choose another path\.\n", done.stderr), done.stderr
 
 
 def test_a_run_that_a_signal_stopped_is_no_success(isopref: Isopref, config_file: Path) -> None:
