@@ -150,7 +150,7 @@ def test_a_chunk_is_checked_when_it_is_first_used(spec: SourceSpec, in_use: None
         table.tokens(8)
     message = str(raised.value)
     assert message.startswith(f"{path}: damaged: ")
-    assert "removed" in message
+    assert "deleted" in message
     assert "--resume" in message
     assert not path.exists()
     said: list[str] = []
