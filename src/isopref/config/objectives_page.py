@@ -95,8 +95,8 @@ pairs, 20 steps, `lr` 1e-5, `beta` 0.1), with the demo's [spot checks](reports.m
 
 | `nll_weight` | held-out accuracy | mean reward margin | of 32 facts, still correct | text, log-prob per token |
 |---|---|---|---|---|
-| 4 | 0.975 | +1.31 | 29 | +0.022 |
-| 0 | 1.000 | +2.27 | 20 | +0.020 |
+| 4 | 0.975 | +1.31 | 30 | +0.021 |
+| 0 | 1.000 | +2.27 | 20 | +0.019 |
 
 The accuracy and the margin are better without the term, and the model is worse: "The capital of Russia is Russia.",
 "The planet is called the red planet.", and "A volcano is a volcano is a volcano" up to the limit. With it: "The capital
