@@ -214,7 +214,7 @@ def test_weights_that_are_not_finite_and_sharded_from_the_host(
     broken = spoiled(project, "transformer.wte.weight")
     message = project.refused("run", *QUICK, f"model.path={broken}", "layout.parallel=fsdp")
     assert message.startswith(
-        "GPT2LMHeadModel: the weights contain NaN or Inf, in transformer.wte.weight. The files are damaged"
+        "model GPT2LMHeadModel: the weights contain NaN or Inf, in transformer.wte.weight. The files are damaged"
     )
 
 

@@ -59,14 +59,16 @@ def test_what_is_shown(no_weights: Project) -> None:
         "columns not used note",
         "records read 23",
         "dropped 1 tie, 1 empty",
-        "pairs kept 21",
+        "kept 21",
+        "answers without a score, left out 0",
+        "answers that repeat another, left out 0",
         "cut to data.max_length 0",
         "prompt ends inside a token of the answer 0",
         "generation prompt not before the answer 0",
         "two BOS tokens 0",
         "end token added, the template has none 0",
         "no end token, the template has plain text 0",
-        "pairs in the mix 21",
+        "in the mix 21",
         "trained on 20",
         "held out 0",
     ]
@@ -141,7 +143,10 @@ def test_answers_end_where_the_folder_says_that_the_model_stops(no_weights: Proj
     for stops, end in (([2], "<|im_end|>"), ([2, 0], "<pad>")):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
         found = report(no_weights, "data.eval=null")
-        assert (found["samples"][0]["chosen"], found["sources"][0]["found"]["added_ends"]) == (f"yes{end}", 1)
+        assert (found["samples"][0]["answers"]["chosen"], found["sources"][0]["found"]["added_ends"]) == (
+            f"yes{end}",
+            1,
+        )
 
 
 def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> None:
@@ -153,18 +158,18 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     assert (outcome.code, outcome.err) == (0, "")
     assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
         "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "
-        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "prompt and longest answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
         "data.truncation: keep_end or keep_start it cuts their prompts.",
         "1 pair is longer than the model's context length, 256 tokens; the longest, eval.jsonl:2, has 263 in "
-        "prompt and longer answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
+        "prompt and longest answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
         "data.truncation: keep_end or keep_start it cuts their prompts.",
     ]
     found = report(no_weights)
     longest = {"origin": "train.jsonl:3", "prompt": 259, "chosen": 4, "rejected": 5}
     assert (found["context_length"], found["train"]["over_context"]) == (256, {"pairs": 2, "longest": longest})
-    assert found["held_out"]["over_context"]["pairs"] == 1
+    assert found["held_out"]["over_context"]["examples"] == 1
     mended = report(no_weights, "data.max_length=256")
-    assert (mended["train"]["pairs"], mended["train"]["over_context"], mended["held_out"]["over_context"]) == (
+    assert (mended["train"]["examples"], mended["train"]["over_context"], mended["held_out"]["over_context"]) == (
         2, None, None,
     )  # fmt: skip
 
@@ -208,7 +213,7 @@ def test_a_real_file(no_weights: Project) -> None:
     (source,) = found["sources"]
     assert (source["found"]["shape"], source["found"]["read"], source["found"]["kept"]) == ("sharegpt", 300, 300)
     assert source["train"] + source["held_out"] == 300
-    assert source["held_out"] == found["held_out"]["pairs"] > 0
+    assert source["held_out"] == found["held_out"]["examples"] > 0
 
 
 # --- runs ----------------------------------------------------------------------------------------------

@@ -89,7 +89,11 @@ def test_microbatches_shrink_and_the_weights_are_the_same(
     assert "from here on it is microbatches of 128 tokens." in said[-1]
     run = project.folder / "run"
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
-    assert json.loads((run / "microbatch.json").read_text())["fits"] == {"kind": "shared", "tokens": 128, "pairs": None}
+    assert json.loads((run / "microbatch.json").read_text())["fits"] == {
+        "kind": "shared",
+        "tokens": 128,
+        "examples": None,
+    }
 
 
 def test_a_later_start_knows_what_fits_unless_another_layout_is_asked_for(
@@ -130,7 +134,7 @@ def test_there_is_an_end_to_smaller_microbatches(
     settings = (*SETTINGS, "layout.microbatch_tokens=80", "objective.loss=aot", f"layout.parallel={parallel}")
     starts = [project.isopref("train", "my.yaml", *settings, "--resume", "auto") for _ in range(4)]
     assert [outcome.code for outcome in starts] == ([75, 75, 1, 1] if parallel == "fsdp" else [1, 1, 1, 1])
-    smallest = r"error: out of memory with microbatches of \d+ tokens and 1 pair, the smallest there are\. Recompute"
+    smallest = r"error: out of memory with microbatches of \d+ tokens and 1 example, the smallest there are\. Recompute"
     assert re.match(smallest, starts[-1].err)
 
 

@@ -28,7 +28,7 @@ def test_what_is_not_asked_for_is_not_written(project: Project) -> None:
     run = project.train("run", "data.eval=null", "run.export=false", "optim.max_steps=1")
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "reference.json", "reference", "starts.jsonl", "state.json", "engine.log", "metrics.jsonl",
-        "report.html", "checkpoints",
+        "report.html", "checkpoints", "last_checkpoint.json",
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_output_on_a_terminal(project: Project, width: int) -> None:
     assert outcome.code == 0, outcome.err
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.out).replace("\r", "\n").splitlines()
     for pattern in (
-        r"score training ━+ 23/23 [\d:]+ < 0:00:00",
+        r"score training ━+ 46/46 [\d:]+ < 0:00:00",
         r"score held-out ━+ 8/8 [\d:]+ < 0:00:00",
         r"train ━+ 10/10 [\d:]+ < 0:00:00",
         r" +loss \d\.\d+  accuracy \d",

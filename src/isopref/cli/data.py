@@ -18,7 +18,7 @@ from isopref.errors import shorter_pairs
 if TYPE_CHECKING:
     from isopref.build.data import SourceUse
     from isopref.build.inspect import Report
-    from isopref.data.statistics import ExampleSize, ExampleText, OverContext, TableFigures
+    from isopref.data.statistics import ExampleSize, ExampleText, TableFigures
 
 STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
 OTHER_STYLES = ("green", "yellow", "magenta", "blue")  # of the answers of a list, in turn
@@ -39,7 +39,7 @@ def show(report: Report, console: Console) -> None:
     for name, figures in (("to train on", report.train), ("held out", report.held_out)):
         if figures is not None:
             _show_figures(name, figures, console)
-            _show_over_context(figures.over_context, report.context_length, console)
+            _show_over_context(figures, report.context_length, console)
     _show_samples(report.samples, console)
 
 
@@ -52,7 +52,7 @@ def _show_source(source: SourceUse, console: Console) -> None:
         "columns not used": ", ".join(found.unused_columns) or "none",
         "records read": str(found.read),
         "dropped": dropped or "0",
-        "pairs or lists kept": str(found.kept),
+        "kept": str(found.kept),
         "  answers without a score, left out": str(found.unscored_answers),
         "  answers that repeat another, left out": str(found.repeated_answers),
         "  cut to data.max_length": str(found.truncated),
@@ -94,10 +94,12 @@ def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
         console.print(f"    {_size(size)}", markup=False)
 
 
-def _show_over_context(over: OverContext | None, context: int | None, console: Console) -> None:
+def _show_over_context(figures: TableFigures, context: int | None, console: Console) -> None:
+    over = figures.over_context
     if over is None:
         return
-    longest, examples = over.longest, "1 is" if over.examples == 1 else f"{over.examples} are"
+    unit = "pair" if figures.pairs_alone else "list"
+    longest, examples = over.longest, f"1 {unit} is" if over.examples == 1 else f"{over.examples} {unit}s are"
     tokens = longest.prompt + max(longest.answers.values())
     console.print(
         f"  warning: {examples} longer than the model's context length, {context} tokens; the longest, "

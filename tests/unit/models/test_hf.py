@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isopref import optional
 from isopref.batch.rows import build_microbatch
 from isopref.errors import ConfigError, ModelError, UserError
+from isopref.examples import Lengths
 from isopref.models import hf
 from isopref.models.hf import (
     Origin,
@@ -366,7 +367,7 @@ CUT = r" drops longer pairs; with data.truncation: keep_end or keep_start it cut
 
 
 def lengths(*rows: tuple[int, int, int]) -> Any:
-    return np.array(rows)
+    return Lengths.of_pairs(np.array(rows))
 
 
 @pytest.mark.parametrize(
