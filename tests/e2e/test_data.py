@@ -52,7 +52,7 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 16] == [
+    assert lines[at : at + 18] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
         "taken to be the prompt the column 'prompt'",
@@ -165,8 +165,8 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
         "data.truncation: keep_end or keep_start it cuts their prompts.",
     ]
     found = report(no_weights)
-    longest = {"origin": "train.jsonl:3", "prompt": 259, "chosen": 4, "rejected": 5}
-    assert (found["context_length"], found["train"]["over_context"]) == (256, {"pairs": 2, "longest": longest})
+    longest = {"origin": "train.jsonl:3", "prompt": 259, "answers": {"chosen": 4, "rejected": 5}}
+    assert (found["context_length"], found["train"]["over_context"]) == (256, {"examples": 2, "longest": longest})
     assert found["held_out"]["over_context"]["examples"] == 1
     mended = report(no_weights, "data.max_length=256")
     assert (mended["train"]["examples"], mended["train"]["over_context"], mended["held_out"]["over_context"]) == (

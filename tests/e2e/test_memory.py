@@ -192,7 +192,7 @@ def test_a_model_that_does_not_fit(project: Project, monkeypatch: pytest.MonkeyP
     assert message.startswith(
         "CUDA out of memory. Tried to allocate 1.62 GiB. It ran out of memory outside a training step"
     )
-    assert message.endswith("isopref plan says what fits.")
+    assert message.endswith("isopref plan shows what fits.")
 
 
 def test_torch_says_so_of_the_host_too() -> None:

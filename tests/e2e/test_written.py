@@ -81,7 +81,7 @@ def test_output_on_a_terminal(project: Project, width: int) -> None:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.out).replace("\r", "\n").splitlines()
     for pattern in (
         r"score training ━+ 46/46 [\d:]+ < 0:00:00",
-        r"score held-out ━+ 8/8 [\d:]+ < 0:00:00",
+        r"score held-out ━+ 16/16 [\d:]+ < 0:00:00",
         r"train ━+ 10/10 [\d:]+ < 0:00:00",
         r" +loss \d\.\d+  accuracy \d",
     ):
