@@ -269,7 +269,11 @@ def _own(piece: Mapping[str, Tensor]) -> FloatArray:
 
 def _filler() -> Work:
     none, nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
-    return Work(build_microbatch([], "padded"), none, none, none, none, none, nothing, nothing, nothing, nothing)
+    return Work(
+        build_microbatch([], "padded"),
+        **dict.fromkeys(("index", "answers", "comparisons", "example", "place"), none),
+        **dict.fromkeys(("loss_share", "mean_share", "list_share", "nll_share"), nothing),
+    )
 
 
 def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:
