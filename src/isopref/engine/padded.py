@@ -271,8 +271,15 @@ def _filler() -> Work:
     none, nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
     return Work(
         build_microbatch([], "padded"),
-        **dict.fromkeys(("index", "answers", "comparisons", "example", "place"), none),
-        **dict.fromkeys(("loss_share", "mean_share", "list_share", "nll_share"), nothing),
+        index=none,
+        answers=none,
+        comparisons=none,
+        example=none,
+        place=none,
+        loss_share=nothing,
+        mean_share=nothing,
+        list_share=nothing,
+        nll_share=nothing,
     )
 
 
