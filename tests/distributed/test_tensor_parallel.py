@@ -68,6 +68,7 @@ def test_replicas_of_shards_of_layers_in_parts() -> None:
     cell = Cell(
         architecture="llama_tied",
         native=True,
+        dtype="float32",  # as all cells of OLMo-core's modules
         ranks=8,
         parallel="hsdp",
         tensor_parallel=2,
@@ -93,7 +94,7 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
     for scores, _ in found:
         np.testing.assert_allclose(scores.chosen, expected.chosen, rtol=1e-5)
         np.testing.assert_allclose(scores.rejected, expected.rejected, rtol=1e-5)
-    assert sorted(pair for _, stored in found for pair in stored) == list(range(9))
+    assert sorted(answer for _, stored in found for answer in stored) == list(range(18))
 
 
 @pytest.mark.parametrize(
