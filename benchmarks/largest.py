@@ -171,7 +171,7 @@ def attempt(name: str, layers: int) -> dict[str, Any]:
         return made
 
     cell = Cell(
-        kind.width, "even", PAIRS, microbatch_tokens=TOKENS, trl_pairs=1, warmup=0, steps=2, adapter=kind.adapter
+        kind.width, "even", PAIRS, microbatch_tokens=TOKENS, trl_batch=1, warmup=0, steps=2, adapter=kind.adapter
     )
     with ready_trainer(cell, layout={"checkpointing": "full", "compile": kind.compile}, make=make) as ready:
         passed("prove and score")

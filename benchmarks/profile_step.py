@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from clocks import Clock, EngineClock
 from olmo_core.train.callbacks import Callback
 from ready import Ready, ready_trainer
 from torch.profiler import ProfilerActivity, profile
-from vs_trl import CELLS, Clock, EngineClock
+from vs_trl import CELLS
 
 KINDS = {  # by what a kernel's name contains, first match
     "attention": ("flash", "fmha", "varlen"),

@@ -1,6 +1,7 @@
 """The trainer that `isopref train` makes of a config, ready to fit; only its weights and pairs are made up."""
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,22 +22,53 @@ from isopref.config.schema import Config
 from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
+from isopref.examples import Example
 from isopref.models.policy import Policy
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table: a shape, a data set, a global batch, and how each system cuts it."""
+    """One line of the table: a shape, a data set, a loss, a global batch, and how each system cuts it."""
 
     shape: str
     data: str
-    batch_size: int
+    batch_size: int  # examples
     microbatch_tokens: int
-    trl_pairs: int
+    trl_batch: int  # pairs, or labelled answers, of one of TRL's microbatches
     dtype: str = "bfloat16"
     warmup: int = 3
     steps: int = 8
     adapter: dict[str, Any] | None = None  # as model.adapter takes it
+    loss: str = "sigmoid"
+    answers: int = 2  # of an example
+
+    @property
+    def unit(self) -> str:
+        """What is counted per second."""
+        if self.loss == "kto":
+            return "answers"
+        return "pairs" if self.answers == 2 else "comparisons"
+
+    @property
+    def speed(self) -> str:
+        """The name of the figure: "pairs_per_s"."""
+        return f"{self.unit}_per_s"
+
+    @property
+    def terms_per_step(self) -> int:
+        """Comparisons, or labelled answers, of a global batch."""
+        of_example = self.answers if self.loss == "kto" else math.comb(self.answers, 2)
+        return self.batch_size * of_example
+
+    @property
+    def quantised(self) -> bool:
+        return self.adapter is not None and "quantize" in self.adapter
+
+    def examples(self, vocabulary: int) -> list[Example]:
+        """The examples of all steps."""
+        count = (self.warmup + self.steps) * self.batch_size
+        labelled = self.loss == "kto" and self.answers == 1
+        return workload.examples(self.data, count, answers=self.answers, labelled=labelled, vocabulary=vocabulary)
 
 
 @dataclass
@@ -61,13 +93,13 @@ def ready_trainer(
     make: Callable[..., PreTrainedModel] = workload.model,
 ) -> Iterator[Ready]:
     """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section. `make`: the model."""
-    count = (cell.warmup + cell.steps) * cell.batch_size
     precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
     with tempfile.TemporaryDirectory() as folder:
         config = Config.model_validate(
             {
                 "model": {"path": "random", **precision, "adapter": cell.adapter},
                 "data": {"train": "random"},
+                "objective": {"loss": cell.loss},
                 "optim": {"batch_size": cell.batch_size},
                 "layout": {"microbatch_tokens": cell.microbatch_tokens, "checkpointing": "none", **(layout or {})},
                 "run": {"folder": folder, "save_every": 10**6, "export": False},
@@ -78,7 +110,7 @@ def ready_trainer(
             frozen = cell.adapter is not None
             dtype = getattr(torch, run.compute_dtype if frozen else config.model.dtype)
             made = make(cell.shape, dtype=dtype, device=env.device)
-            table = ExampleTable.from_tokens(workload.pairs(cell.data, count, vocabulary=made.config.vocab_size))
+            table = ExampleTable.from_tokens(cell.examples(made.config.vocab_size))
             policy = Policy(made)
             add_adapter(run, policy)
             model = spread(run, policy)

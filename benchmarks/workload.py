@@ -1,6 +1,7 @@
 """What the benchmarks train on: model shapes with random weights, and pairs of real lengths with random tokens."""
 
 import importlib.metadata
+import itertools
 import os
 import platform
 from datetime import date
@@ -9,10 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from isopref.data.schedule import epoch_order
-from isopref.examples import PairTokens
+from isopref.examples import Example
 from isopref.types import IntArray
 
 Item = TypeVar("Item")
@@ -48,12 +49,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A Llama of that shape with random weights, made on the device."""
+    return _made(LlamaForCausalLM, LlamaConfig(**SHAPES[shape]), dtype, device)
+
+
+def reward_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The same with a head that gives one score."""
+    return _made(LlamaForSequenceClassification, LlamaConfig(**{**SHAPES[shape], "num_labels": 1}), dtype, device)
+
+
+def _made(kind: Any, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+            made: PreTrainedModel = kind(config)
+            return made
     finally:
         torch.set_default_dtype(before)
 
@@ -71,9 +82,21 @@ def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
     return clipped
 
 
-def pairs(name: str, count: int, *, vocabulary: int) -> list[PairTokens]:
+def examples(name: str, count: int, *, answers: int, labelled: bool = False, vocabulary: int) -> list[Example]:
+    """Examples of that many answers, as long as those of a real data set. Labels of single answers take turns.
+
+    Two answers are a pair. Of more, every two are compared; their lengths are those of several pairs.
+    """
     random = np.random.RandomState(1)
-    return [PairTokens(*(random.randint(3, vocabulary, n) for n in of_pair)) for of_pair in lengths(name, count)]
+    of_pairs = lengths(name, count * -(-answers // 2)).reshape(count, -1, 3)
+    found = []
+    for number, pairs_3 in enumerate(of_pairs):
+        counts = [pairs_3[0, 0], *pairs_3[:, 1:].ravel()[:answers]]
+        prompt, *tokens = (random.randint(3, vocabulary, size) for size in counts)
+        comparisons = () if labelled else tuple(itertools.combinations(range(answers), 2))
+        scores = (float(number % 2 == 0),) if answers == 1 else tuple(float(answers - 1 - n) for n in range(answers))
+        found.append(Example(prompt, tuple(tokens), comparisons, scores))
+    return found
 
 
 def in_order(every: list[Item]) -> list[Item]:

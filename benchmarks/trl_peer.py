@@ -1,0 +1,127 @@
+"""TRL's trainers on the examples of a cell: DPO (lists as the pairs they expand to), KTO and reward models.
+
+TRL gets tokens, precomputed references and its best plain settings (see vs_trl.py). What it does besides training, such
+as hashing all weights to name a cache file, is left out.
+"""
+
+import tempfile
+from typing import Any
+from uuid import uuid4
+
+import torch
+import workload
+from clocks import PeerClock
+from ready import Cell
+from transformers import PreTrainedModel
+
+from isopref.examples import Example
+from isopref.testing.models import byte_tokenizer
+
+
+def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
+    if cell.quantised:
+        raise SystemExit("only isopref is measured in four bits: TRL takes its four-bit weights from bitsandbytes")
+    if cell.terms_per_step % cell.trl_batch:
+        raise SystemExit(f"--trl-batch {cell.trl_batch} does not divide the {cell.terms_per_step} of a step")
+    from datasets import Dataset
+    from trl.trainer import dpo_trainer, kto_trainer
+
+    for module in (dpo_trainer, kto_trainer):
+        module.hash_module = lambda _model: uuid4().hex
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = _model(cell, device)
+    cudnn_settings = (False, True) if torch.cuda.is_available() else (False,)
+    clock = PeerClock(cell, cudnn_settings)
+    every = workload.in_order(cell.examples(made.config.vocab_size)) * len(cudnn_settings)
+    trainer, config, more = _trainer(cell)
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(
+            output_dir=folder,
+            per_device_train_batch_size=cell.trl_batch,
+            gradient_accumulation_steps=cell.terms_per_step // cell.trl_batch,
+            max_steps=len(cudnn_settings) * (cell.warmup + cell.steps),
+            learning_rate=1e-6,
+            optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
+            max_length=None,
+            gradient_checkpointing=False,
+            bf16=cell.dtype == "bfloat16",
+            use_liger_kernel=liger,
+            use_cpu=device.type == "cpu",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataset_num_proc=None,
+            train_sampling_strategy="sequential",
+            **more,
+        )
+        _tokenised(trainer)(
+            model=made,
+            args=args,
+            train_dataset=Dataset.from_list([record for one in every for record in _records(cell, one)]),
+            processing_class=byte_tokenizer(),
+            callbacks=[clock],
+            peft_config=_peft_config(cell),
+        ).train()
+    return {**clock.result(), "trl_batch": cell.trl_batch}
+
+
+def _model(cell: Cell, device: torch.device) -> PreTrainedModel:
+    dtype = getattr(torch, cell.dtype)
+    if cell.loss == "bradley_terry":
+        return workload.reward_model(cell.shape, dtype=dtype, device=device)
+    return workload.model(cell.shape, dtype=dtype, device=device)
+
+
+def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
+    """TRL's trainer for the cell's loss, its config, and what only that config takes."""
+    import trl
+
+    reference = {"precompute_ref_log_probs": True}
+    if cell.loss == "kto":
+        return trl.KTOTrainer, trl.KTOConfig, reference
+    if cell.loss == "bradley_terry":
+        return trl.RewardTrainer, trl.RewardConfig, {}
+    return trl.DPOTrainer, trl.DPOConfig, reference
+
+
+def _tokenised(trainer: Any) -> Any:
+    """The trainer, taking examples as tokens in the order they have."""
+
+    class Tokenised(trainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
+            return dataset
+
+    return Tokenised
+
+
+def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
+    """An example as TRL's trainer for the cell's loss takes it: one record per comparison or labelled answer."""
+    prompt, *answers = (part.tolist() for part in example.parts)
+    if cell.loss == "kto":
+        # The mismatched answer that TRL scores for its KL term is one of another example; any one takes as long.
+        return [
+            {
+                "prompt_ids": prompt,
+                "completion_ids": answer,
+                "KL_completion_ids": answers[number - 1],
+                "label": bool(label),
+            }
+            for number, (answer, label) in enumerate(zip(answers, example.scores, strict=True))
+        ]
+    pairs = [(answers[better], answers[worse]) for better, worse in example.comparisons]
+    if cell.loss == "bradley_terry":
+        return [{"chosen_ids": prompt + better, "rejected_ids": prompt + worse} for better, worse in pairs]
+    return [{"prompt_ids": prompt, "chosen_ids": better, "rejected_ids": worse} for better, worse in pairs]
+
+
+def _peft_config(cell: Cell) -> Any:
+    """The cell's adapter as TRL takes it: on all linear layers, like isopref's."""
+    if cell.adapter is None:
+        return None
+    from peft import LoraConfig
+
+    rank = cell.adapter["rank"]
+    alpha = cell.adapter.get("alpha", 2 * rank)
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
