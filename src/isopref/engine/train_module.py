@@ -243,7 +243,8 @@ class DPOTrainModule(TrainModule):
         """What the policy says of a microbatch, and what it is compared with."""
         policy = score(self.model, work.microbatch, self.objective.needs)
         both = policy, self.reference.logps(work, policy)
-        pairs = [self.objective.taken(compared(readout, work.microbatch)) for readout in both]
+        needs = self.objective.needs
+        pairs = [self.objective.taken(compared(readout, work.microbatch, needs)) for readout in both]
         lists = (listed(both[0], work.microbatch), listed(both[1], work.microbatch)) if self.objective.lists else None
         return Scored(pairs[0], pairs[1], lists, policy.routing)
 
