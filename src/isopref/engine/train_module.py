@@ -194,10 +194,10 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(
                 "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
-        if self.objective.needs.gaps:
+        if self.objective.needs.gaps or self.weighting == "gap":
             raise ConfigError(
-                f"{WHERE}: the loss needs the gap between the scores of two answers, and a padded batch has none. Use "
-                "isopref.ExampleLoader."
+                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
+                "has none. Use isopref.ExampleLoader."
             )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")

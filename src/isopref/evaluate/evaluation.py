@@ -70,7 +70,7 @@ def evaluate(
     """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
 
     `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
-    `gaps`: between the scores of compared answers, for a loss that needs them.
+    `gaps`: between the scores of compared answers, for a loss or a weighting that needs them.
     """
     logps = taken(policy, ref, lengths, loss, gaps)
     pairs = pairs_of(logps, policy, lengths, own, loss)
@@ -78,7 +78,7 @@ def evaluate(
         assert scores is not None, "a loss of lists needs scores"
         losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
     else:
-        losses = losses_of_pairs(logps, lengths, own, loss, weighting)
+        losses = losses_of_pairs(logps, lengths, gaps, own, loss, weighting)
     by_source = {}
     if sources is not None and len(present := np.unique(sources).tolist()) > 1:
         labels = source_labels(source_names)

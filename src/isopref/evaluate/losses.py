@@ -32,10 +32,15 @@ class Losses:
 
 
 def losses_of_pairs(
-    pairs: tuple[PairLogps, PairLogps], lengths: Lengths, own_N: FloatArray, loss: PairLoss, weighting: Weighting
+    pairs: tuple[PairLogps, PairLogps],
+    lengths: Lengths,
+    gaps: FloatArray | None,
+    own_N: FloatArray,
+    loss: PairLoss,
+    weighting: Weighting,
 ) -> Losses:
     """One term for each comparison. Where a loss couples the pairs of a batch, all held-out pairs are one."""
-    weights = comparison_weights(lengths, weighting, own_N)
+    weights = comparison_weights(lengths, weighting, own_N, gaps)
     whole = Whole.first(torch.from_numpy(coefficients(weights)))
     return Losses(loss(*pairs, whole=whole).numpy(), weights, lengths.of_comparison)
 

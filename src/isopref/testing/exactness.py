@@ -160,13 +160,15 @@ def _expected(
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
     shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
+    gaps = [gap for one in examples for gap in one.gaps]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     if objective in LIST_CASES:
         weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
         loss = lists_loss(objective, _ranked(model, examples, reference), weights)
     else:
-        loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors)
+        sizes = oracle.weights(pairs, weighting, shared, gaps)
+        loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
     if balance_weight:
