@@ -30,14 +30,18 @@ def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE)
     return found
 
 
-def compared(readout: Readout, microbatch: Microbatch) -> PairLogps:
-    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected."""
+def compared(readout: Readout, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> PairLogps:
+    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected.
+
+    `needs`: gaps are returned too, as wide as the log-probabilities.
+    """
     chosen, rejected = take(readout.logp, microbatch.compared, microbatch.compared_copies).view(2, -1)
     num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
     weight = None
     if readout.confidence is not None:
         weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
-    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight)
+    gap = microbatch.gap.to(readout.logp.dtype) if needs.gaps else None
+    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight, gap=gap)
 
 
 def listed(readout: Readout, microbatch: Microbatch) -> ListLogps:
@@ -83,12 +87,13 @@ class TableLogps:
         """Of a table of pairs: those of the rejected answers."""
         return self.answers[1::2]
 
-    def compared(self, lengths: Lengths) -> PairLogps:
-        """The comparisons of the table that these are of, as pairs."""
+    def compared(self, lengths: Lengths, gaps: FloatArray | None = None) -> PairLogps:
+        """The comparisons of the table that these are of, as pairs; with the table's gaps, if given."""
         chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)
         num_chosen, num_rejected = (torch.from_numpy(count.astype(np.int64)) for count in lengths.compared_tokens)
         heads = None if self.heads is None else torch.from_numpy(self.heads)
-        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads)
+        gap = None if gaps is None else torch.from_numpy(gaps)
+        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads, gap=gap)
 
 
 def _on_host(values: FloatArray | Tensor) -> FloatArray:

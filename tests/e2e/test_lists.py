@@ -12,7 +12,7 @@ import pytest
 
 from support.project import Project, Weights
 
-LOSSES = ("plackett_luce", "softmax", "sigmoid", "ipo", "aot")
+LOSSES = ("plackett_luce", "softmax", "sigmoid", "ipo", "aot", "odpo")
 
 
 def make_lists(count: int, seed: int) -> list[dict[str, Any]]:
@@ -42,7 +42,8 @@ def lists(project: Project) -> Project:
 def test_the_layout_does_not_change_the_weights(
     lists: Project, load_weights: Callable[[Path], Weights], loss: str
 ) -> None:
-    common = (f"objective.loss={loss}", "optim.epochs=1", "optim.lr=1e-2")
+    weighting = "gap" if loss == "odpo" else "example"
+    common = (f"objective.loss={loss}", f"objective.weighting={weighting}", "optim.epochs=1", "optim.lr=1e-2")
     layouts = [("shared", "4096"), ("shared", "128"), ("padded", "4096"), ("padded_separate", "300")]
     found: list[Weights] = []
     for number, (rows, tokens) in enumerate(layouts):
@@ -51,6 +52,13 @@ def test_the_layout_does_not_change_the_weights(
     for other in found[1:]:
         for name, tensor in found[0].items():
             assert tensor.double().sub(other[name].double()).abs().max() < 1e-8, name
+
+
+@pytest.mark.parametrize("setting", ["objective.loss=odpo", "objective.weighting=gap"])
+def test_pairs_without_scores_have_no_gap(project: Project, setting: str) -> None:
+    message = project.refused("run", setting)
+    assert f"{setting.replace('=', ': ')}: " in message
+    assert "comparisons have no score gap" in message
 
 
 def test_what_a_run_says_of_lists(lists: Project) -> None:

@@ -80,7 +80,8 @@ def build_step(
     """This rank's share of the global batch `index` (examples of `table`), cut as `plan` says (by rank)."""
     lengths = table.lengths.select(index)
     own = table.weights[index]
-    loss_share = coefficients(comparison_weights(lengths, weighting, own))
+    gaps = table.gaps[table.lengths.comparisons_of(index)]
+    loss_share = coefficients(comparison_weights(lengths, weighting, own, gaps))
     mean_share = coefficients(np.ones(len(lengths.compared)))
     list_share = coefficients(list_weights(lengths, weighting, own))[lengths.of_answer]
     nll_share = token_coefficients(own[lengths.of_comparison], lengths.compared_tokens[0])

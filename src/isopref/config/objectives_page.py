@@ -61,7 +61,8 @@ computed once. With two answers, `plackett_luce` and `softmax` are `sigmoid`.
 
 `objective.weighting` counts a list as 1 (`example`), as the tokens of its answers (`completion`) or as the tokens of
 all its sequences (`token`). For losses of pairs, the comparisons of a list share its 1 equally under `example`, while
-`completion` and `token` count each comparison as a pair. Accuracy, margins and rewards are over comparisons in both
+`completion` and `token` count each comparison as a pair, and `gap` counts it by the difference between its two scores;
+losses of lists refuse `gap`. Accuracy, margins and rewards are over comparisons in both
 cases. `objective.wpo` and `objective.ld_alpha` are refused with losses of lists.
 
 ## Divergences

@@ -194,6 +194,11 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(
                 "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
+        if self.objective.needs.gaps or self.weighting == "gap":
+            raise ConfigError(
+                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
+                "has none. Use isopref.ExampleLoader."
+            )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
         return padded_to_step(
@@ -243,7 +248,8 @@ class DPOTrainModule(TrainModule):
         """What the policy says of a microbatch, and what it is compared with."""
         policy = score(self.model, work.microbatch, self.objective.needs)
         both = policy, self.reference.logps(work, policy)
-        pairs = [self.objective.taken(compared(readout, work.microbatch)) for readout in both]
+        needs = self.objective.needs
+        pairs = [self.objective.taken(compared(readout, work.microbatch, needs)) for readout in both]
         lists = (listed(both[0], work.microbatch), listed(both[1], work.microbatch)) if self.objective.lists else None
         return Scored(pairs[0], pairs[1], lists, policy.routing)
 

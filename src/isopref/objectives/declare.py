@@ -76,6 +76,7 @@ class Objective:
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
     lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
+    needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
     coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
@@ -96,13 +97,15 @@ def objective(
     gains: Gains = log_ratios,
     needs_reference: bool = True,
     lists: bool = False,
+    needs_gaps: bool = False,
     coupled: bool = False,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
-            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled
+            *(formula.__name__, formula, params, equation, use, paper, gains),
+            *(needs_reference, lists, needs_gaps, coupled),
         )
 
     return declared

@@ -57,7 +57,12 @@ class PairLoss:
     @property
     def needs(self) -> Needs:
         """What it has to know of a microbatch besides log-probabilities."""
-        return Needs(heads=self.ld_alpha != 1, confidence=self.wpo, routing=self.balance_weight > 0)
+        return Needs(
+            heads=self.ld_alpha != 1,
+            confidence=self.wpo,
+            routing=self.balance_weight > 0,
+            gaps=any(term.objective.needs_gaps for term in self.terms),
+        )
 
     @property
     def needs_reference(self) -> bool:

@@ -128,6 +128,16 @@ def list_problems(loss: Loss, *, ld_alpha: float) -> Iterator[str]:
         )
 
 
+def gap_problems(loss: Loss) -> Iterator[str]:
+    """Yield what is wrong with weights by the gap between scores for a loss."""
+    lists = [name for name in weights(loss) if OBJECTIVES[name].lists]
+    if lists:
+        yield (
+            f"gap weighs comparisons of two answers, but {', '.join(lists)} looks at a whole list. Use example, "
+            "completion or token, or a loss of pairs."
+        )
+
+
 def wpo_problems(loss: Loss) -> Iterator[str]:
     """Yield what is wrong with WPO's weights for a loss."""
     lists = [name for name in weights(loss) if OBJECTIVES[name].lists]

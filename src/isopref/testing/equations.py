@@ -7,6 +7,7 @@ oracle can differentiate what it computes here.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from isopref.types import PairLogps
 
 @dataclass(frozen=True)
 class Answer:
-    """log pi(y|x) and log ref(y|x), and the number of tokens of y."""
+    """log pi(y|x) and log ref(y|x), the number of tokens of y, and its score in the data, up to a constant."""
 
     policy: Tensor
     ref: Tensor
     tokens: int
+    score: float = math.nan
 
     @property
     def ratio(self) -> Tensor:
@@ -70,6 +72,11 @@ def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, diverg
 
 def dpo_norm(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
     return bradley_terry(beta / c.tokens * c.log_ratio - beta / r.tokens * r.log_ratio, label_smoothing)
+
+
+def odpo(c: Answer, r: Answer, *, beta: float, alpha: float) -> Tensor:
+    offset = alpha * math.log(c.score - r.score)
+    return -torch.log(sigma(beta * c.log_ratio - beta * r.log_ratio - offset))
 
 
 def robust(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
@@ -233,7 +240,7 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
         *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
-        *(simpo, orpo, cpo),
+        *(odpo, simpo, orpo, cpo),
     )
 }
 
@@ -260,12 +267,13 @@ def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
 
 
 def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:
+    gaps = [math.nan] * len(policy.chosen) if policy.gap is None else policy.gap.tolist()
     return [
         (
-            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p])),
-            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p])),
+            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p]), gap),
+            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p]), 0.0),
         )
-        for p in range(len(policy.chosen))
+        for p, gap in enumerate(gaps)
     ]
 
 
@@ -303,6 +311,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forward_kl": ("sigmoid", {"beta": 2e-4, "label_smoothing": 0.0, "divergence": "forward_kl"}),
     "jensen_shannon": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.0, "divergence": "jensen_shannon"}),
     "alpha": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": 0.4}),
+    "odpo": ("odpo", {"beta": 0.3, "alpha": 0.7}),
     "dpo_norm": ("dpo_norm", {"beta": 3.0, "label_smoothing": 0.1}),
     "robust": ("robust", {"beta": 0.3, "label_smoothing": 0.2}),
     "hinge": ("hinge", {"beta": 0.3}),
@@ -327,6 +336,7 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
         {"sigmoid": 1.0, "ipo": 0.3, "cpo": 0.2},
         {"beta": 0.4, "label_smoothing": 0.1, "divergence": "reverse_kl"},
     ),
+    "several_scored": ({"odpo": 1.0, "aot": 0.4}, {"beta": 0.3, "alpha": 0.7, "label_smoothing": 0.0}),
     "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
 }
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {

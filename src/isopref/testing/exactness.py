@@ -4,7 +4,7 @@ A `Cell` is one layout of one batch. `measure` runs it through DPOTrainModule as
 from the oracle. matrix.py says which cells there are.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -112,7 +112,7 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
 @cache
 def tree_batch() -> tuple[list[Example], list[float]]:
     """Examples with any number of answers, and weights of their own."""
-    examples = tree_examples(seed=5)
+    examples = _with_gaps(tree_examples(seed=5))
     return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
 
 
@@ -121,7 +121,13 @@ def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     if cell.trees:
         return tree_batch()
     pairs, own = batch(cell.num_pairs)
-    return [pair.example for pair in pairs], own
+    return _with_gaps([pair.example for pair in pairs]), own
+
+
+def _with_gaps(examples: list[Example]) -> list[Example]:
+    """The same with gaps between the scores of compared answers, some below and some above 1."""
+    rng = np.random.default_rng(6)
+    return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]
 
 
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
@@ -154,13 +160,15 @@ def _expected(
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
     shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
+    gaps = [gap for one in examples for gap in one.gaps]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     if objective in LIST_CASES:
         weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
         loss = lists_loss(objective, _ranked(model, examples, reference), weights)
     else:
-        loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors)
+        sizes = oracle.weights(pairs, weighting, shared, gaps)
+        loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
     if balance_weight:
@@ -204,8 +212,10 @@ def _scored(
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
         heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
-    whole = oracle.pair_logps(model, pairs)
-    return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
+    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
+    whole = replace(oracle.pair_logps(model, pairs), gap=gap)
+    policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
+    return model, whole, policy, ref, reference
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> PairLoss:
