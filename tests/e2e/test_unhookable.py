@@ -10,7 +10,7 @@ import pytest
 
 from support.project import MakeProject, Project
 
-ARCHITECTURES = {"falcon": "FalconForCausalLM", "mamba": "MambaForCausalLM"}
+ARCHITECTURES = {"falcon": "FalconForCausalLM"}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

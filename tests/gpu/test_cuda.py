@@ -38,6 +38,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("sunk", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("kernel", ["built in", "flash-attn-4"])
 @pytest.mark.parametrize("window", [None, 5, 200])
 @pytest.mark.parametrize("kind", ["shared", "packed"])
@@ -46,7 +47,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     [(64, torch.float16), *((width, torch.bfloat16) for width in (64, 80, 128, 256))],
 )
 def test_varlen_attention_is_the_portable_one(
-    width: int, dtype: torch.dtype, kind: Any, window: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+    width: int,
+    dtype: torch.dtype,
+    kind: Any,
+    window: int | None,
+    kernel: str,
+    sunk: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kernel == "built in":
         monkeypatch.setattr(flash, "has_flash", lambda _device: False)
@@ -56,11 +63,14 @@ def test_varlen_attention_is_the_portable_one(
     generator = torch.Generator(CUDA).manual_seed(0)
     shapes = ((8, 2000, width), (2, 2000, width), (2, 2000, width), (2000, 8, width))
     *inputs, grad = (torch.randn(shape, generator=generator, device=CUDA, dtype=torch.float64) for shape in shapes)
+    if sunk:  # from one that hardly matters to one that takes most of the attention
+        inputs.append(torch.linspace(-3, 5, 8, device=CUDA, dtype=torch.float64))
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         assert row.segments is not None
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out = segment_attention(leaves[0], leaves[1], leaves[2], row.segments, scale=0.125, window=window)
+        q, k, v, *sinks = leaves
+        out = segment_attention(q, k, v, row.segments, scale=0.125, window=window, sinks=sinks[0] if sunk else None)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
     for found, expected in zip(run(dtype), run(torch.float64), strict=True):

@@ -14,12 +14,13 @@ from isopref.models import attention
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.ops.attention import segment_attention
+from isopref.testing.families import tiny_family
 from isopref.testing.models import ARCHITECTURES, tiny_model
 from isopref.types import Segments
 
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
 PADDED: tuple[RowKind, ...] = ("padded", "padded_separate")
-UNHOOKED = ("falcon", "mamba")
+UNHOOKED = ("falcon",)
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *PADDED])
@@ -134,19 +135,79 @@ def test_a_window_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
         check_layout(policy, "shared")
 
 
-def test_a_model_whose_decoder_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama4ForCausalLM names its decoder otherwise, so that `base_model` is the whole model."""
-    settings = {**ARCHITECTURES["llama"][1], "num_local_experts": 2, "intermediate_size_mlp": 48}
+class Embedded(LlamaForCausalLM):
+    """Its embedding is in no decoder."""
+
+    base_model_prefix = "nothing"
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[no-untyped-call]
+        self.embedding = self.model.embed_tokens
+        del self.model
+
+    def get_input_embeddings(self) -> Any:
+        return self.embedding
+
+
+def test_a_model_without_a_decoder_is_refused() -> None:
+    make: Any = Embedded
+    with pytest.raises(ModelError, match=r"Embedded cannot be trained: it has no decoder .* is in Embedding"):
+        Policy(make(tiny_model("llama").config))
+
+
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 48, "layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_temperature_tuning": False}, None),
+        ({}, "modeling_llama4 counts tokens along the row"),
+        ({"layer_types": ["chunked_attention"] * 2}, "Llama4TextAttention masks keys by a window or chunks of 8192"),
+    ],
+)
+def test_llama_4_does_what_only_long_rows_show(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decoder is not what transformers calls `base_model`, and its layers count to 8,192 along the row."""
+    settings = {**ARCHITECTURES["llama"][1], **LLAMA4, "no_rope_layers": [1, 0], **changes}
     monkeypatch.setitem(ARCHITECTURES, "llama4", ("llama4_text", settings))
-    with pytest.raises(ModelError, match="Llama4ForCausalLM"):
-        check_layout(Policy(tiny_model("llama4")), "padded")
+    policy = Policy(tiny_model("llama4"))
+    for padded in PADDED:
+        check_layout(policy, padded)
+    for packed in PACKED:
+        if reason is None:
+            check_layout(policy, packed)
+        else:
+            with pytest.raises(ModelError, match=reason):
+                check_layout(policy, packed)
 
 
-def test_attention_sinks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ("gpt_oss", {**ARCHITECTURES["llama"][1], "num_local_experts": 4}))
-    policy = Policy(tiny_model("gpt_oss"))
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("inkling_text", "InklingAttention hands its attention position_bias, which packed rows do not support"),
+        ("doge", "DogeAttention hands its attention a mask of its own, which packed rows do not support"),
+        ("minimax_m3_vl_text", r"layers\.1\.self_attn\.indexer chooses keys without knowing of segments"),
+        ("falcon", "no layer uses transformers' AttentionInterface"),
+    ],
+)
+def test_refusals_name_what_is_not_supported(family: str, reason: str) -> None:
+    policy = Policy(tiny_family(family))
     check_layout(policy, "padded")
-    with pytest.raises(ModelError, match=r"attention sinks.*Set layout\.rows: padded"):
+    for packed in PACKED:
+        with pytest.raises(ModelError, match=rf"layout\.rows: {packed}.*{reason}.*Set layout\.rows: padded\."):
+            check_layout(policy, packed)
+
+
+def test_a_sink_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
+        return segment_attention(q, k, v, segments, **{**options, "sinks": None})
+
+    policy = Policy(tiny_family("gpt_oss"))
+    check_layout(policy, "shared")
+    monkeypatch.setattr(attention, "segment_attention", without)
+    with pytest.raises(ModelError, match="off by"):
         check_layout(policy, "shared")
 
 

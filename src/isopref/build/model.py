@@ -249,7 +249,10 @@ def _compiles(run: Run, policy: Policy) -> bool:
     asked, rows = run.config.layout.compile, run.config.layout.rows
     summed = bool(adapter.summed_parameters(policy.model))
     balanced = bool(run.loss.balance_weight)
-    can = resolve.can_compile(run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, summed=summed)
+    unfolded = bool(policy.unfolded)
+    can = resolve.can_compile(
+        run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, summed=summed, unfolded=unfolded
+    )
     if asked and balanced:
         raise ConfigError(
             "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
@@ -259,6 +262,11 @@ def _compiles(run: Run, policy: Policy) -> bool:
         raise ConfigError(
             "layout.compile: true with an adapter of fused experts, whose layers would be compiled for each pass anew. "
             "Remove layout.compile, or name model.adapter.targets without experts and routers."
+        )
+    if asked and unfolded and rows in ("shared", "packed"):
+        raise ConfigError(
+            f"layout.compile: true with layout.rows: {rows}, but {policy.name} has layers with a state "
+            f"({policy.unfolded[0]}), whose shapes change with every row. Remove layout.compile."
         )
     if asked and not can and rows in ("shared", "packed"):
         raise ConfigError(

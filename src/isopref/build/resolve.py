@@ -46,14 +46,15 @@ def parallel(config: Config, state: float, room: float, *, ranks: int) -> Parall
     return "ddp" if state < STATE_SHARE * room else "fsdp"
 
 
-def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool) -> bool:
+def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, unfolded: bool = False) -> bool:
     """Whether layers compile once for all rows. Only the CUDA kernel takes a row whole; others compile each row again.
 
     `balanced`: the loss needs what routers decide, which compiled layers do not show. `summed`: an adapter is on fused
-    experts, whose layers would compile in every pass.
+    experts, whose layers would compile in every pass. `unfolded`: layers with a state take a row's sequences apart.
     """
     half = (config.model.compute_dtype or config.model.dtype) == "bfloat16"
-    return on_cuda and half and config.layout.rows in ("shared", "packed") and not balanced and not summed
+    one_code = not balanced and not summed and not unfolded
+    return on_cuda and half and config.layout.rows in ("shared", "packed") and one_code
 
 
 def compiles(config: Config, *, can: bool, has_layers: bool, native: bool) -> bool:

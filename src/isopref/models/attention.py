@@ -1,43 +1,73 @@
 """Packed rows in Hugging Face models, through transformers' own registration of attention functions.
 
-A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values, and passes
-`segments` through untouched. Whether a given model really does is decided by a numerical probe (probe.py).
+A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values, and most pass
+the row's `segments` with them; for the others they are kept beside the forward pass (row.py). Whether a given model
+really attends as it should is decided by a numerical probe (probe.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from isopref.errors import ModelError
-from isopref.ops.attention import segment_attention
+from isopref.models.row import current_row
+from isopref.ops.attention import batch_attention, segment_attention
 from isopref.types import Segments
 
 NAME = "isopref_segments"
-_windows: ContextVar[set[int | None] | None] = ContextVar("windows", default=None)
+RECORDED = "isopref_recorded"  # the same attention, which also tells the probe what layers ask for
+
+
+class Mask:
+    """In place of a mask that transformers would make for a layer: its window, or the size of its chunks."""
+
+    def __init__(self, *_: Any, local_size: int | None = None, **__: Any):
+        self.window = local_size
+
+
+class Asked(NamedTuple):
+    """What a layer asked its attention for."""
+
+    layer: str
+    window: int | None  # the sliding window it handed to its attention
+    mask: Mask | None  # None if it asked transformers for no mask
+
+
+_asked: ContextVar[list[Asked] | None] = ContextVar("asked", default=None)
 
 
 def register() -> None:
-    """Make the attention implementation `NAME` known to transformers. Harmless when repeated.
+    """Make the attention implementations `NAME` and `RECORDED` known to transformers. Harmless when repeated.
 
-    No mask function is registered with it, so transformers makes no mask: the segments say who sees whom.
+    No mask function is registered with the first, so transformers makes no mask: the segments say who sees whom.
     """
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(RECORDED, _recorded_attention)
+    AttentionMaskInterface.register(RECORDED, Mask)
 
 
 @contextmanager
-def recorded_windows() -> Iterator[set[int | None]]:
-    """The sliding windows that layers ask for while the context is open."""
-    windows: set[int | None] = set()
-    token = _windows.set(windows)
+def recorded() -> Iterator[list[Asked]]:
+    """What layers ask for while the context is open."""
+    asked: list[Asked] = []
+    token = _asked.set(asked)
     try:
-        yield windows
+        yield asked
     finally:
-        _windows.reset(token)
+        _asked.reset(token)
+
+
+def record(module: nn.Module, window: int | None, mask: Mask | None) -> None:
+    """Tell the probe what a layer asks for, if it wants to know."""
+    # A compiled layer cannot tell; the probe runs it uncompiled for this.
+    if not is_compiling() and (asked := _asked.get()) is not None:
+        asked.append(Asked(type(module).__name__, window, mask))
 
 
 def _attention(
@@ -52,26 +82,40 @@ def _attention(
     softcap: float | None = None,
     segments: Segments | None = None,
     s_aux: Tensor | None = None,
-    **_kwargs: Any,
+    position_ids: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; 1, heads, T, width in and 1, T, heads, width out."""
-    if segments is None:
+    names = [name for name, one in unknown.items() if isinstance(one, Tensor)]
+    if attention_mask is not None or names:
         raise ModelError(
-            f"{type(module).__name__} did not pass the row's segments on to its attention, so packed rows would leak "
-            "between answers. Set layout.rows: padded."
+            f"{type(module).__name__} hands its attention {' and '.join(names) or 'a mask of its own'}, which packed "
+            "rows do not support. Set layout.rows: padded."
         )
-    if s_aux is not None:
-        raise ModelError(
-            f"{type(module).__name__} uses attention sinks, which packed rows do not support. Set layout.rows: padded."
-        )
-    record_window(sliding_window)
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
-    out = segment_attention(query[0], key[0], value[0], segments, scale=scale, window=sliding_window, softcap=softcap)
-    return out[None], None
+    options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    if segments is None:
+        out: Tensor = _attention_beside(module, query, key, value, options)
+        return out, None
+    return segment_attention(query[0], key[0], value[0], segments, **options)[None], None
 
 
-def record_window(window: int | None) -> None:
-    """Tell the probe a layer's window, if it asks."""
-    # A compiled layer cannot ask; the probe runs it uncompiled for this.
-    if not is_compiling() and (windows := _windows.get()) is not None:
-        windows.add(window)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention_beside(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """The attention of a layer that was not handed the segments. A compiled layer calls it as it is."""
+    row = current_row()
+    if row is None:  # in a layer that unfold.py gave a padded batch
+        return batch_attention(query, key, value, **options)
+    if query.shape[0] != 1 or query.shape[2] != row.segments.query_bounds[-1]:
+        raise ModelError(
+            f"{type(module).__name__} attends to something other than the tokens of the row. Set layout.rows: padded."
+        )
+    return segment_attention(query[0], key[0], value[0], row.segments, **options)[None]
+
+
+def _recorded_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    mask = attention_mask if isinstance(attention_mask, Mask) else None
+    record(module, options.get("sliding_window"), mask)
+    return _attention(module, query, key, value, attention_mask if mask is None else None, **options)

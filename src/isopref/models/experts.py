@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.errors import ModelError
+from isopref.models.parts import decoder_of
 
 PROBE_TOKENS = 64  # enough for a bias that matters to change a choice
 
@@ -26,7 +27,7 @@ def check_routers(model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(int(config.vocab_size), (1, PROBE_TOKENS), generator=generator).to(model.device)
         with _sent_to_experts(model, config.num_experts_per_tok) as sent:
-            output = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+            output = decoder_of(model)(input_ids=ids, use_cache=False, output_router_logits=True)
         shown = getattr(output, "router_logits", None) or ()
     if not shown or any(logits.ndim != 2 or len(logits) != PROBE_TOKENS for logits in shown):
         raise ModelError(

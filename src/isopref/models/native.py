@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from isopref.models.attention import record_window
+from isopref.models.attention import record
 from isopref.ops.attention import segment_attention
 from isopref.types import Segments
 
@@ -52,7 +52,7 @@ class SegmentBackend(nn.Module):
         if local_k_slice is None:
             out: Tensor = self.own(qkv, **options)
             return out
-        record_window(self.window)
+        record(self, self.window, None)
         query, key, value = (x[0].transpose(0, 1) for x in qkv)
         seen = segment_attention(query, key, value, local_k_slice, scale=self.scale, window=self.window)
         return seen[None].contiguous()

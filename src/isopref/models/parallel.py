@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
 from isopref.models.policy import Policy
+from isopref.models.row import contexts
 
 Parallel = Literal["single", "ddp", "fsdp", "hsdp"]
 GradSync = Literal["last", "every"]
@@ -219,7 +220,7 @@ def checkpoint_layers(policy: Policy, count: int) -> None:
     layers = decoder_layers(policy, "Set layout.checkpointing: none.")
     if not policy.model.supports_gradient_checkpointing:
         raise ConfigError(f"{policy.name} cannot recompute its layers. Set layout.checkpointing: none.")
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # as transformers itself sets it
 

@@ -19,9 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from isopref.models.attention import NAME, register
+from isopref.models.attention import NAME, RECORDED, register
 from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
+from isopref.models.parts import decoder_of, logit_changes
+from isopref.models.row import Row, computing
+from isopref.models.unfold import unfold_states
 from isopref.models.unused import indexers, unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -54,14 +57,13 @@ class Policy(nn.Module):
         self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation
-        assert self.own_attention != NAME, "the model is in a policy already"
+        self.packed_attention = NAME
+        assert self.own_attention not in (NAME, RECORDED), "the model is in a policy already"
+        decoder_of(model)  # which fails if there is none
+        self.unfolded = unfold_states(model)
         config = model.config.get_text_config()
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 0
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Cohere multiplies its logits, Granite divides them.
-        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        self.logits = logit_changes(config)
 
     def move_to(self, device: torch.device) -> None:
         """Put the whole policy on a device, weights that are still narrow as float32: made so there, one by one."""
@@ -81,6 +83,11 @@ class Policy(nn.Module):
     def name(self) -> str:
         """What the model is called, in transformers' words."""
         return type(self.model if self.native is None else self.native.twin).__name__
+
+    @property
+    def decoder(self) -> Any:
+        """The part of the model before its head."""
+        return decoder_of(self.model)
 
     @property
     def native(self) -> NativeModel | None:
@@ -117,32 +124,32 @@ class Policy(nn.Module):
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
         """Of each token of an answer the log-probability and, if wanted, how far it is above the mean of a sample."""
         head = self.model.get_output_embeddings()
-        predictions = (
-            take(hidden, one.predict_index, one.predict_copies),
-            full(head.weight),
-            one.target,
-            getattr(head, "bias", None),
-        )
+        weight, bias = full(head.weight), getattr(head, "bias", None)
+        scale, softcap, vocabulary = self.logits
+        if vocabulary is not None:
+            weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+        predictions = (take(hidden, one.predict_index, one.predict_copies), weight, one.target, bias)
         if not confidence:
-            return token_logprobs(*predictions, scale=self.logit_scale, softcap=self.softcap), None
-        logp_C, collision_C = token_logprobs_and_collisions(*predictions, scale=self.logit_scale, softcap=self.softcap)
+            return token_logprobs(*predictions, scale=scale, softcap=softcap), None
+        logp_C, collision_C = token_logprobs_and_collisions(*predictions, scale=scale, softcap=softcap)
         return logp_C, logp_C.detach() - collision_C
 
     def _hidden(self, one: Pass, routed: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The last hidden states (B, T, D), and what the routers of experts said, where that is asked for."""
         packed = one.segments is not None
         if self.native is None:
-            self._use_attention(NAME if packed else self.own_attention)
+            self._use_attention(self.packed_attention if packed else self.own_attention)
         more: dict[str, Any] = {"position_ids": one.position_ids, "segments": one.segments} if packed else {}
         if routed:
             more["output_router_logits"] = True
-        output = self.model.base_model(input_ids=one.input_ids, use_cache=False, **more)
+        with computing(None if one.segments is None else Row(one.segments)):
+            output = self.decoder(input_ids=one.input_ids, use_cache=False, **more)
         return output.last_hidden_state, output.router_logits if routed else ()
 
     def own_logits(self, input_ids_BT: Tensor) -> Tensor:
         """What the model itself says, with its own attention and head: B, T, V."""
         with self.plain() as model, own_rates(model):
-            logits: Tensor = model(input_ids=input_ids_BT).logits
+            logits: Tensor = model(input_ids=input_ids_BT, use_cache=False).logits
         return logits
 
     def _use_attention(self, name: str) -> None:

@@ -4,18 +4,22 @@ A model may ignore our attention (its rejected answers would then see the chosen
 rules, or change its logits after the head. No list of names can know; so two small pairs are scored both ways.
 """
 
+import sys
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
-from isopref.models.attention import recorded_windows
+from isopref.models.attention import NAME, RECORDED, Asked, recorded
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
+from isopref.models.unused import indexers
 from isopref.types import Readout
 
 PACKED = ("shared", "packed")
@@ -24,6 +28,8 @@ PACKED = ("shared", "packed")
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.float16: 0.01}
 
+# Masks, which transformers cuts where positions start again, and tokens sorted by their experts.
+HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.")
 LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
 
 
@@ -62,17 +68,20 @@ def check_layout(
     other = _pairs(policy, seed=2)
     # Other chosen answers of the same lengths: the kernels are the same, so that rounding is too.
     changed = [a._replace(chosen=b.chosen) for a, b in zip(pairs, other, strict=True)]
+    if kind in PACKED and (choosing := indexers(policy.model)):
+        raise ModelError(_refusal(policy, kind, f"{choosing[0]} chooses keys without knowing of segments"))
     was_training = model.training
     model.train()
     try:
-        with recorded_windows() as windows, torch.compiler.set_stance("force_eager"):
-            _logps(model, pairs, kind, device)
         found = _logps(model, pairs, kind, device)
         again = float((_logps(model, pairs, kind, device) - found).abs().max())
         # What the rejected answers get may not move when the chosen ones change.
         moved = float((_logps(model, changed, kind, device) - found)[1].abs().max())
         # Longer answers, and one pair more: a compiled layer learns what may change from row to row.
         _logps(model, [*_pairs(policy, seed=3, more=1), *other[:1]], kind, device)
+        seen = _look(model, pairs, kind) if kind in PACKED else None
+    except ModelError as error:
+        raise ModelError(f"{policy.name} cannot be trained with layout.rows: {kind}. {error}") from error
     except Exception as error:  # a model is foreign code: it fails as it likes on what it does not expect
         raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
     finally:
@@ -86,12 +95,65 @@ def check_layout(
             f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g} "
             "nats, so its forward pass in training is random, and the result would depend on the layout."
         )
+    if seen is not None and (unknown := _unknown(policy, seen)) is not None:
+        raise ModelError(_refusal(policy, kind, unknown))
     if not (off <= tolerance + slack and moved <= tolerance / 100):
         reason = f"log-probabilities are off by {off:.2g} nats; a rejected answer moves by {moved:.2g} when only the "
-        raise ModelError(_refusal(policy, kind, reason + "chosen one changes"))
+        hooked = "" if seen is None or seen.asked else "; no layer uses transformers' AttentionInterface"
+        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + hooked))
+
+
+class _Seen(NamedTuple):
+    """What the layers of a model did in a row."""
+
+    asked: list[Asked]
+    counted: set[str]  # modules of code that counted the tokens of the row
+
+
+def _look(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind) -> _Seen:
+    policy = unwrap(model)
+    num_tokens = build_microbatch([pair.example for pair in pairs], kind).passes[0].input_ids.shape[1]
+    policy.packed_attention = RECORDED
+    try:
+        with recorded() as asked, _Counting(num_tokens) as counting, torch.compiler.set_stance("force_eager"):
+            _logps(model, pairs, kind, device_of(model))
+    finally:
+        policy.packed_attention = NAME
+    return _Seen(asked, counting.modules)
+
+
+def _unknown(policy: Policy, seen: _Seen) -> str | None:
+    """What a model does that packed rows do not know, even if only rows longer than the probe's would show it."""
+    for one in seen.asked:
+        if one.mask is not None and one.mask.window != one.window:
+            return f"{one.layer} masks keys by a window or chunks of {one.mask.window}, but does not tell its attention"
     window = _window(policy)
-    if kind in PACKED and window is not None and window not in windows:
-        raise ModelError(_refusal(policy, kind, f"its layers do not pass on their sliding window of {window}"))
+    makes_own_masks = any(one.mask is None for one in seen.asked)
+    if makes_own_masks and window is not None and window not in [one.window for one in seen.asked]:
+        return f"its layers do not pass on their sliding window of {window}"
+    if seen.counted:
+        return f"{' and '.join(sorted(seen.counted))} counts tokens along the row, across its sequences"
+    return None
+
+
+class _Counting(TorchFunctionMode):
+    """Notices code that counts the tokens of a row instead of using the positions it is given.
+
+    Llama 4 scales queries that way from position 8,192 on: a row that long is no probe.
+    """
+
+    def __init__(self, num_tokens: int):
+        super().__init__()
+        self.num_tokens = num_tokens
+        self.modules: set[str] = set()  # of code
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.arange and len(result) == self.num_tokens:
+            module = str(sys._getframe(1).f_globals["__name__"])
+            if not module.startswith(HARMLESS_COUNTS):
+                self.modules.add(module)
+        return result
 
 
 def _logps(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind, device: torch.device) -> Tensor:
@@ -119,7 +181,7 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
 
 def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:
     """Two pairs of random tokens, longer than a short sliding window; with `more` tokens in each chosen answer."""
-    vocabulary = int(policy.model.config.get_text_config().vocab_size)
+    vocabulary = policy.logits.vocabulary or int(policy.model.config.get_text_config().vocab_size)
     window = _window(policy)
     prompt = window if window is not None and window <= LONGEST_WINDOW else 5
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """Attention over the segments of a packed row: one function, a portable path and the CUDA varlen kernel behind it.
 
-Dimensions: H query heads, G key heads (G divides H), T tokens of the row, Q and K queries and keys of one segment,
-E width of a head. Query i of a segment sees key j when j <= i + K - Q: causal, aligned at the ends.
+Dimensions: B sequences, H query heads, G key heads (G divides H), T tokens of the row, Q and K queries and keys of one
+segment, E width of a head. Query i of a segment sees key j when j <= i + K - Q: causal, aligned at the ends.
 """
 
 from inspect import signature
@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isopref.ops import flash
+from isopref.ops.sinks import attend_with_sinks
 from isopref.ops.take import take
 from isopref.types import Segments
 
@@ -29,23 +30,46 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend within segments. Returns T, H, E.
 
     `window` is the number of keys a query sees at most, itself included; `softcap` bounds the scores by
-    softcap * tanh(score / softcap).
+    softcap * tanh(score / softcap). `sinks` (H) are scores of one more key of each head that every query sees and whose
+    value is zero: they take a share of the attention and add nothing.
     """
     query, key, value = (x.transpose(0, 1) for x in (query_HTE, key_GTE, value_GTE))
     if segments.key_index is not None and segments.key_copies is not None:
         key, value = (take(x, segments.key_index, segments.key_copies) for x in (key, value))
     half = query.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and half and softcap is None:
-        return _varlen(query, key, value, segments, scale, window)
+        return _varlen(query, key, value, segments, scale, window, sinks)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    return _portable(query, key, value, segments, scale, window, softcap)
+    return _portable(query, key, value, segments, scale, window, softcap, sinks)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
+def batch_attention(
+    query_BHQE: Tensor,
+    key_BGQE: Tensor,
+    value_BGQE: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention in a batch that is padded on the right, with the same options. Returns B, Q, H, E."""
+    groups = query_BHQE.shape[1] // key_BGQE.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key_BGQE, value_BGQE))
+    out: Tensor = _one_segment(query_BHQE, key, value, scale, window, softcap, sinks)
+    return out.transpose(1, 2).contiguous()
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    if sinks is not None:
+        return attend_with_sinks(q, k, v, sinks, segments, scale, window)
     if flash.fits(q, v) and flash.has_flash(q.device):
         return flash.attend(q, k, v, segments, scale, window)
     out = varlen_attn(
@@ -72,6 +96,7 @@ def _portable(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     groups = q.shape[0] // k.shape[0]
     k, v = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (k, v))
@@ -79,23 +104,35 @@ def _portable(
     for s in range(len(segments.query_bounds) - 1):
         queries = slice(segments.query_bounds[s], segments.query_bounds[s + 1])
         keys = slice(segments.key_bounds[s], segments.key_bounds[s + 1])
-        part_HQE = _one_segment(q[:, queries], k[:, keys], v[:, keys], scale, window, softcap)
-        parts.append(part_HQE.transpose(0, 1))
+        part_HQE = _one_segment(q[None, :, queries], k[None, :, keys], v[None, :, keys], scale, window, softcap, sinks)
+        parts.append(part_HQE[0].transpose(0, 1))
     return torch.cat(parts)  # contiguous: some models take a view of it
 
 
 def _one_segment(
-    q_HQE: Tensor, k_HKE: Tensor, v_HKE: Tensor, scale: float, window: int | None, softcap: float | None
+    q_BHQE: Tensor,
+    k_BHKE: Tensor,
+    v_BHKE: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    num_queries, num_keys = q_HQE.shape[1], k_HKE.shape[1]
+    num_queries, num_keys = q_BHQE.shape[2], k_BHKE.shape[2]
     windowed = window is not None and window < num_keys
-    if num_queries == num_keys and not windowed and softcap is None:
-        return scaled_dot_product_attention(q_HQE[None], k_HKE[None], v_HKE[None], is_causal=True, scale=scale)[0]
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_HQE.device).tril(num_keys - num_queries)
+    plain = softcap is None and sinks_H is None
+    if plain and num_queries == num_keys and not windowed:
+        return scaled_dot_product_attention(q_BHQE, k_BHKE, v_BHKE, is_causal=True, scale=scale)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHQE.device).tril(num_keys - num_queries)
     if windowed and window is not None:
         mask = mask.triu(num_keys - num_queries - window + 1)
-    if softcap is None:
-        return scaled_dot_product_attention(q_HQE[None], k_HKE[None], v_HKE[None], attn_mask=mask, scale=scale)[0]
-    scores = softcap * torch.tanh(q_HQE @ k_HKE.transpose(1, 2) * (scale / softcap))
+    if plain:
+        return scaled_dot_product_attention(q_BHQE, k_BHKE, v_BHKE, attn_mask=mask, scale=scale)
+    scores = q_BHQE @ k_BHKE.transpose(2, 3)
+    scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=wide).to(v_HKE.dtype) @ v_HKE
+    scores = scores.masked_fill(~mask, float("-inf")).to(wide)
+    if sinks_H is not None:
+        sink = sinks_H.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1].to(v_BHKE.dtype) @ v_BHKE
+    return scores.softmax(dim=-1).to(v_BHKE.dtype) @ v_BHKE

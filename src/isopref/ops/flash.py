@@ -62,12 +62,12 @@ def _masked(window: int | None) -> dict[str, Any]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     """`segment_attention` of keys and values that are gathered already. T, H, E in and out."""
-    out: Tensor = _forward(q, k, v, segments.query_offsets, segments.key_offsets, segments.longest, scale, window)[0]
+    out: Tensor = forward(q, k, v, segments.query_offsets, segments.key_offsets, segments.longest, scale, window)[0]
     return out
 
 
 @torch.library.custom_op("isopref::flash", mutates_args=())
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,7 +93,7 @@ def _forward(
     return found[0], found[1]
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         (q.shape[1], q.shape[0]), dtype=torch.float32
@@ -101,7 +101,7 @@ def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("isopref::flash_backward", mutates_args=())
-def _backward(
+def backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -131,7 +131,7 @@ def _backward(
     return dq, dk, dv
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_args: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
@@ -144,8 +144,8 @@ def _keep(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, query_offsets, key_offsets = ctx.saved_tensors
-    grads = _backward(grad.contiguous(), q, k, v, out, lse, query_offsets, key_offsets, *ctx.rest)
+    grads = backward(grad.contiguous(), q, k, v, out, lse, query_offsets, key_offsets, *ctx.rest)
     return (*grads, None, None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_keep)

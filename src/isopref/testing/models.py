@@ -71,6 +71,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}),
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
     "phi3": ("phi3", _LLAMA_LIKE),
+    "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),  # whose layers drop keyword arguments
+    "granite_swa": ("granite_swa", {**_LLAMA_LIKE, "sliding_window": 12}),  # with attention sinks
+    "olmo_hybrid": (  # with Gated DeltaNet
+        "olmo_hybrid",
+        {**_LLAMA_LIKE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "lfm2": (  # with short convolutions
+        "lfm2",
+        {**_LLAMA_LIKE, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "bamba": (  # with Mamba2
+        "bamba",
+        {**_LLAMA_LIKE, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+         "mamba_n_groups": 2, "mamba_chunk_size": 8},
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {**_LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},

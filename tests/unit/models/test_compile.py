@@ -45,7 +45,8 @@ def world() -> Iterator[None]:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("mode", ["single", "fsdp"])
 @pytest.mark.parametrize(
-    ("architecture", "quantised"), [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False)]
+    ("architecture", "quantised"),
+    [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False), ("stablelm", False)],
 )
 def test_after_the_probe_and_a_row_nothing_compiles(
     architecture: str, quantised: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +65,7 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     policy = Policy(made)
     own = own_logps(policy)
     for layer in decoder_layers(policy):
-        layer.compile(backend=backend, fullgraph=mode == "single")
+        layer.compile(backend=backend, fullgraph=mode == "single" and architecture != "stablelm")
     model: nn.Module = parallelize(policy, mode, device=torch.device("cpu"))
     monkeypatch.setattr(attention, "_portable", opaque)
     monkeypatch.setattr("isopref.models.probe.TOLERANCE", {torch.float32: 1e9})  # the stand-in does not attend
@@ -73,7 +74,8 @@ def test_after_the_probe_and_a_row_nothing_compiles(
         model(build_microbatch(examples(random_pairs(pairs, seed=seed, longest=20)), "shared")).logp.sum().backward()
         if seed == 0:
             so_far = len(graphs)
-    assert len(graphs) == so_far <= 6
+    # StableLM's layers stop for their attention, which asks for its segments: a graph before it, and one after.
+    assert len(graphs) == so_far <= (12 if architecture == "stablelm" else 6)
     widths = [node for node in graphs[-1].graph.nodes if node.op == "placeholder" and "head_dim" in node.name]
     assert not widths
 
@@ -114,3 +116,17 @@ def test_experts_under_an_adapter_are_not_compiled() -> None:
         else:
             with pytest.raises(ConfigError, match=r"layout\.compile: true with an adapter of fused experts"):
                 _compiles(run, policies[0])
+
+
+def test_layers_with_a_state_are_not_compiled() -> None:
+    """They take rows apart into sequences, as many and as long as each row has."""
+    policy = Policy(tiny_model("olmo_hybrid"))
+    model = {"path": "m", "dtype": "bfloat16"}
+    for asked in (None, True):
+        config = Config.model_validate({"model": model, "data": {"train": "d"}, "layout": {"compile": asked}})
+        run = Run(config, Path("run"), Environment(0, 1, torch.device("cuda")), Display(quiet=True))
+        if asked is None:
+            assert _compiles(run, policy) is False
+        else:
+            with pytest.raises(ConfigError, match=r"layout\.compile: true .*layers\.0\.linear_attn"):
+                _compiles(run, policy)

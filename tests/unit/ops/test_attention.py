@@ -11,45 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isopref.ops.attention import segment_attention
-from isopref.types import Segments
-
-# A segment: how many tokens it adds to the row, and the earlier tokens that it sees besides itself.
-Layout = list[tuple[int, list[int]]]
-
-SHARED_PAIRS: Layout = [(7, []), (4, [0, 1, 2]), (5, []), (6, [11])]  # prompts of 3 and 1 tokens
-PADDED_ROW: Layout = [*SHARED_PAIRS, (9, [])]
-ONE_BY_ONE: Layout = [(5, []), (1, []), (8, [])]
-
-
-def keys_of(layout: Layout) -> list[list[int]]:
-    """For each segment, the row's tokens that are its keys."""
-    keys, start = [], 0
-    for length, seen in layout:
-        keys.append([*seen, *range(start, start + length)])
-        start += length
-    return keys
-
-
-def segments_of(layout: Layout) -> Segments:
-    keys = keys_of(layout)
-    queries = [0]
-    bounds = [0]
-    for (length, _), own in zip(layout, keys, strict=True):
-        queries.append(queries[-1] + length)
-        bounds.append(bounds[-1] + len(own))
-    shared = any(seen for _, seen in layout)
-    flat = [t for own in keys for t in own]
-    places = [[k for k, t in enumerate(flat) if t == token] for token in range(queries[-1])]
-    return Segments(
-        query_offsets=torch.tensor(queries, dtype=torch.int32),
-        key_offsets=torch.tensor(bounds, dtype=torch.int32),
-        key_index=torch.tensor(flat) if shared else None,
-        key_copies=torch.tensor([[*at, -1][:2] for at in places]).T if shared else None,
-        query_bounds=tuple(queries),
-        key_bounds=tuple(bounds),
-        longest=max(map(len, keys)),
-    )
+from isopref.ops.attention import batch_attention, segment_attention
+from support.segments import (
+    ONE_BY_ONE,
+    PADDED_ROW,
+    SHARED_PAIRS,
+    Layout,
+    keys_of,
+    random_qkv,
+    random_sinks,
+    segments_of,
+)
 
 
 def dense_mask(layout: Layout, window: int | None) -> Tensor:
@@ -67,39 +39,46 @@ def dense_mask(layout: Layout, window: int | None) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(mask(cap(scale q k))) v, head by head. Returns T, H, E."""
+    """softmax(mask(cap(scale q k))) v, head by head; a sink adds exp(sink) to the denominator. Returns T, H, E."""
     heads = []
     for h in range(q.shape[0]):
         g = h * k.shape[0] // q.shape[0]
         scores = scale * q[h] @ k[g].T
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        heads.append(torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ v[g])
+        weights = scores.masked_fill(~mask, -torch.inf).exp()
+        total = weights.sum(dim=-1, keepdim=True)
+        heads.append(weights / (total if sinks is None else total + sinks[h].exp()) @ v[g])
     return torch.stack(heads, dim=1)
 
 
-def random_qkv(layout: Layout, heads: int, groups: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(length for length, _ in layout)
-
-    def draw(count: int) -> Tensor:
-        return torch.randn(count, num_tokens, 4, dtype=torch.float64, generator=generator).requires_grad_()
-
-    return draw(heads), draw(groups), draw(groups)
-
-
 def assert_same(
-    layout: Layout, heads: int, groups: int, window: int | None, softcap: float | None, seed: int = 0
+    layout: Layout,
+    heads: int,
+    groups: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int = 0,
+    sunk: bool = False,
 ) -> None:
-    """Values and gradients of all three inputs."""
+    """Values and gradients of all inputs."""
     qkv = random_qkv(layout, heads, groups, seed)
-    found = segment_attention(*qkv, segments_of(layout), scale=0.7, window=window, softcap=softcap)
-    expected = dense_attention(*qkv, dense_mask(layout, window), scale=0.7, softcap=softcap)
+    sinks = random_sinks(heads) if sunk else None
+    found = segment_attention(*qkv, segments_of(layout), scale=0.7, window=window, softcap=softcap, sinks=sinks)
+    expected = dense_attention(*qkv, dense_mask(layout, window), scale=0.7, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
-    grads, expected_grads = (torch.autograd.grad(out, qkv, upstream) for out in (found, expected))
+    leaves = qkv if sinks is None else (*qkv, sinks)
+    grads, expected_grads = (torch.autograd.grad(out, leaves, upstream) for out in (found, expected))
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-11)
 
@@ -107,11 +86,30 @@ def assert_same(
 @pytest.mark.parametrize("layout", [SHARED_PAIRS, PADDED_ROW, ONE_BY_ONE], ids=["shared", "padding", "in_order"])
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("softcap", "sunk"), [(None, False), (1.5, False), (None, True), (1.5, True)])
 def test_against_the_dense_mask(
-    layout: Layout, heads: int, groups: int, window: int | None, softcap: float | None
+    layout: Layout, heads: int, groups: int, window: int | None, softcap: float | None, sunk: bool
 ) -> None:
-    assert_same(layout, heads, groups, window, softcap)
+    assert_same(layout, heads, groups, window, softcap, sunk=sunk)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_padded_batch_attends_as_its_sequences_do(window: int | None, sunk: bool) -> None:
+    """Sequences of 5, 1 and 8 tokens as a row, and as a batch whose padding is large."""
+    row = random_qkv(ONE_BY_ONE, 4, 2)
+    sinks = random_sinks(4) if sunk else None
+    expected = segment_attention(*row, segments_of(ONE_BY_ONE), scale=0.7, window=window, sinks=sinks)
+    batch = []
+    for x in row:
+        padded = torch.full((3, x.shape[0], 8, 4), 1e6, dtype=torch.float64)
+        for b, (start, end) in enumerate(((0, 5), (5, 6), (6, 14))):
+            padded[b, :, : end - start] = x[:, start:end].detach()
+        batch.append(padded)
+    query, key, value = batch
+    found = batch_attention(query, key, value, scale=0.7, window=window, sinks=sinks)
+    real = torch.cat([found[0, :5], found[1, :1], found[2]])
+    torch.testing.assert_close(real, expected, rtol=1e-12, atol=1e-12)
 
 
 @st.composite

@@ -1,0 +1,119 @@
+"""The packed row that a model is computing, for the parts of it that are not handed the row's segments.
+
+Most models pass keyword arguments through to their attention, and `segments` with them. Some drop them on the way
+(StableLM, Nemotron), and layers with a state know nothing of segments. Both ask here. Activation checkpointing runs
+layers again in the backward pass, outside the forward pass and often in another thread: `contexts` gives them the row
+that they had the first time.
+
+Dimensions: S sequences of a bucket, L their padded length, T tokens of the row, K gathered keys.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isopref.ops.take import take
+from isopref.types import IntArray, Segments
+
+
+class Bucket(NamedTuple):
+    """Segments of similar length, each with all that comes before it in its own sequence."""
+
+    shape: tuple[int, int]  # S, L
+    source: Tensor  # N: which of the K keys
+    slot: Tensor  # N: where among the S * L places
+    answer: Tensor  # M: the places of the segments' own tokens
+
+
+class Row:
+    """A packed row. Its sequences are unfolded into padded batches the first time that a layer asks for them."""
+
+    def __init__(self, segments: Segments):
+        self.segments = segments
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The row's segments by length: at least half of the places in each bucket are taken."""
+        own = np.diff(self.segments.query_bounds)
+        length = np.diff(self.segments.key_bounds)
+        order = np.argsort(length, kind="stable")[::-1]
+        buckets: list[list[int]] = []
+        for s in order[length[order] > 0]:
+            if not buckets or 2 * length[s] < length[buckets[-1][0]]:
+                buckets.append([])
+            buckets[-1].append(int(s))
+        return [self._bucket(members, own, length) for members in buckets]
+
+    def _bucket(self, members: list[int], own: IntArray, length: IntArray) -> Bucket:
+        longest = int(length[members[0]])
+        source = [self.segments.key_bounds[s] + np.arange(length[s]) for s in members]
+        slot = [i * longest + np.arange(length[s]) for i, s in enumerate(members)]
+        answer = [places[len(places) - own[s] :] for places, s in zip(slot, members, strict=True)]
+        return Bucket((len(members), longest), *(self._tensor(parts) for parts in (source, slot, answer)))
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Where each token of the row is in what the buckets give, one after the other: T."""
+        length = np.diff(self.segments.key_bounds)
+        by_length = np.argsort(length, kind="stable")[::-1]
+        bounds = self.segments.query_bounds
+        tokens = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in by_length])
+        return self._tensor([np.argsort(tokens, kind="stable")])
+
+    def _tensor(self, parts: list[IntArray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.segments.query_offsets.device, non_blocking=True)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """What a row has for each of its tokens (1, T, ...), for each of the K keys."""
+        index, copies = self.segments.key_index, self.segments.key_copies
+        return x[0] if index is None or copies is None else take(x[0], index, copies)
+
+    def unfold(self, keys: Tensor, bucket: Bucket) -> Tensor:
+        """Those of `keys` that a bucket has, as a padded batch: S, L, ..."""
+        num_places = bucket.shape[0] * bucket.shape[1]
+        padded = keys.new_zeros(num_places, *keys.shape[1:])
+        return padded.index_copy(0, bucket.slot, keys.index_select(0, bucket.source)).view(
+            *bucket.shape, *keys.shape[1:]
+        )
+
+    def fold(self, batches: list[Tensor]) -> Tensor:
+        """What the segments' own tokens got in the padded batches of all buckets, in the row's order: 1, T, ..."""
+        parts = [
+            batch.flatten(0, 1).index_select(0, bucket.answer)
+            for batch, bucket in zip(batches, self.buckets, strict=True)
+        ]
+        return torch.cat(parts).index_select(0, self.order)[None]
+
+
+_row: ContextVar[Row | None] = ContextVar("row", default=None)
+
+
+@contextmanager
+def computing(row: Row | None) -> Iterator[None]:
+    """A forward pass over `row`; over a padded batch if that is None."""
+    token = _row.set(row)
+    try:
+        yield
+    finally:
+        _row.reset(token)
+
+
+def enter_row(row: Row | None) -> None:
+    """Go on with another row, until the end of the pass that is `computing`."""
+    _row.set(row)
+
+
+def current_row() -> Row | None:
+    """The packed row that is being computed; None for a padded batch."""
+    return _row.get()
+
+
+def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Torch's `checkpoint` asks for these when it first computes a layer: for that, and for the computation after."""
+    return nullcontext(), computing(_row.get())

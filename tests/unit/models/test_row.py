@@ -1,0 +1,167 @@
+"""What layers learn of the row being computed: those that are not handed its segments, and those with a state."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from isopref.batch.packing import RowKind
+from isopref.batch.rows import build_microbatch
+from isopref.errors import ModelError
+from isopref.examples import PairTokens
+from isopref.models import parallel, row
+from isopref.models.parallel import checkpoint_layers
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.models.row import Row, computing, current_row
+from isopref.testing import oracle
+from isopref.testing.models import examples, random_pairs, tiny_model, tree_examples
+from isopref.types import Segments
+
+# The same lengths with the sides exchanged: two rows as long as each other, cut at other places.
+BATCHES = [random_pairs(3, seed=1, longest=20)]
+BATCHES.append([PairTokens(pair.prompt, pair.rejected, pair.chosen) for pair in BATCHES[0]])
+ASKING = ("stablelm", "olmo_hybrid", "lfm2", "bamba", "mamba")
+
+
+def gradient(policy: Policy, *, together: bool) -> dict[str, Tensor]:
+    """Of two microbatches: each forward and backward by itself, or both forward passes before any backward."""
+    policy.zero_grad()
+    losses = []
+    for pairs in BATCHES:
+        losses.append(policy(build_microbatch(examples(pairs), "shared")).logp.sum())
+        if not together:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("architecture", [*ASKING, "llama"])
+def test_a_layer_recomputes_in_its_own_row(architecture: str) -> None:
+    """Checkpointing calls layers again in the backward pass, when another microbatch was the last to be computed."""
+    policy = Policy(tiny_model(architecture, dtype=torch.float64)).train()
+    expected = gradient(policy, together=False)
+    checkpoint_layers(policy, 2)
+    for together in (False, True):
+        assert oracle.relative_error(gradient(policy, together=together), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("architecture", ["stablelm", "olmo_hybrid"])
+@pytest.mark.parametrize("wrong", ["none", "other"])
+def test_another_row_in_the_recomputation_would_be_noticed(
+    architecture: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug that the test above is for: a recomputation without a row, or in the row of the last microbatch."""
+    policy = Policy(tiny_model(architecture, dtype=torch.float64)).train()
+    expected = gradient(policy, together=False)
+    last = build_microbatch(examples(BATCHES[1]), "shared").passes[0].segments
+    assert last is not None
+    planted = None if wrong == "none" else Row(last)
+    monkeypatch.setattr(parallel, "contexts", lambda: (nullcontext(), computing(planted)))
+    checkpoint_layers(policy, 2)
+    with pytest.raises((AssertionError, CheckpointError, ModelError, RuntimeError)):
+        assert oracle.relative_error(gradient(policy, together=True), expected) <= 1e-3
+
+
+def test_no_row_is_left_behind() -> None:
+    policy = Policy(tiny_model("stablelm"))
+    policy(build_microbatch(examples(BATCHES[0]), "shared"))
+    assert current_row() is None
+    policy.model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        policy(build_microbatch(examples(BATCHES[0]), "shared"))
+    assert current_row() is None
+
+
+def test_a_second_policy_of_a_model_unfolds_once() -> None:
+    model = tiny_model("olmo_hybrid")
+    names = [Policy(model).unfolded for _ in range(2)]
+    assert names == [("layers.0.linear_attn",)] * 2
+    assert len(model.model.layers[0].linear_attn._forward_pre_hooks) == 1
+
+
+def segments_of_trees() -> tuple[Segments, Tensor]:
+    one = build_microbatch(tree_examples(), "shared", row_tokens=400).passes[0]
+    assert one.segments is not None
+    return one.segments, one.input_ids
+
+
+def test_buckets_hold_every_segment_after_its_ancestors() -> None:
+    """Nested answers included: each sequence of a bucket is one of the examples' own, or the row's padding."""
+    segments, input_ids = segments_of_trees()
+    whole = {tuple(np.concatenate([e.prompt, answer]).tolist()) for e in tree_examples() for answer in e.answers}
+    the_row = Row(segments)
+    found = set()
+    for bucket in the_row.buckets:
+        batch = the_row.unfold(the_row.keys(input_ids + 1), bucket) - 1  # padding is then -1
+        assert batch.shape == bucket.shape
+        assert (batch >= 0).sum() * 2 >= batch.numel()
+        found |= {tuple(token for token in line if token >= 0) for line in batch.tolist()}
+    padding = {line for line in found if not any(line)}
+    assert len(padding) == 1
+    assert found - padding <= whole
+    # An answer that is the beginning of another one has no segment of its own.
+    assert all(any(line[: len(one)] == one for line in found) for one in whole)
+
+
+def test_folding_undoes_unfolding() -> None:
+    segments, _ = segments_of_trees()
+    the_row = Row(segments)
+    x = torch.randn(1, segments.query_bounds[-1], 3, dtype=torch.float64).requires_grad_()
+    batches = [the_row.unfold(the_row.keys(x), bucket) for bucket in the_row.buckets]
+    folded = the_row.fold(batches)
+    assert torch.equal(folded, x)
+    grad = torch.randn_like(folded)
+    assert torch.equal(torch.autograd.grad(folded, x, grad)[0], grad)
+
+
+class Sum(nn.Module):
+    """The simplest state there is."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.cumsum(dim=1)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+def test_a_layer_with_a_state_that_is_not_known_is_refused(kind: RowKind) -> None:
+    """Nothing in its structure tells; the probe does."""
+    policy = Policy(tiny_model("llama"))
+    policy.model.model.layers[0].mlp.up_proj = nn.Sequential(policy.model.model.layers[0].mlp.up_proj, Sum())
+    check_layout(policy, "padded")
+    with pytest.raises(ModelError, match="a rejected answer moves by"):
+        check_layout(policy, kind)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize("architecture", [one for one in ASKING if one != "stablelm"])
+def test_a_state_that_runs_through_the_row_is_caught(
+    architecture: str, kind: RowKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(tiny_model(architecture))
+    check_layout(policy, kind)
+    monkeypatch.setattr("isopref.models.unfold.current_row", lambda: None)
+    with pytest.raises(ModelError, match=r"Set layout\.rows: padded"):
+        check_layout(policy, kind)
+
+
+def test_a_branch_that_starts_from_its_siblings_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = row.Row.keys
+
+    def sibling(self: Any, x: Tensor) -> Tensor:
+        """All but the own tokens of a segment are those right before it in the row."""
+        taken = keys(self, x).clone()
+        for s, start in enumerate(self.segments.query_bounds[:-1]):
+            own = self.segments.query_bounds[s + 1] - start
+            at = slice(self.segments.key_bounds[s], self.segments.key_bounds[s + 1] - own)
+            taken[at] = x[0, start - (at.stop - at.start) : start]
+        return taken
+
+    policy = Policy(tiny_model("olmo_hybrid"))
+    monkeypatch.setattr(row.Row, "keys", sibling)
+    with pytest.raises(ModelError, match="a rejected answer moves by"):
+        check_layout(policy, "shared")
