@@ -21,7 +21,7 @@ from torch import Tensor
 from isopref.examples import Lengths
 from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights, resampled_means
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss, log_likelihood
+from isopref.objectives.loss import Loss, log_likelihood
 from isopref.score import TableLogps
 from isopref.types import FloatArray, IntArray, ListLogps, PairLogps
 
@@ -96,7 +96,7 @@ def evaluate(
     lengths: Lengths,
     own: FloatArray,
     *,
-    loss: PairLoss,
+    loss: Loss,
     weighting: Weighting,
     sources: IntArray | None = None,
     source_names: Sequence[str] = (),
@@ -133,10 +133,10 @@ def _losses(
     scores: FloatArray | None,
     own: FloatArray,
     *,
-    loss: PairLoss,
+    loss: Loss,
     weighting: Weighting,
 ) -> "_Losses":
-    if not loss.lists:
+    if loss.kind == "pairs":
         weights = comparison_weights(lengths, weighting, own)
         # Where a loss couples the pairs of a batch, all held-out pairs are one.
         whole = Whole.first(torch.from_numpy(coefficients(weights)))
@@ -149,16 +149,16 @@ def _losses(
         both = (
             ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
         )
-        np.add.at(found, lengths.of_answer[some], loss.of_lists(*both).numpy())
+        np.add.at(found, lengths.of_answer[some], loss(*both).numpy())
     return _Losses(found, list_weights(lengths, weighting, own), np.arange(len(lengths)))
 
 
-def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> FloatArray:
+def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
     """The implicit rewards of every comparison's answers, chosen and rejected: N, 2."""
     return _side_by_side(loss.rewards(*_taken(policy, ref, lengths, loss)))
 
 
-def _taken(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> tuple[PairLogps, PairLogps]:
+def _taken(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> tuple[PairLogps, PairLogps]:
     return loss.taken(policy.compared(lengths)), loss.taken(ref.compared(lengths))
 
 

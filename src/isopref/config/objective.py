@@ -93,7 +93,7 @@ class ObjectiveConfig(Section):
         yield from registry.out_of_bounds(self.loss, told)
         for what in registry.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
-        for what in registry.list_problems(self.loss, ld_alpha=self.ld_alpha):
+        for what in registry.kind_problems(self.loss, ld_alpha=self.ld_alpha):
             yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))

@@ -15,11 +15,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from isopref.objectives.parts import gains as log_ratios
+from isopref.types import Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> P
+    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> T
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -75,11 +76,11 @@ class Objective:
     paper: str
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
-    lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
-    coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
+    kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
+    coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
-        """One value per pair: P. Of lists, what each answer adds: A."""
+        """One value for each term: T."""
         return self.formula(policy, ref, **given)
 
     @property
@@ -95,14 +96,12 @@ def objective(
     paper: str,
     gains: Gains = log_ratios,
     needs_reference: bool = True,
-    lists: bool = False,
+    kind: Kind = "pairs",
     coupled: bool = False,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
-        return Objective(
-            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled
-        )
+        return Objective(formula.__name__, formula, params, equation, use, paper, gains, needs_reference, kind, coupled)
 
     return declared
