@@ -67,12 +67,13 @@ class TableLogps:
         """Of a table of pairs: those of the rejected answers."""
         return self.answers[1::2]
 
-    def compared(self, lengths: Lengths) -> PairLogps:
-        """The comparisons of the table that these are of, as pairs."""
+    def compared(self, lengths: Lengths, gaps: FloatArray | None = None) -> PairLogps:
+        """The comparisons of the table that these are of, as pairs; with the table's gaps, if given."""
         chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)
         num_chosen, num_rejected = (torch.from_numpy(count.astype(np.int64)) for count in lengths.compared_tokens)
         heads = None if self.heads is None else torch.from_numpy(self.heads)
-        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads)
+        gap = None if gaps is None else torch.from_numpy(gaps)
+        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads, gap=gap)
 
 
 def _on_host(values: FloatArray | Tensor) -> FloatArray:

@@ -31,6 +31,7 @@ class Needs:
     heads: bool = False  # log-probabilities of the first tokens of compared answers, as many as the shorter one has
     confidence: bool = False  # how likely an answer's tokens are compared with the policy's own samples
     routing: bool = False  # where the routers of a mixture of experts sent the tokens
+    gaps: bool = False  # by how much the better answer of each comparison is better, as the data scores them
 
 
 LOGPS_ALONE = Needs()
@@ -62,6 +63,7 @@ class PairLogps:
     heads: Tensor | None = None  # 2, P: of the first tokens of both, as many as the shorter one has (Needs.heads)
     weight: Tensor | None = None  # P: WPO's weight of the pair (Needs.confidence)
     whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
+    gap: Tensor | None = None  # P: the data's score of chosen minus that of rejected; never made up (Needs.gaps)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Microbatch:
     score: Tensor  # A: float64; NaN where there is none
     compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse
     compared_copies: Tensor  # R, A: where among the 2 M each answer is (see ops/take.py)
+    gap: Tensor  # M: float64; score of better minus score of worse, NaN where the data does not say
 
     @property
     def num_answers(self) -> int:

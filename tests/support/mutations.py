@@ -141,8 +141,8 @@ def list_of_a_microbatch() -> Iterator[None]:
     """All answers of a microbatch are one list."""
     own = terms.Lists.view
 
-    def together(self: Any, readout: Any, microbatch: Any) -> Any:
-        lists = own(self, readout, microbatch)
+    def together(self: Any, readout: Any, microbatch: Any, needs: Any) -> Any:
+        lists = own(self, readout, microbatch, needs)
         return replace(lists, list=torch.zeros_like(lists.list))
 
     with patch.object(terms.Lists, "view", together):

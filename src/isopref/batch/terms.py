@@ -16,13 +16,24 @@ from isopref.batch.rows import in_rounds
 from isopref.examples import Lengths
 from isopref.normalize import Weighting, Weights, comparison_weights, label_weights, list_weights, side_coefficients
 from isopref.ops.take import take
-from isopref.types import FloatArray, IntArray, Kind, LabelLogps, ListLogps, Microbatch, PairLogps, Readout
+from isopref.types import (
+    LOGPS_ALONE,
+    FloatArray,
+    IntArray,
+    Kind,
+    LabelLogps,
+    ListLogps,
+    Microbatch,
+    Needs,
+    PairLogps,
+    Readout,
+)
 
 
 class Terms(Protocol):
     """What the engine asks of a kind of loss."""
 
-    def view(self, readout: Readout, microbatch: Microbatch) -> Any:
+    def view(self, readout: Readout, microbatch: Microbatch, needs: Needs) -> Any:
         """A microbatch as the loss takes it."""
         ...
 
@@ -86,8 +97,8 @@ class _Comparisons:
 class Pairs(_Comparisons):
     """A term is a comparison: T is M."""
 
-    def view(self, readout: Readout, microbatch: Microbatch) -> PairLogps:
-        return compared(readout, microbatch)
+    def view(self, readout: Readout, microbatch: Microbatch, needs: Needs) -> PairLogps:
+        return compared(readout, microbatch, needs)
 
     def logps(self, view: PairLogps) -> Tensor:
         return torch.stack([view.chosen, view.rejected])
@@ -105,7 +116,7 @@ class Pairs(_Comparisons):
 class Lists(_Comparisons):
     """A term is what one answer adds to the loss of its list: T is A, and all answers of a list have its weight."""
 
-    def view(self, readout: Readout, microbatch: Microbatch) -> ListLogps:
+    def view(self, readout: Readout, microbatch: Microbatch, _needs: Needs) -> ListLogps:
         return ListLogps(readout.logp, microbatch.num_tokens, microbatch.example, microbatch.score)
 
     def logps(self, view: ListLogps) -> Tensor:
@@ -125,7 +136,7 @@ class Lists(_Comparisons):
 class Labels:
     """A term is a labelled answer: T and S are A. Good answers are called chosen, bad ones rejected."""
 
-    def view(self, readout: Readout, microbatch: Microbatch) -> LabelLogps:
+    def view(self, readout: Readout, microbatch: Microbatch, _needs: Needs) -> LabelLogps:
         return LabelLogps(readout.logp, microbatch.num_tokens, microbatch.score > 0)
 
     def logps(self, view: LabelLogps) -> Tensor:
@@ -163,14 +174,18 @@ class Labels:
 TERMS: dict[Kind, Terms] = {"pairs": Pairs(), "lists": Lists(), "labels": Labels()}
 
 
-def compared(readout: Readout, microbatch: Microbatch) -> PairLogps:
-    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected."""
+def compared(readout: Readout, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> PairLogps:
+    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected.
+
+    `needs`: gaps are returned too, as wide as the log-probabilities.
+    """
     chosen, rejected = take(readout.logp, microbatch.compared, microbatch.compared_copies).view(2, -1)
     num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
     weight = None
     if readout.confidence is not None:
         weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
-    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight)
+    gap = microbatch.gap.to(readout.logp.dtype) if needs.gaps else None
+    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight, gap=gap)
 
 
 def _is_above(difference: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from olmo_core.optim.scheduler import Scheduler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
@@ -96,9 +98,34 @@ def check_loader(
             f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
             "Write Example(prompt, answers, comparisons, scores)."
         )
+    if objective.needs.gaps:
+        check_gaps(loader.table, WHERE)
     num_answers = len(loader.table.lengths.answer)
     if num_references not in (None, num_answers):
         raise ConfigError(
             f"{WHERE}: reference has {num_references} answers, but the ExampleLoader's table has {num_answers}. Score "
             "the table that is trained on: score_table(policy, table, ...)."
         )
+
+
+def check_gaps(table: ExampleTable, where: str) -> None:
+    """Raise ConfigError unless the data scores the better answer of every comparison above the worse one."""
+    unknown, wrong = np.isnan(table.gaps), table.gaps <= 0
+    count = f"of {len(table.gaps)} comparisons"
+    if unknown.any():
+        raise ConfigError(
+            f"{where}: {unknown.sum()} {count} have no score gap, which the loss needs; the first is "
+            f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
+            "lists with scores."
+        )
+    if wrong.any():
+        raise ConfigError(
+            f"{where}: {wrong.sum()} {count} do not score the better answer higher, as the loss requires; the first is "
+            f"{_origin(table, wrong)}, with a gap of {table.gaps[wrong][0]:g}. Drop them with data.min_gap (above 0) "
+            "and data.on_bad: drop."
+        )
+
+
+def _origin(table: ExampleTable, some_M: NDArray[np.bool_]) -> str:
+    """Where the first of some comparisons comes from."""
+    return table.origin(int(table.lengths.of_comparison[some_M.argmax()]))

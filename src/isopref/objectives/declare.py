@@ -77,6 +77,7 @@ class Objective:
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
     kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
+    needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
     coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
@@ -97,11 +98,15 @@ def objective(
     gains: Gains = log_ratios,
     needs_reference: bool = True,
     kind: Kind = "pairs",
+    needs_gaps: bool = False,
     coupled: bool = False,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
-        return Objective(formula.__name__, formula, params, equation, use, paper, gains, needs_reference, kind, coupled)
+        return Objective(
+            *(formula.__name__, formula, params, equation, use, paper, gains),
+            *(needs_reference, kind, needs_gaps, coupled),
+        )
 
     return declared

@@ -55,7 +55,12 @@ class Loss:
     @property
     def needs(self) -> Needs:
         """What it has to know of a microbatch besides log-probabilities."""
-        return Needs(heads=self.ld_alpha != 1, confidence=self.wpo, routing=self.balance_weight > 0)
+        return Needs(
+            heads=self.ld_alpha != 1,
+            confidence=self.wpo,
+            routing=self.balance_weight > 0,
+            gaps=any(one.objective.needs_gaps for one in self.summands),
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -74,7 +79,7 @@ class Loss:
 
     def view(self, readout: Readout, microbatch: Microbatch) -> Logps:
         """A microbatch as this loss takes it."""
-        logps: Logps = TERMS[self.kind].view(readout, microbatch)
+        logps: Logps = TERMS[self.kind].view(readout, microbatch, self.needs)
         return self.taken(logps) if isinstance(logps, PairLogps) else logps
 
     def taken(self, logps: PairLogps) -> PairLogps:

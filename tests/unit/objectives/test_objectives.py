@@ -122,9 +122,7 @@ def test_wpo_s_weight_multiplies_the_loss_of_a_pair() -> None:
 
 
 def test_wpo_s_weights_are_refused_where_a_pair_has_no_loss_of_its_own() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^pair_loss: wpo: weights the loss of each pair, but with aot, bco_pair a single"
-    ):
+    with pytest.raises(ConfigError, match=r"^pair_loss: wpo: weights the loss of each pair, but with aot, bco_pair a"):
         pair_loss({"sigmoid": 1.0, "aot": 1.0, "bco_pair": 1.0}, wpo=True)
 
 

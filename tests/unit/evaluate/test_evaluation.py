@@ -236,5 +236,5 @@ def test_one_pair_says_little_of_a_share_and_nothing_of_other_figures() -> None:
 
 def test_drawing_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = many(60, seed=2)
-    monkeypatch.setattr("isopref.evaluate.BLOCK", 60 * 7)
+    monkeypatch.setattr("isopref.evaluate.intervals.BLOCK", 60 * 7)
     assert many(60, seed=2) == whole
