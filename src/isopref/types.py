@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]
+
+# What a loss has a value for each of: comparisons of two answers, answers of ranked lists, labelled answers.
+Kind = Literal["pairs", "lists", "labels"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,18 @@ class ListLogps:
     num_tokens: Tensor  # A
     list: Tensor  # A: which list it is in
     score: Tensor  # A: the higher the better
+
+
+@dataclass(frozen=True)
+class LabelLogps:
+    """Summed log-probabilities (natural log) of A labelled answers, with their token counts."""
+
+    logp: Tensor  # A
+    num_tokens: Tensor  # A
+    good: Tensor  # A: booleans
+
+
+Logps = PairLogps | ListLogps | LabelLogps
 
 
 @dataclass(frozen=True)

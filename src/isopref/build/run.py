@@ -18,7 +18,7 @@ from isopref.engine.oom_retry import ran_out
 from isopref.engine.refusals import check_gaps
 from isopref.errors import RunError
 from isopref.models.parallel import GradSync
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.objectives.registry import weights
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
 from isopref.runs.folder import run_folder
@@ -91,7 +91,7 @@ class Run:
         return self.config.model.compute_dtype or self.config.model.dtype
 
     @property
-    def loss(self) -> PairLoss:
+    def loss(self) -> Loss:
         return loss_of(self.config)
 
 
@@ -137,7 +137,7 @@ def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
             check_gaps(table, "objective.weighting: gap")
 
 
-def loss_of(config: Config) -> PairLoss:
+def loss_of(config: Config) -> Loss:
     objective = config.objective
     return pair_loss(
         objective.loss,

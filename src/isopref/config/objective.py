@@ -94,7 +94,7 @@ class ObjectiveConfig(Section):
         yield from registry.out_of_bounds(self.loss, told)
         for what in registry.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
-        for what in registry.list_problems(self.loss, ld_alpha=self.ld_alpha):
+        for what in registry.kind_problems(self.loss, ld_alpha=self.ld_alpha):
             yield "loss", what
         for what in registry.gap_problems(self.loss) if self.weighting == "gap" else ():
             yield "weighting", what

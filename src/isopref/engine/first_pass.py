@@ -20,7 +20,7 @@ from isopref.engine.metrics import over_ranks
 from isopref.engine.references import Scored
 from isopref.normalize import balance_coefficients
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.types import PairLogps
 
 Score = Callable[[Work], Scored]  # of work on the device
@@ -29,7 +29,7 @@ Score = Callable[[Work], Scored]  # of work on the device
 class FirstPass:
     """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
 
-    def __init__(self, objective: PairLoss, device: torch.device, group: dist.ProcessGroup | None = None):
+    def __init__(self, objective: Loss, device: torch.device, group: dist.ProcessGroup | None = None):
         self.objective = objective
         self.group = group
         self.past = torch.zeros(2, dtype=torch.float64, device=device)
@@ -63,7 +63,10 @@ class FirstPass:
         routings = []
         for one in step.work:
             work = one.to(self.past.device)
-            policy, ref, _, routing = score(work)
+            scored = score(work)
+            policy, ref, routing = scored.policy, scored.ref, scored.policy_readout.routing
+            assert isinstance(policy, PairLogps)
+            assert isinstance(ref, PairLogps)
             gap = torch.zeros_like(policy.chosen) if policy.gap is None else policy.gap
             logps = policy.chosen, policy.rejected, ref.chosen, ref.rejected
             columns = (*logps, policy.num_chosen, policy.num_rejected, gap, work.loss_share)

@@ -18,7 +18,7 @@ from isopref.engine.moving import MovingReference
 from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, reshard, unwrap
 from isopref.normalize import Weighting
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
 
 WHERE = "DPOTrainModule"
@@ -40,7 +40,7 @@ def check_arguments(
     references = (TableLogps, MovingReference, NoneType)
     check_policy(WHERE, model)
     check_kind(WHERE, "optim", optim, Optimizer, "a torch optimizer of the model's parameters")
-    check_kind(WHERE, "objective", objective, PairLoss, 'what pair_loss returns, as in pair_loss("sigmoid")')
+    check_kind(WHERE, "objective", objective, Loss, 'what pair_loss returns, as in pair_loss("sigmoid")')
     check_kind(WHERE, "reference", reference, references, "what score_table returns, or None")
     check_kind(WHERE, "scheduler", scheduler, (Scheduler, NoneType), "a scheduler of OLMo-core, or None")
     check_choice(WHERE, "weighting", weighting, get_args(Weighting))
@@ -51,7 +51,7 @@ def check_arguments(
         check_positive(WHERE, "max_grad_norm", max_grad_norm)
 
 
-def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ranks: int) -> None:
+def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: int) -> None:
     """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
     if num_ranks > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
 
 def check_loader(
     loader: ExampleLoader,
-    objective: PairLoss,
+    objective: Loss,
     weighting: Weighting,
     rank_microbatch_size: int | None,
     num_references: int | None,
@@ -87,13 +87,18 @@ def check_loader(
             f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader cuts batches by its own "
             f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
         )
-    if objective.lists and np.isnan(loader.table.scores).any():
+    if loader.loss_kind != objective.kind:
+        raise ConfigError(
+            f"{WHERE}: the objective is a loss of {objective.kind}, but the ExampleLoader builds batches for a loss of "
+            f"{loader.loss_kind}. Pass the same objective to both: ExampleLoader(..., objective=objective)."
+        )
+    if objective.kind == "lists" and np.isnan(loader.table.scores).any():
         first = int(loader.table.lengths.of_answer[np.isnan(loader.table.scores).argmax()])
         raise ConfigError(
             f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
             "Write Example(prompt, answers, comparisons, scores)."
         )
-    if objective.lists and weighting == "gap":
+    if objective.kind != "pairs" and weighting == "gap":
         raise ConfigError(f"{WHERE}: weighting is 'gap', between two answers, but the objective is of lists.")
     if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)

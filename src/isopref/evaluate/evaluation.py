@@ -12,7 +12,7 @@ from isopref.evaluate.losses import Losses, losses_of_lists, losses_of_pairs
 from isopref.evaluate.pairs import Bucket, Pairs, buckets, pairs_of, taken, won
 from isopref.examples import Lengths
 from isopref.normalize import Weighting
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
 from isopref.types import FloatArray, IntArray
 
@@ -60,7 +60,7 @@ def evaluate(
     lengths: Lengths,
     own: FloatArray,
     *,
-    loss: PairLoss,
+    loss: Loss,
     weighting: Weighting,
     sources: IntArray | None = None,
     source_names: Sequence[str] = (),
@@ -74,7 +74,7 @@ def evaluate(
     """
     logps = taken(policy, ref, lengths, loss, gaps)
     pairs = pairs_of(logps, policy, lengths, own, loss)
-    if loss.lists:
+    if loss.kind == "lists":
         assert scores is not None, "a loss of lists needs scores"
         losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
     else:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from isopref.examples import Lengths
 from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
 from isopref.types import FloatArray, IntArray, ListLogps, PairLogps
 
@@ -36,7 +36,7 @@ def losses_of_pairs(
     lengths: Lengths,
     gaps: FloatArray | None,
     own_N: FloatArray,
-    loss: PairLoss,
+    loss: Loss,
     weighting: Weighting,
 ) -> Losses:
     """One term for each comparison. Where a loss couples the pairs of a batch, all held-out pairs are one."""
@@ -51,7 +51,7 @@ def losses_of_lists(
     lengths: Lengths,
     scores: FloatArray,
     own_N: FloatArray,
-    loss: PairLoss,
+    loss: Loss,
     weighting: Weighting,
 ) -> Losses:
     """One term for each list. `scores` are those of the answers."""
@@ -62,5 +62,5 @@ def losses_of_lists(
         both = (
             ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
         )
-        np.add.at(found, lengths.of_answer[some], loss.of_lists(*both).numpy())
+        np.add.at(found, lengths.of_answer[some], loss(*both).numpy())
     return Losses(found, list_weights(lengths, weighting, own_N), np.arange(len(lengths)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isopref.evaluate.intervals import Figure, share
 from isopref.examples import Lengths
-from isopref.objectives.loss import PairLoss, log_likelihood
+from isopref.objectives.loss import Loss, log_likelihood
 from isopref.score import TableLogps
 from isopref.types import FloatArray, IntArray, PairLogps
 
@@ -47,7 +47,7 @@ class Pairs:
 
 
 def pairs_of(
-    logps: tuple[PairLogps, PairLogps], policy: TableLogps, lengths: Lengths, own: FloatArray, loss: PairLoss
+    logps: tuple[PairLogps, PairLogps], policy: TableLogps, lengths: Lengths, own: FloatArray, loss: Loss
 ) -> Pairs:
     """The pairs of a table, from the log-probabilities of policy and reference as the loss takes them."""
     gain_N2, reward_N2 = (_side_by_side(of(*logps)) for of in (loss.gains, loss.rewards))
@@ -63,13 +63,13 @@ def pairs_of(
 
 
 def taken(
-    policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss, gaps: FloatArray | None
+    policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss, gaps: FloatArray | None
 ) -> tuple[PairLogps, PairLogps]:
     """The comparisons of a table as the loss takes them."""
     return loss.taken(policy.compared(lengths, gaps)), loss.taken(ref.compared(lengths, gaps))
 
 
-def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> FloatArray:
+def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
     """The implicit rewards of every comparison's answers, chosen and rejected: N, 2."""
     return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss, None)))
 

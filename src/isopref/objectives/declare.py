@@ -15,11 +15,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from isopref.objectives.parts import gains as log_ratios
+from isopref.types import Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> P
+    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> T
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -75,12 +76,12 @@ class Objective:
     paper: str
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
-    lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
+    kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
     needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
-    coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
+    coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
-        """One value per pair: P. Of lists, what each answer adds: A."""
+        """One value for each term: T."""
         return self.formula(policy, ref, **given)
 
     @property
@@ -96,7 +97,7 @@ def objective(
     paper: str,
     gains: Gains = log_ratios,
     needs_reference: bool = True,
-    lists: bool = False,
+    kind: Kind = "pairs",
     needs_gaps: bool = False,
     coupled: bool = False,
 ) -> Callable[[Formula], Objective]:
@@ -105,7 +106,7 @@ def objective(
     def declared(formula: Formula) -> Objective:
         return Objective(
             *(formula.__name__, formula, params, equation, use, paper, gains),
-            *(needs_reference, lists, needs_gaps, coupled),
+            *(needs_reference, kind, needs_gaps, coupled),
         )
 
     return declared

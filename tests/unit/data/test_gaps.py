@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from isopref.batch.rows import build_microbatch
+from isopref.batch.terms import compared
 from isopref.data.content import example_id
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.table import ExampleTable
 from isopref.errors import DataError
 from isopref.examples import PAIR, PAIR_SCORES, Example, PairTokens
-from isopref.score import TableLogps, compared
+from isopref.score import TableLogps
 from isopref.testing.tokenizers import tiny_tokenizer
 from isopref.types import Needs, Readout
 from support.records import HH, TEXT, ULTRAFEEDBACK, pair_of
