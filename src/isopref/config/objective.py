@@ -86,6 +86,10 @@ class ObjectiveConfig(Section):
     def needs_reference(self) -> bool:
         return any(OBJECTIVES[name].needs_reference for name in registry.weights(self.loss))
 
+    @property
+    def trains_reward_model(self) -> bool:
+        return registry.readout(self.loss) == "reward"
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
         told = {name: value for name, value in self.params.items() if value is not None}
@@ -94,6 +98,9 @@ class ObjectiveConfig(Section):
         for what in registry.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
         for what in registry.list_problems(self.loss, ld_alpha=self.ld_alpha):
+            yield "loss", what
+        modifiers = {"nll_weight": self.nll_weight, "ld_alpha": self.ld_alpha, "wpo": self.wpo}
+        for what in registry.reward_problems(self.loss, **modifiers):
             yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))

@@ -15,6 +15,7 @@ from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
 from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, reshard, unwrap
+from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
 from isopref.objectives.loss import PairLoss
 from isopref.score import TableLogps
@@ -58,6 +59,10 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
         )
     if objective.balance_weight and not unwrap(model).experts_per_token:
         raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
+    if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
+        names = ", ".join(term.objective.name for term in objective.terms)
+        wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
+        raise ConfigError(f"{WHERE}: the loss {names} needs a {wanted}, and the model is a {found}.")
     reshard(model)
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):

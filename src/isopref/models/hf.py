@@ -162,9 +162,17 @@ def _needs_cache(name: str) -> bool:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype | Literal["auto"], trust_remote_code: bool = False, setting: str = "model.path"
+    path: str,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    trust_remote_code: bool = False,
+    setting: str = "model.path",
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """The model in `dtype` (auto: the one it was saved in) on the CPU. Raises ModelError."""
+    """The model in `dtype` (auto: the one it was saved in) on the CPU, of one of transformers' kinds.
+
+    Raises ModelError.
+    """
     if is_adapter(Path(path)):
         base = load_model(
             base_of(path, setting=setting), dtype=dtype, trust_remote_code=trust_remote_code, setting=setting
@@ -172,7 +180,7 @@ def load_model(
         return merged(base, path, setting=setting)
     model: PreTrainedModel
     model, found = _from_pretrained(
-        AutoModelForCausalLM,
+        kind,
         path,
         setting,
         trust_remote_code=trust_remote_code,

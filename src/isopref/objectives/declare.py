@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isopref.objectives.parts import gains as log_ratios
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> P
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
+
+Readout = Literal["logp", "reward"]
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -77,6 +79,7 @@ class Objective:
     needs_reference: bool  # without: nothing is scored for one
     lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
     coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
+    readout: Readout  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
         """One value per pair: P. Of lists, what each answer adds: A."""
@@ -97,12 +100,13 @@ def objective(
     needs_reference: bool = True,
     lists: bool = False,
     coupled: bool = False,
+    readout: Readout = "logp",
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
-            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled
+            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled, readout
         )
 
     return declared

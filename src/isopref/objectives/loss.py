@@ -10,7 +10,7 @@ from torch import Tensor
 from isopref.errors import ConfigError
 from isopref.objectives import registry
 from isopref.objectives.coupled import Whole
-from isopref.objectives.declare import Objective
+from isopref.objectives.declare import Objective, Readout
 from isopref.types import ListLogps, Needs, PairLogps
 
 
@@ -53,6 +53,11 @@ class PairLoss:
     def lists(self) -> bool:
         """Whether it is a loss of ranked lists. All its terms are, or none."""
         return self.terms[0].objective.lists
+
+    @property
+    def readout(self) -> Readout:
+        """What it takes of an answer: its log-probability, or a reward. The same for all its terms."""
+        return self.terms[0].objective.readout
 
     @property
     def needs(self) -> Needs:
@@ -124,6 +129,8 @@ def pair_loss(
     for what in registry.wpo_problems(loss) if wpo else ():
         raise ConfigError(f"pair_loss: wpo: {what}")
     for what in registry.list_problems(loss, ld_alpha=ld_alpha):
+        raise ConfigError(f"pair_loss: {what}")
+    for what in registry.reward_problems(loss, nll_weight=nll_weight, ld_alpha=ld_alpha, wpo=wpo):
         raise ConfigError(f"pair_loss: {what}")
     added = {"nll_weight": nll_weight, "ld_alpha": ld_alpha, "balance_weight": balance_weight}
     for name, value in added.items():

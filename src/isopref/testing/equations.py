@@ -138,6 +138,11 @@ def cpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
     return -torch.log(sigma(beta * c.policy - beta * r.policy)) - torch.log(c.likelihood)
 
 
+def bradley_terry_reward(c: Answer, r: Answer, *, center: float) -> Tensor:
+    """`policy` is the reward of a reward model."""
+    return -torch.log(sigma(c.policy - r.policy)) + center * (c.policy + r.policy) ** 2
+
+
 Pairs = Sequence[tuple[Answer, Answer]]
 
 
@@ -217,8 +222,17 @@ def softmax(ranked: Ranked, *, beta: float) -> Tensor:
     return total
 
 
+def plackett_luce_reward(ranked: Ranked) -> Tensor:
+    """-sum_k log (e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k)), r being the reward itself."""
+    total = torch.zeros((), dtype=torch.float64)
+    for k, (y, _) in enumerate(ranked):
+        field = [torch.exp(y.policy), *(torch.exp(z.policy) for z in below(ranked, k))]
+        total = total - torch.log(field[0] / sum(field, torch.zeros(())))
+    return total
+
+
 LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax)
+    equation.__name__: equation for equation in (plackett_luce, softmax, plackett_luce_reward)
 }
 
 
@@ -236,6 +250,7 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
         *(simpo, orpo, cpo),
     )
 }
+EQUATIONS["bradley_terry"] = bradley_terry_reward
 
 
 COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
@@ -245,7 +260,7 @@ COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
 
 def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
     """What an objective takes for the reward of an answer; with a reference, 0 for one that is as likely under both."""
-    beta: float = params["beta"]
+    beta: float = params.get("beta", 1.0)
     match name:
         case "sigmoid":
             divergence = params["divergence"]
@@ -254,7 +269,7 @@ def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
             return beta / y.tokens * y.log_ratio
         case "simpo" | "orpo":
             return beta / y.tokens * y.policy
-        case "cpo":
+        case "cpo" | "bradley_terry" | "plackett_luce_reward":
             return beta * y.policy
     return beta * y.log_ratio
 
@@ -317,6 +332,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}),
     "orpo": ("orpo", {"beta": 0.5}),
     "cpo": ("cpo", {"beta": 0.2}),
+    "bradley_terry": ("bradley_terry", {"center": 0.2}),
 }
 # The same for those that couple the pairs of a batch, and for sums of several.
 BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
@@ -332,5 +348,7 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
+    "plackett_luce_reward": ("plackett_luce_reward", {}),
 }
+REWARD_CASES = ("bradley_terry", "plackett_luce_reward")  # those that are computed with a reward model
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}
