@@ -28,15 +28,31 @@ class Example(NamedTuple):
     answers: tuple[IntArray, ...]
     comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
     scores: tuple[float, ...] = ()  # of each answer, the higher the better; none at all where they are not known
+    gaps: tuple[float, ...] = ()  # of each comparison: score of better minus worse, where `scores` do not say it
 
     @property
     def parts(self) -> tuple[IntArray, ...]:
         """The prompt and the answers."""
         return self.prompt, *self.answers
 
+    @property
+    def score_gaps(self) -> tuple[float, ...]:
+        """By how much the better answer of each comparison is better; empty if that is unknown.
+
+        The scores of a plain pair only say which answer is better: they are 1 and 0 whatever the answers are.
+        """
+        if self.gaps or not self.scores or is_plain_pair(self):
+            return self.gaps
+        return tuple(self.scores[better] - self.scores[worse] for better, worse in self.comparisons)
+
 
 PAIR = ((0, 1),)  # what is compared in a pair
 PAIR_SCORES = (1.0, 0.0)  # a pair is a ranked list of two, too
+
+
+def is_plain_pair(example: Example) -> bool:
+    """Whether an example is a pair about which nothing is known but which answer is better."""
+    return example.comparisons == PAIR and example.scores == PAIR_SCORES and not example.gaps
 
 
 class PairTokens(NamedTuple):

@@ -1,13 +1,13 @@
-"""The one place that divides. Weights of comparisons become coefficients that sum to one over the global batch.
+"""The one place that divides. Weights of the terms of a loss become coefficients that sum to one over the global batch.
 
-L = sum_m w_m * l_m / sum_m w_m over all comparisons m of the global batch, whatever microbatch or rank they fall on. A
-mean over tokens, sum_m v_m * (sum over the tokens of m) / sum_m v_m * n_m, has a denominator of its own. Both are known
-before any forward pass: every rank has all lengths of the batch. A pair is one comparison.
+L = sum_t w_t * l_t / sum_t w_t over all terms t of the global batch (comparisons, lists or labelled answers), whatever
+microbatch or rank they fall on. A mean over tokens, sum_a v_a * (sum over the tokens of a) / sum_a v_a * n_a, has a
+denominator of its own. Both are known before any forward pass: every rank has all lengths of the batch.
 
-N: examples, M: comparisons, P: pairs or comparisons.
+N: examples, A: answers, M: comparisons, T: terms of a loss, P: any of these.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,18 @@ from isopref.examples import Lengths
 from isopref.types import FloatArray, IntArray
 
 Weighting = Literal["token", "completion", "example"]
+
+
+class Weights(NamedTuple):
+    """The weights of the terms of a loss."""
+
+    of_term: FloatArray  # T
+    total: float  # the denominator
+
+    @classmethod
+    def of(cls, weights_T: FloatArray) -> "Weights":
+        """Those of terms that each count for themselves."""
+        return cls(weights_T, float(weights_T.sum(dtype=np.float64)))
 
 
 def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
@@ -43,6 +55,18 @@ def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> F
     return tokens * own_N
 
 
+def label_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
+    """w of each labelled answer (A): the tokens of its sequence, its own tokens, or its part of one; times its
+    example's weight. The answers of one example share it equally.
+    """
+    sizes: dict[Weighting, FloatArray] = {
+        "token": lengths.sequence.astype(np.float64),
+        "completion": lengths.answer.astype(np.float64),
+        "example": 1.0 / lengths.num_answers[lengths.of_answer],
+    }
+    return sizes[weighting] * own_N[lengths.of_answer]
+
+
 def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:
     """w_p / sum of w over the global batch, in float64. `total` is that sum where P is only a part of the batch."""
     total = float(weights_P.sum(dtype=np.float64)) if total is None else total
@@ -51,18 +75,29 @@ def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatA
     return weights_P / total
 
 
-def token_coefficients(own_P: FloatArray, num_tokens_P: IntArray, *, total: float | None = None) -> FloatArray:
-    """v_p / sum of v * n over the global batch: what a sum over the n_p tokens of a pair counts for in their mean.
+def token_coefficients(own_A: FloatArray, num_tokens_A: IntArray, *, total: float | None = None) -> FloatArray:
+    """v_a / sum of v * n over the global batch: what a sum over the n_a tokens of an answer counts for in their mean.
 
-    v is the weight the data gives a pair. `total` is as in `coefficients`.
+    v says how often each token of an answer counts. `total` is as in `coefficients`. Zeros if nothing counts, as in a
+    batch without good answers.
     """
-    total = token_weight(own_P, num_tokens_P) if total is None else total
-    return coefficients(own_P, total=total)
+    total = token_weight(own_A, num_tokens_A) if total is None else total
+    return coefficients(own_A, total=total) if own_A.any() else np.zeros_like(own_A)
 
 
-def token_weight(own_P: FloatArray, num_tokens_P: IntArray) -> float:
+def token_weight(own_A: FloatArray, num_tokens_A: IntArray) -> float:
     """sum of v * n: the denominator of a mean over tokens."""
-    return float((own_P * num_tokens_P).sum(dtype=np.float64))
+    return float((own_A * num_tokens_A).sum(dtype=np.float64))
+
+
+def side_coefficients(counts_KP: FloatArray) -> FloatArray:
+    """What each one counts for in K means over the global batch, of which mean k has it `counts[k, p]` times: K, P.
+
+    Zeros for a mean over nothing, as over the bad answers of a batch that has none.
+    """
+    totals = counts_KP.sum(axis=1, keepdims=True)
+    shares: FloatArray = np.divide(counts_KP, totals, out=np.zeros_like(counts_KP), where=totals > 0)
+    return shares
 
 
 def balance_coefficients(tokens_LE: Tensor, num_tokens: int) -> Tensor:

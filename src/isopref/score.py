@@ -17,9 +17,8 @@ from isopref.batch.rows import build_microbatch, in_rounds
 from isopref.errors import ConfigError
 from isopref.examples import Example, Lengths
 from isopref.models.parallel import data_group, reshard, speaks
-from isopref.ops.take import take
 from isopref.ranks import num_ranks, own_rank
-from isopref.types import LOGPS_ALONE, FloatArray, IntArray, ListLogps, Microbatch, Needs, PairLogps, Readout
+from isopref.types import LOGPS_ALONE, FloatArray, IntArray, Microbatch, Needs, PairLogps, Readout
 
 WINDOW = 256  # examples planned together when many are scored
 
@@ -28,21 +27,6 @@ def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE)
     """What a policy says of a microbatch, with gradient where gradients are on."""
     found: Readout = policy(microbatch, needs)
     return found
-
-
-def compared(readout: Readout, microbatch: Microbatch) -> PairLogps:
-    """The comparisons of a microbatch as pairs: the better answer of each is chosen, the worse one rejected."""
-    chosen, rejected = take(readout.logp, microbatch.compared, microbatch.compared_copies).view(2, -1)
-    num_chosen, num_rejected = microbatch.num_tokens[microbatch.compared].view(2, -1)
-    weight = None
-    if readout.confidence is not None:
-        weight = readout.confidence[microbatch.compared].view(2, -1).sum(dim=0).exp()  # WPO, Zhou et al. 2024
-    return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=readout.head_logp, weight=weight)
-
-
-def listed(readout: Readout, microbatch: Microbatch) -> ListLogps:
-    """The answers of a microbatch as lists: those of one example are one."""
-    return ListLogps(readout.logp, microbatch.num_tokens, microbatch.example, microbatch.score)
 
 
 @dataclass(frozen=True, init=False)
@@ -83,12 +67,13 @@ class TableLogps:
         """Of a table of pairs: those of the rejected answers."""
         return self.answers[1::2]
 
-    def compared(self, lengths: Lengths) -> PairLogps:
-        """The comparisons of the table that these are of, as pairs."""
+    def compared(self, lengths: Lengths, gaps: FloatArray | None = None) -> PairLogps:
+        """The comparisons of the table that these are of, as pairs; with the table's gaps, if given."""
         chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)
         num_chosen, num_rejected = (torch.from_numpy(count.astype(np.int64)) for count in lengths.compared_tokens)
         heads = None if self.heads is None else torch.from_numpy(self.heads)
-        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads)
+        gap = None if gaps is None else torch.from_numpy(gaps)
+        return PairLogps(chosen, rejected, num_chosen, num_rejected, heads=heads, gap=gap)
 
 
 def _on_host(values: FloatArray | Tensor) -> FloatArray:

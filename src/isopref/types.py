@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]
 
+# What a loss has a value for each of: comparisons of two answers, answers of ranked lists, labelled answers.
+Kind = Literal["pairs", "lists", "labels"]
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -28,6 +31,7 @@ class Needs:
     heads: bool = False  # log-probabilities of the first tokens of compared answers, as many as the shorter one has
     confidence: bool = False  # how likely an answer's tokens are compared with the policy's own samples
     routing: bool = False  # where the routers of a mixture of experts sent the tokens
+    gaps: bool = False  # by how much the better answer of each comparison is better, as the data scores them
 
 
 LOGPS_ALONE = Needs()
@@ -59,6 +63,7 @@ class PairLogps:
     heads: Tensor | None = None  # 2, P: of the first tokens of both, as many as the shorter one has (Needs.heads)
     weight: Tensor | None = None  # P: WPO's weight of the pair (Needs.confidence)
     whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
+    gap: Tensor | None = None  # P: the data's score of chosen minus that of rejected; never made up (Needs.gaps)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,18 @@ class ListLogps:
     num_tokens: Tensor  # A
     list: Tensor  # A: which list it is in
     score: Tensor  # A: the higher the better
+
+
+@dataclass(frozen=True)
+class LabelLogps:
+    """Summed log-probabilities (natural log) of A labelled answers, with their token counts."""
+
+    logp: Tensor  # A
+    num_tokens: Tensor  # A
+    good: Tensor  # A: booleans
+
+
+Logps = PairLogps | ListLogps | LabelLogps
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,7 @@ class Microbatch:
     score: Tensor  # A: float64; NaN where there is none
     compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse
     compared_copies: Tensor  # R, A: where among the 2 M each answer is (see ops/take.py)
+    gap: Tensor  # M: float64; score of better minus score of worse, NaN where the data does not say
 
     @property
     def num_answers(self) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor
 from isopref.batch import rows
 from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
+from isopref.batch.terms import compared
 from isopref.models.policy import Policy
-from isopref.score import compared, score
+from isopref.score import score
 from isopref.testing import oracle
 from isopref.testing.models import tiny_model, tree_examples
 from isopref.types import IntArray, Needs

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isopref import score
-from isopref.batch import rows, step
+from isopref.batch import rows, step, terms
 from isopref.data import schedule
 from isopref.engine import padded, train_module
 from isopref.ranks import num_ranks
@@ -45,8 +44,8 @@ def rank_local_denominator() -> Iterator[None]:
     """Each rank divides by its own pairs' weight; the ranks' gradients are then averaged."""
     build = step.build_step
 
-    def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
-        whole = build(table, index, plan, kind, weighting, rank=rank)
+    def local(table: Any, index: IntArray, plan: Any, *rest: Any, **more: Any) -> Any:
+        whole = build(table, index, plan, *rest, **more)
         mine = sum(float(work.loss_share.sum()) for work in whole.work)
         for work in whole.work:
             work.loss_share.div_(max(mine, 1e-9) * len(plan))
@@ -62,12 +61,12 @@ def token_mean_of_each_microbatch() -> Iterator[None]:
 
     build = step.build_step
 
-    def local(table: Any, index: IntArray, plan: Any, kind: Any, weighting: Any, *, rank: int = 0) -> Any:
-        whole = build(table, index, plan, kind, weighting, rank=rank)
+    def local(table: Any, index: IntArray, plan: Any, *rest: Any, **more: Any) -> Any:
+        whole = build(table, index, plan, *rest, **more)
         for work in whole.work:
             chosen = work.microbatch.compared[: work.microbatch.num_comparisons]
             num_tokens = int(work.microbatch.num_tokens[chosen].sum())
-            work.nll_share.fill_(1 / max(1, num_tokens) / (len(whole.work) * len(plan)))
+            work.nll_share[chosen] = 1 / max(1, num_tokens) / (len(whole.work) * len(plan))
         return whole
 
     with patch("isopref.testing.exactness.build_step", local):
@@ -140,13 +139,13 @@ def first_comparison_alone() -> Iterator[None]:
 @contextmanager
 def list_of_a_microbatch() -> Iterator[None]:
     """All answers of a microbatch are one list."""
-    own = score.listed
+    own = terms.Lists.view
 
-    def together(readout: Any, microbatch: Any) -> Any:
-        lists = own(readout, microbatch)
+    def together(self: Any, readout: Any, microbatch: Any, needs: Any) -> Any:
+        lists = own(self, readout, microbatch, needs)
         return replace(lists, list=torch.zeros_like(lists.list))
 
-    with patch.object(train_module, "listed", together):
+    with patch.object(terms.Lists, "view", together):
         yield
 
 
@@ -209,9 +208,11 @@ def rank_local_token_mean() -> Iterator[None]:
 def likelihood_with_the_weights_of_the_loss() -> Iterator[None]:
     """The likelihood of a chosen answer is a mean over its own tokens, and counts as much as the pair's loss."""
 
-    def weighed(microbatch: Any, **parts: Tensor) -> Any:
-        tokens = microbatch.num_tokens[microbatch.compared[: microbatch.num_comparisons]]
-        return step.Work(microbatch, **{**parts, "nll_share": parts["loss_share"] / tokens})
+    def weighed(microbatch: Any, **parts: Any) -> Any:
+        chosen = microbatch.compared[: microbatch.num_comparisons]
+        share = parts["nll_share"].clone()
+        share[chosen] = parts["loss_share"] / microbatch.num_tokens[chosen]
+        return step.Work(microbatch, **{**parts, "nll_share": share})
 
     with patch.object(padded, "Work", weighed):
         yield

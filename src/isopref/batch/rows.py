@@ -64,6 +64,7 @@ def build_microbatch(
         score=_scores(examples, sequences),
         compared=torch.from_numpy(compared),
         compared_copies=torch.from_numpy(copies_of(compared, len(sequences))),
+        gap=torch.tensor([gap for one in examples for gap in _gaps(one)], dtype=torch.float64),
     )
 
 
@@ -100,6 +101,10 @@ def _compared(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> In
         for better, worse in example.comparisons
     ]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.ravel()
+
+
+def _gaps(example: Example) -> Sequence[float]:
+    return example.score_gaps or (math.nan,) * len(example.comparisons)
 
 
 def _scores(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> torch.Tensor:

@@ -3,7 +3,8 @@
 A `Step` comes from a table of examples and a plan (isopref's own loader), or from a padded batch in the form that
 OLMo-core scripts use (engine/padded.py). Both end in the same list of microbatches.
 
-E: examples of a microbatch, A: their answers, M: their comparisons; a pair has one.
+E: examples of a microbatch, A: their answers, M: their comparisons; a pair has one. T: terms of the loss, S: what the
+metrics take as chosen and rejected (terms.py).
 """
 
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from isopref.batch import packing
 from isopref.batch.rows import FILLER_TOKENS, build_microbatch, in_rounds
+from isopref.batch.terms import TERMS
 from isopref.data.table import ExampleTable
 from isopref.examples import Lengths
-from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights, token_coefficients
-from isopref.types import IntArray, Microbatch, moved
+from isopref.normalize import Weighting, coefficients, token_coefficients
+from isopref.types import IntArray, Kind, Microbatch, moved
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch with what each of its M comparisons counts for."""
+    """One microbatch with what each of its T terms counts for."""
 
     microbatch: Microbatch
     index: Tensor  # E: which examples of the table
     answers: Tensor  # A: which answer of the table, to look up the reference
     comparisons: Tensor  # M: which comparison of the table, likewise
-    example: Tensor  # M: which example of the table it is of
     place: Tensor  # M: which comparison of the global batch
-    loss_share: Tensor  # M: coefficient in the loss; they sum to one over the global batch
-    mean_share: Tensor  # M: one over the comparisons of the global batch
-    list_share: Tensor  # A: coefficient of the answer's list in a loss of lists
-    nll_share: Tensor  # M: what the chosen answer counts for in a mean over the chosen tokens of the global batch
+    example: Tensor  # T: which example of the table the term is of
+    loss_share: Tensor  # T: coefficient in the loss
+    side_share: Tensor  # 3, S: coefficients in the means over chosen, over rejected and over all of the global batch
+    nll_share: Tensor  # A: coefficient in the mean over the chosen tokens of the global batch; 0 if not chosen
     linear: Linear | None = None  # where the objective is coupled
     balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
 
@@ -76,30 +77,31 @@ def build_step(
     weighting: Weighting,
     *,
     rank: int = 0,
+    loss_kind: Kind = "pairs",
 ) -> Step:
     """This rank's share of the global batch `index` (examples of `table`), cut as `plan` says (by rank)."""
-    lengths = table.lengths.select(index)
-    own = table.weights[index]
-    loss_share = coefficients(comparison_weights(lengths, weighting, own))
-    mean_share = coefficients(np.ones(len(lengths.compared)))
-    list_share = coefficients(list_weights(lengths, weighting, own))[lengths.of_answer]
-    nll_share = token_coefficients(own[lengths.of_comparison], lengths.compared_tokens[0])
+    terms = TERMS[loss_kind]
+    lengths, own = table.lengths.select(index), table.weights[index]
+    scores = table.scores[table.lengths.answers_of(index)]
+    weights, example = terms.weights(lengths, weighting, own), terms.example(lengths)
+    loss_share = coefficients(weights.of_term, total=weights.total)
+    side_share = terms.side_shares(lengths, scores)
+    nll_share = token_coefficients(terms.liked(lengths, scores, own), lengths.answer)
     num_passes = int(lengths.num_answers.max())
 
     def work(group: IntArray) -> Work:
-        of_table, place = index[group], lengths.comparisons_of(group)
+        of_table, some = index[group], terms.of(lengths, group)
         examples = [table.example(int(i)) for i in of_table]
         return Work(
             build_microbatch(examples, kind, num_passes=num_passes),
             index=torch.from_numpy(of_table),
             answers=torch.from_numpy(in_rounds(table.lengths, of_table)),
             comparisons=torch.from_numpy(table.lengths.comparisons_of(of_table)),
-            example=torch.from_numpy(index[lengths.of_comparison[place]]),
-            place=torch.from_numpy(place),
-            loss_share=torch.from_numpy(loss_share[place]),
-            mean_share=torch.from_numpy(mean_share[place]),
-            list_share=torch.from_numpy(list_share[in_rounds(lengths, group)]),
-            nll_share=torch.from_numpy(nll_share[place]),
+            place=torch.from_numpy(lengths.comparisons_of(group)),
+            example=torch.from_numpy(index[example[some]]),
+            loss_share=torch.from_numpy(loss_share[some]),
+            side_share=torch.from_numpy(side_share[:, terms.of_sides(lengths, group)]),
+            nll_share=torch.from_numpy(nll_share[in_rounds(lengths, group)]),
         )
 
     slots = sum(_slots(lengths, group, kind, num_passes) for of_rank in plan for group in of_rank)

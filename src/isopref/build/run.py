@@ -17,7 +17,7 @@ from isopref.engine.environment import Environment, environment
 from isopref.engine.oom_retry import ran_out
 from isopref.errors import RunError
 from isopref.models.parallel import GradSync
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
 from isopref.runs.folder import run_folder
 
@@ -89,7 +89,7 @@ class Run:
         return self.config.model.compute_dtype or self.config.model.dtype
 
     @property
-    def loss(self) -> PairLoss:
+    def loss(self) -> Loss:
         return loss_of(self.config)
 
 
@@ -125,7 +125,7 @@ def check_score_budget(run: Run, table: ExampleTable) -> None:
     check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 
 
-def loss_of(config: Config) -> PairLoss:
+def loss_of(config: Config) -> Loss:
     objective = config.objective
     return pair_loss(
         objective.loss,

@@ -208,6 +208,7 @@ def _loader(run: Run, model: nn.Module, table: ExampleTable) -> ExampleLoader:
         batch_size=run.config.optim.batch_size,
         budget=run.train_budget,
         weighting=run.config.objective.weighting,
+        objective=run.loss,
         seed=run.config.optim.seed,
         work_dir=str(run.folder),
         dp_rank=run.env.rank // run.config.layout.tensor_parallel,

@@ -97,7 +97,7 @@ class ObjectiveConfig(Section):
         yield from registry.out_of_bounds(self.loss, told)
         for what in registry.wpo_problems(self.loss) if self.wpo else ():
             yield "wpo", what
-        for what in registry.list_problems(self.loss, ld_alpha=self.ld_alpha):
+        for what in registry.kind_problems(self.loss, ld_alpha=self.ld_alpha):
             yield "loss", what
         modifiers = {"nll_weight": self.nll_weight, "ld_alpha": self.ld_alpha, "wpo": self.wpo}
         for what in registry.reward_problems(self.loss, **modifiers):

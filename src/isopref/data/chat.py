@@ -35,7 +35,7 @@ import numpy as np
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.messages import DefectError, Turns
-from isopref.data.shapes import BadPairError, Preference, PreferencePair
+from isopref.data.shapes import BadPairError, Preference, PreferencePair, RankedList
 from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
@@ -189,7 +189,7 @@ class PairEncoder:
             )
             for side, text, answer in zip(sides, written.sides, pair.answers, strict=True)
         )
-        tokens = Example(prompt[:border], answers, self._comparisons(pair), pair.scores)
+        tokens = Example(prompt[:border], answers, self._comparisons(pair), pair.scores, _gaps(pair))
         cut = self._truncate(tokens, pair, written)
         if cut is None:
             return None
@@ -205,6 +205,10 @@ class PairEncoder:
 
     def _comparisons(self, pair: Preference) -> tuple[tuple[int, int], ...]:
         if isinstance(pair, PreferencePair):
+            if self.options.min_gap and pair.gap is not None and pair.gap < self.options.min_gap:
+                raise DefectError(
+                    "tie", f"the scores differ by {pair.gap:g}, less than data.min_gap ({self.options.min_gap:g})"
+                )
             return PAIR
         found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
         if not found:
@@ -301,6 +305,11 @@ def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Re
         return function(pair, *args)
     except DefectError as defect:
         return BadPairError(pair.origin, *defect.args)
+
+
+def _gaps(pair: Preference) -> tuple[float, ...]:
+    """What the scores in the example do not say: those of a pair are 1 and 0."""
+    return () if isinstance(pair, RankedList) or pair.gap is None else (pair.gap,)
 
 
 def _next_role(answer: Turns) -> str:

@@ -9,6 +9,14 @@ from typing import Any
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "conversations", "instruction")  # each the prompt of some shape
 OPTIONAL = ("system", "tools", "weight")  # read beside every shape
+# Scores of both sides of a pair, by the names that data sets have for them, and the difference of two scores.
+SIDE_SCORES = (
+    ("chosen_score", "rejected_score"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_rating", "rejected_rating"),
+)
+MARGIN = "margin"
+GAPS = (*(name for names in SIDE_SCORES for name in names), MARGIN)  # read beside every shape of pairs
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
 # Other names of our columns, in small letters, for a suggestion.
 ALIASES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from isopref.examples import PAIR, PAIR_SCORES, Example
+from isopref.examples import Example, is_plain_pair
 from isopref.types import IntArray
 
 ID_BYTES = 16
@@ -18,10 +18,12 @@ PROMPT_ID_BYTES = 8
 
 def example_id(example: Example) -> bytes:
     """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
-    if example.comparisons == PAIR and example.scores == PAIR_SCORES:
+    if is_plain_pair(example):
         return _id(example.prompt, *example.answers)
-    known = json.dumps([example.comparisons, example.scores]).encode()
-    return _id(example.prompt, *example.answers, np.frombuffer(known, np.uint8))
+    known: list[Any] = [example.comparisons, example.scores]
+    if example.score_gaps != example._replace(gaps=()).score_gaps:  # else the scores say it
+        known.append(example.gaps)
+    return _id(example.prompt, *example.answers, np.frombuffer(json.dumps(known).encode(), np.uint8))
 
 
 def answer_id(prompt: IntArray, answer: IntArray) -> bytes:

@@ -6,11 +6,23 @@ messages; files (sources) and tokens (chat) are not known here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
+from isopref.data.columns import (
+    ALIASES,
+    GAPS,
+    MARGIN,
+    MEDIA,
+    OPTIONAL,
+    PROMPTS,
+    SIDE_SCORES,
+    SIDES,
+    column_like,
+    quoted,
+)
 from isopref.data.known_shapes.registry import SHAPES
 from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
@@ -43,7 +55,7 @@ __all__ = [
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
 TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
-COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL]))
+COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL, *GAPS]))
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
 
 
@@ -69,6 +81,7 @@ class PreferencePair:
     tools: list[dict[str, Any]] | None
     weight: float
     origin: str
+    gap: float | None = None  # score of chosen minus score of rejected, if the record has them
 
     names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
     scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
@@ -161,11 +174,31 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         chosen, rejected = answers
         if chosen == rejected:
             raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
-        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin)
+        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin, _read_gap(fields))
     for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
     return found
+
+
+def _read_gap(fields: Fields) -> float | None:
+    """By how much chosen is better than rejected; None if the record does not say it in numbers."""
+    for names in SIDE_SCORES:
+        chosen, rejected = (_number(fields.get(name)) for name in names)
+        if chosen is not None and rejected is not None:
+            return chosen - rejected
+    return _number(fields.get(MARGIN))
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also one that is written as text, as in CSV."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 # --- detection ---------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         "tree": pa.int32(),  # see Lengths
         "compared": pa.list_(pa.int32()),  # better, worse, better, worse, ...: numbers of answers
         "scores": pa.list_(pa.float64()),  # of the answers, or none
+        "gaps": pa.list_(pa.float64()),  # of the comparisons, or none
         "weight": pa.float64(),
         "id": pa.binary(ID_BYTES),
         "answer_ids": pa.list_(pa.binary(ID_BYTES)),
@@ -139,6 +140,7 @@ def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
             pa.array([tree_tokens(one) for one in examples], pa.int32()),
             _lists(compared),
             pa.array([one.scores for one in examples], SCHEMA.field("scores").type),
+            pa.array([one.score_gaps for one in examples], SCHEMA.field("gaps").type),
             pa.array([row.weight for row in rows], pa.float64()),
             pa.array([example_id(one) for one in examples], pa.binary(ID_BYTES)),
             pa.array(answer_ids, SCHEMA.field("answer_ids").type),
@@ -201,7 +203,8 @@ class _Store:
         self.question_ids: NDArray[np.uint64] = self._gather(batches, "question_id", np.uint64)
         self.prompt_ids: NDArray[np.uint64] = self._gather(batches, "prompt_id", np.uint64)
         self.sources: IntArray = self._gather(batches, "source", np.int16)
-        self.scores = self._scores(batches)
+        self.scores = self._known(batches, "scores", self.lengths.of_answer)
+        self.gaps = self._known(batches, "gaps", self.lengths.of_comparison)
         self.ids: NDArray[np.uint8] = self._ids(batches, "id")
         self.answer_ids: NDArray[np.uint8] = self._ids(batches, "answer_ids")
         self._texts: list[_Texts | None] = [None] * len(batches)
@@ -233,12 +236,13 @@ class _Store:
         counts = (np.diff(batch[name].offsets.to_numpy()) for batch in batches)
         return np.concatenate([np.empty(0, np.int32), *counts]).astype(np.int32)
 
-    def _scores(self, batches: list[pa.RecordBatch]) -> FloatArray:
-        """The score of each answer; NaN where its example has none: A."""
-        has_scores = self._counts(batches, "scores") > 0
-        scores = np.full(len(self.lengths.answer), np.nan)
-        scores[has_scores[self.lengths.of_answer]] = self._gather(batches, "scores", np.float64)
-        return scores
+    @classmethod
+    def _known(cls, batches: list[pa.RecordBatch], name: str, example: IntArray) -> FloatArray:
+        """One number for each entry of `example`, which says which example it is of; NaN where that one has none."""
+        has_some = cls._counts(batches, name) > 0
+        values = np.full(len(example), np.nan)
+        values[has_some[example]] = cls._gather(batches, name, np.float64)
+        return values
 
     @staticmethod
     def _ids(batches: list[pa.RecordBatch], name: str) -> NDArray[np.uint8]:
@@ -259,12 +263,13 @@ class _Store:
         borders = self.lengths.prompt[index] + np.cumsum([0, *answers[:-1]])
         prompt, *answer_tokens = np.split(texts.tokens[start:end], borders)
         compared = self.lengths.compared[self.lengths.comparisons_of(this)].tolist()
-        scores = self.scores[self.lengths.answers_of(this)]
+        scores, gaps = self.scores[self.lengths.answers_of(this)], self.gaps[self.lengths.comparisons_of(this)]
         return Example(
             prompt,
             tuple(answer_tokens),
             tuple((better, worse) for better, worse in compared),
             () if np.isnan(scores).any() else tuple(scores.tolist()),
+            () if np.isnan(gaps).any() else tuple(gaps.tolist()),
         )
 
     def place(self, index: int) -> str:
@@ -316,7 +321,8 @@ class ExampleTable:
     """Tokenised examples: a whole table, or a view on some of its examples in some order.
 
     lengths: token counts. weights (N,) float64. ids (N, 16) uint8: content of an example. answer_ids (A, 16) uint8:
-    content of an answer with its prompt. scores (A,) float64: NaN where there are none.
+    content of an answer with its prompt. scores (A,) float64: NaN where there are none. gaps (M,) float64: score of
+    better minus score of worse in each comparison, NaN where the data does not say.
     question_ids (N,) uint64: examples that ask the same share it, whatever template and tokenizer made of it.
     prompt_ids (N,) uint64: examples with the same tokens as their prompt share it.
     sources (N,) int16: index into source_names.
@@ -395,6 +401,10 @@ class ExampleTable:
     @cached_property
     def scores(self) -> FloatArray:
         return self._store.scores[self._store.lengths.answers_of(self._indices)]
+
+    @cached_property
+    def gaps(self) -> FloatArray:
+        return self._store.gaps[self._store.lengths.comparisons_of(self._indices)]
 
     @cached_property
     def question_ids(self) -> NDArray[np.uint64]:

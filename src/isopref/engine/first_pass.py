@@ -20,7 +20,7 @@ from isopref.engine.metrics import over_ranks
 from isopref.engine.references import Scored
 from isopref.normalize import balance_coefficients
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.types import PairLogps
 
 Score = Callable[[Work], Scored]  # of work on the device
@@ -29,7 +29,7 @@ Score = Callable[[Work], Scored]  # of work on the device
 class FirstPass:
     """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
 
-    def __init__(self, objective: PairLoss, device: torch.device, group: dist.ProcessGroup | None = None):
+    def __init__(self, objective: Loss, device: torch.device, group: dist.ProcessGroup | None = None):
         self.objective = objective
         self.group = group
         self.past = torch.zeros(2, dtype=torch.float64, device=device)
@@ -37,10 +37,10 @@ class FirstPass:
 
     def linear(self, step: Step, score: Score) -> Step:
         """The same step, with what the batch's loss needs to know in every microbatch. All ranks call this together."""
-        table_7N, tokens_LE = self._score_all(step, score)
+        table_8N, tokens_LE = self._score_all(step, score)
         work = step.work
         if self.objective.coupled:
-            work = self._slopes(work, table_7N)
+            work = self._slopes(work, table_8N)
         if tokens_LE is not None:
             share_LE = balance_coefficients(tokens_LE, step.num_tokens)
             work = tuple(replace(one, balance_share=share_LE) for one in work)
@@ -59,23 +59,28 @@ class FirstPass:
     @torch.no_grad()
     def _score_all(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
         """What is known of all comparisons in the order of the global batch, and the tokens that each expert got."""
-        table_7N = torch.zeros(7, step.num_comparisons, dtype=torch.float64, device=self.past.device)
+        table_8N = torch.zeros(8, step.num_comparisons, dtype=torch.float64, device=self.past.device)
         routings = []
         for one in step.work:
             work = one.to(self.past.device)
-            policy, ref, _, routing = score(work)
-            columns = (policy.chosen, policy.rejected, ref.chosen, ref.rejected, policy.num_chosen, policy.num_rejected)
-            table_7N[:, work.place] = torch.stack([column.double() for column in (*columns, work.loss_share)])
+            scored = score(work)
+            policy, ref, routing = scored.policy, scored.ref, scored.policy_readout.routing
+            assert isinstance(policy, PairLogps)
+            assert isinstance(ref, PairLogps)
+            gap = torch.zeros_like(policy.chosen) if policy.gap is None else policy.gap
+            logps = policy.chosen, policy.rejected, ref.chosen, ref.rejected
+            columns = (*logps, policy.num_chosen, policy.num_rejected, gap, work.loss_share)
+            table_8N[:, work.place] = torch.stack([column.double() for column in columns])
             if routing is not None:
                 routings.append(routing[0].double())
         tokens_LE = torch.stack(routings).sum(dim=0) if routings else None
-        table_7N = over_ranks(table_7N, self.group)  # every pair is on one rank, and zero on the others
-        return table_7N, None if tokens_LE is None else over_ranks(tokens_LE, self.group)
+        table_8N = over_ranks(table_8N, self.group)  # every pair is on one rank, and zero on the others
+        return table_8N, None if tokens_LE is None else over_ranks(tokens_LE, self.group)
 
-    def _slopes(self, every: tuple[Work, ...], table_7N: Tensor) -> tuple[Work, ...]:
-        chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected, share = table_7N
-        policy = PairLogps(chosen.requires_grad_(), rejected.requires_grad_(), num_chosen, num_rejected)
-        ref = PairLogps(ref_chosen, ref_rejected, num_chosen, num_rejected)
+    def _slopes(self, every: tuple[Work, ...], table_8N: Tensor) -> tuple[Work, ...]:
+        chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected, gap, share = table_8N
+        policy = PairLogps(chosen.requires_grad_(), rejected.requires_grad_(), num_chosen, num_rejected, gap=gap)
+        ref = PairLogps(ref_chosen, ref_rejected, num_chosen, num_rejected, gap=gap)
         whole = Whole(share, self.past)
         loss_N = self.objective(policy, ref, whole=whole)
         slope_2N = torch.stack(torch.autograd.grad((share * loss_N).sum(), (policy.chosen, policy.rejected)))

@@ -7,6 +7,7 @@ only a place in it, and resumes on any number of ranks.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
@@ -20,8 +21,9 @@ from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind
 from isopref.errors import ConfigError, RunError
 from isopref.normalize import Weighting
+from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks, own_rank
-from isopref.types import IntArray
+from isopref.types import IntArray, Kind
 
 WHERE = "ExampleLoader"
 STEPS_AHEAD = 2
@@ -35,6 +37,7 @@ class ExampleLoader(DataLoaderBase):
     :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
         on it.
     :param weighting: what a pair counts for in the loss: "token", "completion" or "example".
+    :param objective: the train module's, if it is of lists or labels; batches are built for its terms. None: of pairs.
     :param seed: of the order of the pairs, which differs from epoch to epoch.
     :param work_dir: where the Trainer works.
     :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor parallelism,
@@ -53,6 +56,7 @@ class ExampleLoader(DataLoaderBase):
         budget: Budget,
         work_dir: str,
         weighting: Weighting = "token",
+        objective: Loss | None = None,
         seed: int = 0,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
@@ -64,6 +68,7 @@ class ExampleLoader(DataLoaderBase):
         check_count(WHERE, "batch_size", batch_size)
         check_count(WHERE, "seed", seed, least=0)
         check_choice(WHERE, "weighting", weighting, get_args(Weighting))
+        check_kind(WHERE, "objective", objective, (Loss, NoneType), 'what pair_loss returns, as in pair_loss("kto")')
         if not len(table):
             raise ConfigError(f"{WHERE}: the table has no pairs.")
         super().__init__(
@@ -76,6 +81,7 @@ class ExampleLoader(DataLoaderBase):
         self.table = table
         self.budget = budget
         self.weighting: Weighting = weighting
+        self.loss_kind: Kind = "pairs" if objective is None else objective.kind
         self.seed = seed
         self.attention_share = attention_share
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -118,7 +124,9 @@ class ExampleLoader(DataLoaderBase):
             num_ranks=self.dp_world_size,
             attention_share=self.attention_share,
         )
-        step = build_step(self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank)
+        step = build_step(
+            self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank, loss_kind=self.loss_kind
+        )
         return step.pinned() if self.pin_memory else step
 
     def get_mock_batch(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isopref.batch.step import Work
+from isopref.batch.terms import TERMS
 from isopref.engine.references import Scored
-from isopref.objectives.loss import PairLoss, log_likelihood
+from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks, own_rank
 
 NAMES = (
@@ -30,7 +31,7 @@ NAMES = (
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def logged_names(objective: PairLoss) -> list[str]:
+def logged_names(objective: Loss) -> list[str]:
     """The metrics that mean something for an objective: a reward model has no log-probabilities."""
     without = set() if objective.balance_weight else {"balance"}
     if objective.readout == "reward":
@@ -38,40 +39,42 @@ def logged_names(objective: PairLoss) -> list[str]:
     return [name for name in NAMES if name not in without]
 
 
-def microbatch_sums(scored: Scored, loss: Tensor, *, objective: PairLoss, work: Work) -> Tensor:
-    """What one microbatch adds to NAMES and CHECKS, float64. `loss` is that of its pairs, or of answers of lists."""
-    policy, ref, lists, routing = scored
-    gain_chosen, gain_rejected = objective.gains(policy, ref)
-    reward_chosen, reward_rejected = objective.rewards(policy, ref)
-    margin_P = gain_chosen - gain_rejected
-    right = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()  # a tie is half right
-    gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
-    gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
-    nll = -torch.stack([log_likelihood(policy), log_likelihood(ref)]).double() @ work.nll_share
-    if lists is not None:
-        at_reference, loss_share = objective.of_lists(lists[1], lists[1]), work.list_share
-    elif work.linear is None:
-        at_reference, loss_share = objective(ref, ref), work.loss_share
-    else:
-        at_reference, loss_share = work.linear.loss_at_reference, work.loss_share
+def microbatch_sums(scored: Scored, loss: Tensor, *, objective: Loss, work: Work) -> Tensor:
+    """What one microbatch adds to NAMES and CHECKS, float64. `loss` is that of its terms."""
+    found = _means(scored, objective, work)
+    readouts = scored.policy_readout, scored.ref_readout
+    nll = -torch.stack([readout.logp for readout in readouts]).double() @ work.nll_share
     balance = nll.new_zeros(())
-    if routing is not None and work.balance_share is not None:
-        balance = (routing[1] * work.balance_share).sum()
-    terms = objective.nll_weight * nll + objective.balance_weight * balance
-    weighted = torch.stack([loss, at_reference]).double() @ loss_share + terms
-    of_pairs = {
-        "logps_chosen": policy.chosen,
-        "logps_rejected": policy.rejected,
-        "rewards_chosen": reward_chosen,
-        "rewards_rejected": reward_rejected,
-        "margin": margin_P,
-        "accuracy": right,
-        "gap_per_token": gap,
-    }
-    means = torch.stack([value.double() for value in of_pairs.values()]) @ work.mean_share
-    found = dict(zip(of_pairs, means, strict=True))
+    if readouts[0].routing is not None and work.balance_share is not None:
+        balance = (readouts[0].routing[1] * work.balance_share).sum()
+    at_reference = objective(scored.ref, scored.ref) if work.linear is None else work.linear.loss_at_reference
+    added = objective.nll_weight * nll + objective.balance_weight * balance
+    weighted = torch.stack([loss, at_reference]).double() @ work.loss_share + added
     found |= {"loss": weighted[0], "loss_at_reference": weighted[1], "nll": nll[0], "balance": balance}
     return torch.stack([found[name] for name in NAMES + CHECKS])
+
+
+def _means(scored: Scored, objective: Loss, work: Work) -> dict[str, Tensor]:
+    """Means over the global batch of what is chosen and rejected, as far as this microbatch adds to them."""
+    terms = TERMS[objective.kind]
+    policy, ref = (
+        objective.taken(terms.sides(readout, work.microbatch))
+        for readout in (scored.policy_readout, scored.ref_readout)
+    )
+    gains, rewards = objective.gains(policy, ref), objective.rewards(policy, ref)
+    gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
+    gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
+    chosen, rejected, every = work.side_share
+    gain = gains[0].double() @ chosen, gains[1].double() @ rejected
+    return {
+        "logps_chosen": policy.chosen.double() @ chosen,
+        "logps_rejected": policy.rejected.double() @ rejected,
+        "rewards_chosen": rewards[0].double() @ chosen,
+        "rewards_rejected": rewards[1].double() @ rejected,
+        "margin": gain[0] - gain[1],
+        "accuracy": terms.right(*gains, work.microbatch, None) @ every,
+        "gap_per_token": gap.double() @ every,
+    }
 
 
 def over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:

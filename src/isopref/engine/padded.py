@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor
 from isopref.batch.packing import padded_tokens
 from isopref.batch.rows import build_microbatch
 from isopref.batch.step import Step, Work
+from isopref.batch.terms import TERMS, Terms
 from isopref.errors import ConfigError, DataError
 from isopref.examples import Lengths, PairTokens
-from isopref.normalize import Weighting, coefficients, comparison_weights, token_coefficients, token_weight
+from isopref.normalize import Weighting, Weights, coefficients, token_coefficients, token_weight
 from isopref.ranks import num_ranks
-from isopref.types import FloatArray, IntArray
+from isopref.types import FloatArray, IntArray, Kind
 
 COLLATOR = "DataCollatorForSeq2SeqDPO"
 IGNORE_INDEX = -100
@@ -180,6 +181,7 @@ def padded_to_step(
     *,
     device: torch.device,
     num_references: int | None = None,
+    loss_kind: Kind = "pairs",
 ) -> Step:
     """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
 
@@ -187,16 +189,17 @@ def padded_to_step(
     than others get empty ones. `num_references`: pairs of the reference's table, which `index` must not exceed.
     """
     _check(batch, num_references)
+    terms = TERMS[loss_kind]
     width = max(batch[f"{side}_input_ids"].shape[1] for side in SIDES)
     cut = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
     pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
     lengths = [Lengths.of([pair.example for pair in some]) for some in pairs]
     owns = [_own(piece) for piece in pieces]
-    weights = [comparison_weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
+    weights = [terms.weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
     chosen = sum(token_weight(own, one.compared_tokens[0]) for one, own in zip(lengths, owns, strict=True))
     slots = sum(padded_tokens(one, range(len(one)), "padded") for one in lengths)
-    weight = float(sum(one.sum() for one in weights))
+    weight = float(sum(one.total for one in weights))
     mine = [weight, chosen, sum(map(len, pairs)), int(batch["token_count"].sum()), slots]
     (total, total_chosen, num_pairs, num_tokens, num_slots), before, (num_microbatches, widest) = _over_ranks(
         mine, [len(pieces), width], device
@@ -209,23 +212,48 @@ def padded_to_step(
             f"(two sequences padded to {widest}). Raise it to at least {2 * widest}, or shorten the pairs."
         )
     places = torch.arange(mine[2]).add(int(before[2])).split([len(some) for some in pairs])
+    totals = _Totals(total, total_chosen, num_pairs)
     work = [
-        Work(
-            build_microbatch([pair.example for pair in some], "padded"),
-            index=piece["index"],
-            answers=torch.cat([2 * piece["index"], 2 * piece["index"] + 1]),
-            comparisons=piece["index"],
-            example=piece["index"],
-            place=place,
-            loss_share=torch.from_numpy(coefficients(weight, total=total)),
-            mean_share=torch.from_numpy(coefficients(np.ones(len(some)), total=num_pairs)),
-            list_share=torch.from_numpy(coefficients(weight, total=total)).repeat(2),  # a pair is a list of two
-            nll_share=torch.from_numpy(token_coefficients(own, one.compared_tokens[0], total=total_chosen)),
-        )
-        for some, piece, place, weight, own, one in zip(pairs, pieces, places, weights, owns, lengths, strict=True)
+        _work(piece, some, place, own, terms, weight, totals)
+        for piece, some, place, own, weight in zip(pieces, pairs, places, owns, weights, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
     return Step(tuple(work), int(num_pairs), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
+
+
+class _Totals(NamedTuple):
+    """The denominators of a global batch."""
+
+    loss: float
+    chosen_tokens: float
+    pairs: float
+
+
+def _work(
+    piece: Mapping[str, Tensor],
+    pairs: Sequence[PairTokens],
+    place: Tensor,
+    own: FloatArray,
+    terms: Terms,
+    weights: Weights,
+    totals: _Totals,
+) -> Work:
+    """One microbatch of a padded batch. Its answers are those of all pairs that are chosen, then the rejected ones."""
+    index, every = piece["index"], np.arange(len(pairs))
+    lengths = Lengths.of([pair.example for pair in pairs])
+    some = terms.of(lengths, every)
+    chosen = token_coefficients(own, lengths.compared_tokens[0], total=totals.chosen_tokens)
+    return Work(
+        build_microbatch([pair.example for pair in pairs], "padded"),
+        index=index,
+        answers=torch.cat([2 * index, 2 * index + 1]),
+        comparisons=index,
+        place=place,
+        example=index[torch.from_numpy(terms.example(lengths)[some])],
+        loss_share=torch.from_numpy(coefficients(weights.of_term[some], total=totals.loss)),
+        side_share=torch.from_numpy(coefficients(np.ones((3, len(pairs))), total=totals.pairs)),
+        nll_share=torch.from_numpy(np.append(chosen, np.zeros(len(pairs)))),
+    )
 
 
 def _check(batch: Mapping[str, Any], num_references: int | None) -> None:
@@ -274,11 +302,10 @@ def _filler() -> Work:
         index=none,
         answers=none,
         comparisons=none,
-        example=none,
         place=none,
+        example=none,
         loss_share=nothing,
-        mean_share=nothing,
-        list_share=nothing,
+        side_share=nothing.expand(3, 0),
         nll_share=nothing,
     )
 

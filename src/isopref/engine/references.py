@@ -7,16 +7,16 @@ from torch import Tensor
 
 from isopref.batch.step import Work
 from isopref.score import TableLogps
-from isopref.types import ListLogps, PairLogps, Readout
+from isopref.types import Logps, Readout
 
 
 class Scored(NamedTuple):
-    """What policy and reference say of one microbatch, as an objective takes it."""
+    """What policy and reference say of one microbatch: as the objective takes its terms, and as they said it."""
 
-    policy: PairLogps
-    reference: PairLogps
-    lists: tuple[ListLogps, ListLogps] | None  # the same as lists, for a loss of those
-    routing: Tensor | None  # of the policy, see Readout
+    policy: Logps
+    ref: Logps
+    policy_readout: Readout
+    ref_readout: Readout
 
 
 class Reference(Protocol):

@@ -4,12 +4,14 @@ from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from olmo_core.optim.scheduler import Scheduler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
@@ -17,7 +19,7 @@ from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, reshard, unwrap
 from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
-from isopref.objectives.loss import PairLoss
+from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
 
 WHERE = "DPOTrainModule"
@@ -39,7 +41,7 @@ def check_arguments(
     references = (TableLogps, MovingReference, NoneType)
     check_policy(WHERE, model)
     check_kind(WHERE, "optim", optim, Optimizer, "a torch optimizer of the model's parameters")
-    check_kind(WHERE, "objective", objective, PairLoss, 'what pair_loss returns, as in pair_loss("sigmoid")')
+    check_kind(WHERE, "objective", objective, Loss, 'what pair_loss returns, as in pair_loss("sigmoid")')
     check_kind(WHERE, "reference", reference, references, "what score_table returns, or None")
     check_kind(WHERE, "scheduler", scheduler, (Scheduler, NoneType), "a scheduler of OLMo-core, or None")
     check_choice(WHERE, "weighting", weighting, get_args(Weighting))
@@ -50,7 +52,7 @@ def check_arguments(
         check_positive(WHERE, "max_grad_norm", max_grad_norm)
 
 
-def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ranks: int) -> None:
+def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: int) -> None:
     """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
     if num_ranks > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
         raise ConfigError(
@@ -60,7 +62,7 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
     if objective.balance_weight and not unwrap(model).experts_per_token:
         raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
     if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
-        names = ", ".join(term.objective.name for term in objective.terms)
+        names = ", ".join(one.objective.name for one in objective.summands)
         wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
         raise ConfigError(f"{WHERE}: the loss {names} needs a {wanted}, and the model is a {found}.")
     reshard(model)
@@ -74,7 +76,7 @@ def check_model(model: nn.Module, optim: Optimizer, objective: PairLoss, num_ran
 
 def check_loader(
     loader: ExampleLoader,
-    objective: PairLoss,
+    objective: Loss,
     weighting: Weighting,
     rank_microbatch_size: int | None,
     num_references: int | None,
@@ -90,15 +92,45 @@ def check_loader(
             f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader cuts batches by its own "
             f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
         )
-    if objective.lists and np.isnan(loader.table.scores).any():
+    if loader.loss_kind != objective.kind:
+        raise ConfigError(
+            f"{WHERE}: the objective is a loss of {objective.kind}, but the ExampleLoader builds batches for a loss of "
+            f"{loader.loss_kind}. Pass the same objective to both: ExampleLoader(..., objective=objective)."
+        )
+    if objective.kind == "lists" and np.isnan(loader.table.scores).any():
         first = int(loader.table.lengths.of_answer[np.isnan(loader.table.scores).argmax()])
         raise ConfigError(
             f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
             "Write Example(prompt, answers, comparisons, scores)."
         )
+    if objective.needs.gaps:
+        check_gaps(loader.table, WHERE)
     num_answers = len(loader.table.lengths.answer)
     if num_references not in (None, num_answers):
         raise ConfigError(
             f"{WHERE}: reference has {num_references} answers, but the ExampleLoader's table has {num_answers}. Score "
             "the table that is trained on: score_table(policy, table, ...)."
         )
+
+
+def check_gaps(table: ExampleTable, where: str) -> None:
+    """Raise ConfigError unless the data scores the better answer of every comparison above the worse one."""
+    unknown, wrong = np.isnan(table.gaps), table.gaps <= 0
+    count = f"of {len(table.gaps)} comparisons"
+    if unknown.any():
+        raise ConfigError(
+            f"{where}: {unknown.sum()} {count} have no score gap, which the loss needs; the first is "
+            f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
+            "lists with scores."
+        )
+    if wrong.any():
+        raise ConfigError(
+            f"{where}: {wrong.sum()} {count} do not score the better answer higher, as the loss requires; the first is "
+            f"{_origin(table, wrong)}, with a gap of {table.gaps[wrong][0]:g}. Drop them with data.min_gap (above 0) "
+            "and data.on_bad: drop."
+        )
+
+
+def _origin(table: ExampleTable, some_M: NDArray[np.bool_]) -> str:
+    """Where the first of some comparisons comes from."""
+    return table.origin(int(table.lengths.of_comparison[some_M.argmax()]))

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from isopref.batch.step import Step, Work
+from isopref.batch.terms import TERMS
 from isopref.engine.arguments import check_choice
 from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.first_pass import FirstPass
@@ -34,10 +35,10 @@ from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
-from isopref.objectives.loss import PairLoss, log_likelihood
+from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks
-from isopref.score import TableLogps, compared, listed, score
-from isopref.types import Microbatch, Needs, PairLogps
+from isopref.score import TableLogps, score
+from isopref.types import Logps, Needs
 
 # How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
 FIRST_STEP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -65,7 +66,7 @@ class DPOTrainModule(TrainModule):
         model: nn.Module,
         optim: Optimizer,
         *,
-        objective: PairLoss,
+        objective: Loss,
         rank_microbatch_size: int | None = None,
         reference: TableLogps | MovingReference | None = None,
         weighting: Weighting = "token",
@@ -92,6 +93,7 @@ class DPOTrainModule(TrainModule):
         for group in optim.param_groups:  # now, since a checkpoint brings back the rate it was saved at
             group.setdefault("initial_lr", float(group["lr"]))
         self.objective = objective
+        self.terms = TERMS[objective.kind]
         self.rank_microbatch_size = rank_microbatch_size
         self.weighting: Weighting = weighting
         self.scheduler = scheduler
@@ -202,6 +204,7 @@ class DPOTrainModule(TrainModule):
             self.weighting,
             device=self.device,
             num_references=None if self.num_references is None else self.num_references // 2,
+            loss_kind=self.objective.kind,
         )
 
     @contextmanager
@@ -211,41 +214,36 @@ class DPOTrainModule(TrainModule):
 
     def _train_microbatch(self, work: Work) -> Tensor:
         """Forward and backward. Returns what the microbatch adds to the metrics."""
-        policy, ref, lists, routing = scored = self._score(work)
-        if lists is not None:
-            loss = self.objective.of_lists(*lists)
-            share = share_of_loss(loss, work.list_share, num_ranks=self.num_ranks)
-        elif work.linear is None:
-            loss = self.objective(policy, ref)
+        scored = self._score(work)
+        if work.linear is None:
+            loss = self.objective(scored.policy, scored.ref)
             share = share_of_loss(loss, work.loss_share, num_ranks=self.num_ranks)
         else:
             loss = work.linear.loss
-            logps_2P = torch.stack([policy.chosen, policy.rejected])
-            share = share_of_loss(logps_2P, work.linear.slope, num_ranks=self.num_ranks)
+            share = share_of_loss(self.terms.logps(scored.policy), work.linear.slope, num_ranks=self.num_ranks)
         if self.objective.nll_weight:
-            nll = share_of_loss(-log_likelihood(policy), work.nll_share, num_ranks=self.num_ranks)
+            nll = share_of_loss(-scored.policy_readout.logp, work.nll_share, num_ranks=self.num_ranks)
             share = share + self.objective.nll_weight * nll
+        routing = scored.policy_readout.routing
         if routing is not None and work.balance_share is not None:
             balance = share_of_loss(routing[1], work.balance_share, num_ranks=self.num_ranks)
             share = share + self.objective.balance_weight * balance
         poisoned(share, loss).backward()
         with torch.no_grad():
-            if lists is not None:
-                self.guard.look(work.index[work.microbatch.example], loss)
-            elif work.linear is None:
-                self.guard.look(work.example, loss)
-            else:  # in a coupled loss one bad pair spoils all; its own log-probabilities tell which
-                of_pair = (policy.chosen, policy.rejected, ref.chosen, ref.rejected)
-                self.guard.look(work.example, torch.stack(of_pair).abs().sum(dim=0))
+            self.guard.look(work.example, self._suspect(scored) if self.objective.coupled else loss)
             return microbatch_sums(scored, loss, objective=self.objective, work=work)
+
+    def _suspect(self, scored: Scored) -> Tensor:
+        """What tells which term is not finite if the loss is coupled, where one bad term spoils all: T."""
+        logps_KT = torch.cat([self.terms.logps(scored.policy), self.terms.logps(scored.ref)])
+        return logps_KT.abs().sum(dim=0)
 
     def _score(self, work: Work) -> Scored:
         """What the policy says of a microbatch, and what it is compared with."""
         policy = score(self.model, work.microbatch, self.objective.needs)
-        both = policy, self.reference.logps(work, policy)
-        pairs = [self.objective.taken(compared(readout, work.microbatch)) for readout in both]
-        lists = (listed(both[0], work.microbatch), listed(both[1], work.microbatch)) if self.objective.lists else None
-        return Scored(pairs[0], pairs[1], lists, policy.routing)
+        ref = self.reference.logps(work, policy)
+        view = self.objective.view
+        return Scored(view(policy, work.microbatch), view(ref, work.microbatch), policy, ref)
 
     def logs_now(self) -> bool:
         """Whether this step's metrics are logged."""
@@ -276,18 +274,15 @@ class DPOTrainModule(TrainModule):
                 "Try padded rows. If the reference is another model on purpose, pass check_first_step=False.",
             )
 
-    def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[PairLogps]:
-        """Log-probabilities of a batch's pairs, by microbatch, without gradients, as the objective takes them."""
+    def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[Logps]:
+        """Log-probabilities of a batch, by microbatch, without gradients, as the objective takes them."""
         self.model.eval()
+        needs = Needs(heads=self.objective.needs.heads)
         with torch.no_grad():
             microbatches = [work.to(self.device).microbatch for work in self._step(batch).work]
-            scored = [self._pairs(microbatch) for microbatch in microbatches]
+            scored = [self.objective.view(score(self.model, one, needs), one) for one in microbatches]
         reshard(self.model)
         return scored
-
-    def _pairs(self, microbatch: Microbatch) -> PairLogps:
-        readout = score(self.model, microbatch, Needs(heads=self.objective.needs.heads))
-        return self.objective.taken(compared(readout, microbatch))
 
     def is_finite(self, step: Step) -> bool:
         """Whether the gradient of a batch is finite; it is not kept. All ranks call this together."""

@@ -40,7 +40,8 @@ class RewardModel(Policy):
 
     def forward(self, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
         """The rewards of the microbatch's answers, and where routers sent the tokens, if that is needed."""
-        assert needs in (LOGPS_ALONE, Needs(routing=True)), "a reward model has no log-probabilities"
+        assert not needs.heads, "a reward model has no log-probabilities"
+        assert not needs.confidence, "a reward model has no log-probabilities"
         reward_A = routes = None
         for one in microbatch.passes:
             hidden_BTD, router_logits = self._hidden(one, needs.routing)

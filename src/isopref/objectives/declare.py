@@ -15,14 +15,15 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from isopref.objectives.parts import gains as log_ratios
+from isopref.types import Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> P
+    Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> T
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
 
-Readout = Literal["logp", "reward"]
+Reading = Literal["logp", "reward"]
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -77,12 +78,13 @@ class Objective:
     paper: str
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
-    lists: bool  # a formula of lists, (policy: ListLogps, ref: ListLogps, *, parameters) -> A, not of pairs
-    coupled: bool  # the loss of a pair depends on the other pairs of the global batch, which it is given as `whole`
-    readout: Readout  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
+    kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
+    needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
+    coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
+    readout: Reading  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
-        """One value per pair: P. Of lists, what each answer adds: A."""
+        """One value for each term: T."""
         return self.formula(policy, ref, **given)
 
     @property
@@ -98,15 +100,17 @@ def objective(
     paper: str,
     gains: Gains = log_ratios,
     needs_reference: bool = True,
-    lists: bool = False,
+    kind: Kind = "pairs",
+    needs_gaps: bool = False,
     coupled: bool = False,
-    readout: Readout = "logp",
+    readout: Reading = "logp",
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
-            formula.__name__, formula, params, equation, use, paper, gains, needs_reference, lists, coupled, readout
+            *(formula.__name__, formula, params, equation, use, paper, gains),
+            *(needs_reference, kind, needs_gaps, coupled, readout),
         )
 
     return declared

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     equation="-log prod_k exp(b G_k) / sum_j exp(b G_j), where j is k and every answer below it",
     use="Ranked lists: the model is to rank the answers as the scores do",
     paper="DPO, Rafailov et al. 2023 (2305.18290), eq. 20 in its appendix: Plackett-Luce",
-    lists=True,
+    kind="lists",
 )
 def plackett_luce(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     return surprise(beta * list_gains(policy, ref), beaten(policy))
@@ -34,7 +34,7 @@ def plackett_luce(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     equation="-log exp(b G_1) / sum_j exp(b G_j), where 1 is the best answer and j is it and every answer below it",
     use="Lists whose best answer alone is known to be good: one against all the others",
     paper="S-DPO, Chen et al. 2024 (2406.09215): softmax over one chosen and several rejected answers",
-    lists=True,
+    kind="lists",
 )
 def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     below = beaten(policy)

@@ -1,4 +1,7 @@
-"""The loss of a run: a sum of objectives with their parameters, and what modifies it. P: pairs, A: answers."""
+"""The loss of a run: a sum of objectives with their parameters, and what modifies it.
+
+T: terms, which are pairs, answers of lists or labelled answers (batch/terms.py); P: pairs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopref.batch.terms import TERMS
 from isopref.errors import ConfigError
 from isopref.objectives import registry
 from isopref.objectives.coupled import Whole
-from isopref.objectives.declare import Objective, Readout
-from isopref.types import ListLogps, Needs, PairLogps
+from isopref.objectives.declare import Objective, Reading
+from isopref.types import Kind, Logps, Microbatch, Needs, PairLogps, Readout
 
 
 @dataclass(frozen=True)
-class Term:
+class Summand:
     """An objective with its parameters filled in, and its weight in the sum."""
 
     objective: Objective
@@ -28,56 +32,60 @@ class Term:
 
 
 @dataclass(frozen=True)
-class PairLoss:
-    """A sum of objectives: (policy, reference) -> P. A coupled one is given the whole global batch at once."""
+class Loss:
+    """A sum of objectives of one kind: (policy, reference) -> T. A coupled one also takes what `whole` says."""
 
-    terms: tuple[Term, ...]
+    summands: tuple[Summand, ...]
     nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
     ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
     wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
     balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
 
-    def __call__(self, policy: PairLogps, ref: PairLogps, *, whole: Whole | None = None) -> Tensor:
-        loss_P = self._sum(policy, ref, whole)
-        return loss_P if policy.weight is None else policy.weight * loss_P
-
-    def of_lists(self, policy: ListLogps, ref: ListLogps) -> Tensor:
-        """What each answer adds to the loss of its list, where `lists` is true: A."""
-        return self._sum(policy, ref, None)
-
-    def _sum(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
-        first, *others = (term(policy, ref, whole) for term in self.terms)
-        return sum(others, first)
+    def __call__(self, policy: Logps, ref: Logps, *, whole: Whole | None = None) -> Tensor:
+        first, *others = (summand(policy, ref, whole) for summand in self.summands)
+        loss_T = sum(others, first)
+        weight = policy.weight if isinstance(policy, PairLogps) else None
+        return loss_T if weight is None else weight * loss_T
 
     @property
-    def lists(self) -> bool:
-        """Whether it is a loss of ranked lists. All its terms are, or none."""
-        return self.terms[0].objective.lists
+    def kind(self) -> Kind:
+        """What its terms are. All its objectives have the same."""
+        return self.summands[0].objective.kind
 
     @property
-    def readout(self) -> Readout:
-        """What it takes of an answer: its log-probability, or a reward. The same for all its terms."""
-        return self.terms[0].objective.readout
+    def readout(self) -> Reading:
+        """What it takes of an answer: its log-probability, or a reward. The same for all its objectives."""
+        return self.summands[0].objective.readout
 
     @property
     def needs(self) -> Needs:
         """What it has to know of a microbatch besides log-probabilities."""
-        return Needs(heads=self.ld_alpha != 1, confidence=self.wpo, routing=self.balance_weight > 0)
+        return Needs(
+            heads=self.ld_alpha != 1,
+            confidence=self.wpo,
+            routing=self.balance_weight > 0,
+            gaps=any(one.objective.needs_gaps for one in self.summands),
+        )
 
     @property
     def needs_reference(self) -> bool:
         """Without: nothing is scored for one, and what stands for it is zero."""
-        return any(term.objective.needs_reference for term in self.terms)
+        return any(one.objective.needs_reference for one in self.summands)
 
     @property
     def coupled(self) -> bool:
         """Whether the loss of a pair depends on the other pairs of its global batch."""
-        return any(term.objective.coupled for term in self.terms)
+        return any(one.objective.coupled for one in self.summands)
 
     @property
     def first_pass(self) -> bool:
         """Whether a step begins with a pass without gradient over the global batch."""
         return self.coupled or self.balance_weight > 0
+
+    def view(self, readout: Readout, microbatch: Microbatch) -> Logps:
+        """A microbatch as this loss takes it."""
+        logps: Logps = TERMS[self.kind].view(readout, microbatch, self.needs)
+        return self.taken(logps) if isinstance(logps, PairLogps) else logps
 
     def taken(self, logps: PairLogps) -> PairLogps:
         """Log-probabilities as this loss takes them: with `ld_alpha`, a discount on what is beyond the shorter answer.
@@ -93,12 +101,12 @@ class PairLoss:
 
     def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
         """The implicit rewards over beta, up to a constant: P, P. Where there are several objectives, of the first."""
-        first = self.terms[0]
+        first = self.summands[0]
         return first.objective.gains(policy, ref, **first.params)
 
     def rewards(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
         """The implicit rewards: P, P. An answer that is as likely as under the reference has a reward of 0."""
-        first = self.terms[0]
+        first = self.summands[0]
         beta = first.params.get("beta", 1.0)
         chosen, rejected = self.gains(policy, ref)
         if first.objective.needs_reference:
@@ -108,14 +116,14 @@ class PairLoss:
 
 
 def pair_loss(
-    loss: registry.Loss,
+    loss: registry.LossSpec,
     *,
     nll_weight: float = 0.0,
     ld_alpha: float = 1.0,
     wpo: bool = False,
     balance_weight: float = 0.0,
     **params: Any,
-) -> PairLoss:
+) -> Loss:
     """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
 
     Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError for
@@ -128,7 +136,7 @@ def pair_loss(
         raise ConfigError(f"pair_loss: wpo must be True or False; found {wpo!r}.")
     for what in registry.wpo_problems(loss) if wpo else ():
         raise ConfigError(f"pair_loss: wpo: {what}")
-    for what in registry.list_problems(loss, ld_alpha=ld_alpha):
+    for what in registry.kind_problems(loss, ld_alpha=ld_alpha):
         raise ConfigError(f"pair_loss: {what}")
     for what in registry.reward_problems(loss, nll_weight=nll_weight, ld_alpha=ld_alpha, wpo=wpo):
         raise ConfigError(f"pair_loss: {what}")
@@ -136,8 +144,9 @@ def pair_loss(
     for name, value in added.items():
         registry.checked(name, value, registry.MODIFIERS[name])
     filled = registry.resolve(loss, **params)
-    terms = (Term(registry.OBJECTIVES[name], filled[name], weight) for name, weight in registry.weights(loss).items())
-    return PairLoss(tuple(terms), nll_weight, ld_alpha, wpo, balance_weight)
+    weights = registry.weights(loss)
+    summands = (Summand(registry.OBJECTIVES[name], filled[name], weight) for name, weight in weights.items())
+    return Loss(tuple(summands), nll_weight, ld_alpha, wpo, balance_weight)
 
 
 def log_likelihood(policy: PairLogps) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any
 
 from isopref.errors import ConfigError
 from isopref.objectives import coupled, lists, pairs, reference_free, rewards
-from isopref.objectives.declare import Objective, Param, Readout, within
+from isopref.objectives.declare import Objective, Param, Reading, within
+from isopref.types import Kind
 
-Loss = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
+LossSpec = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
 
 OBJECTIVES: dict[str, Objective] = {
     one.name: one
@@ -49,7 +50,7 @@ MODIFIERS: dict[str, Param] = {
 }
 
 
-def weights(loss: Loss) -> dict[str, float]:
+def weights(loss: LossSpec) -> dict[str, float]:
     """The objectives that are added, with their weights. Raises ConfigError for what cannot be added."""
     named = dict(loss) if isinstance(loss, Mapping) else {loss: 1.0}
     for name in named:
@@ -60,12 +61,12 @@ def weights(loss: Loss) -> dict[str, float]:
     return named
 
 
-def takes(loss: Loss) -> list[str]:
+def takes(loss: LossSpec) -> list[str]:
     """The parameters that one of the objectives of a loss takes."""
     return list(dict.fromkeys(param for name in weights(loss) for param in OBJECTIVES[name].params))
 
 
-def resolve(loss: Loss, **given: Any) -> dict[str, dict[str, float | str]]:
+def resolve(loss: LossSpec, **given: Any) -> dict[str, dict[str, float | str]]:
     """The parameters of each objective of a loss: those given that it takes, and its defaults for the others.
 
     None is as good as not given. Raises ConfigError for an unknown name, for what no objective can use, and for a value
@@ -89,7 +90,7 @@ def checked(name: str, value: Any, param: Param) -> float | str:
     return value if isinstance(value, str) else float(value)
 
 
-def unused(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def unused(loss: LossSpec, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (parameter, what is wrong and the way out) for parameters that were told and that none of a loss takes."""
     names, taken = ", ".join(weights(loss)), takes(loss)
     for param, value in told.items():
@@ -102,7 +103,7 @@ def unused(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
 
 
-def out_of_bounds(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def out_of_bounds(loss: LossSpec, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (parameter, what is wrong and the way out) for parameters whose value an objective of a loss refuses."""
     for name in weights(loss):
         for param, of in OBJECTIVES[name].params.items():
@@ -110,30 +111,37 @@ def out_of_bounds(loss: Loss, told: Mapping[str, Any]) -> Iterator[tuple[str, st
                 yield param, f"must be {of.wanted} with the loss {name}; found {told[param]}."
 
 
-def is_of_lists(loss: Loss) -> bool:
-    """Whether all objectives of a loss, or the only one, are of ranked lists."""
-    return all(OBJECTIVES[name].lists for name in weights(loss))
+KIND_WORDS: dict[Kind, str] = {"pairs": "pairs", "lists": "lists", "labels": "labelled answers"}
 
 
-def list_problems(loss: Loss, *, ld_alpha: float) -> Iterator[str]:
-    """Yield what is wrong with a loss of which some objectives are of lists."""
-    lists = [name for name in weights(loss) if OBJECTIVES[name].lists]
-    if lists and not is_of_lists(loss):
-        pairs = ", ".join(name for name in weights(loss) if name not in lists)
-        yield f"{', '.join(lists)} is a loss of lists, {pairs} one of pairs. Only losses of one kind can be added."
-    if lists and ld_alpha != 1:
+def kinds(loss: LossSpec) -> dict[Kind, list[str]]:
+    """The objectives of a loss by their kind. There should be one kind."""
+    found: dict[Kind, list[str]] = {}
+    for name in weights(loss):
+        found.setdefault(OBJECTIVES[name].kind, []).append(name)
+    return found
+
+
+def kind_problems(loss: LossSpec, *, ld_alpha: float) -> Iterator[str]:
+    """Yield what is wrong with the kinds of the objectives that are added, and with modifiers that they rule out."""
+    found = kinds(loss)
+    if len(found) > 1:
+        each = ", ".join(f"{', '.join(names)} is a loss of {KIND_WORDS[kind]}" for kind, names in found.items())
+        yield f"{each}. Only losses of one kind can be added."
+    unpaired = [name for kind, names in found.items() if kind != "pairs" for name in names]
+    if unpaired and ld_alpha != 1:
         yield (
-            f"ld_alpha is {ld_alpha}, which discounts what one answer has beyond another, but {', '.join(lists)} "
-            "compares whole lists. Remove ld_alpha, or use a loss of pairs."
+            f"ld_alpha is {ld_alpha}, which discounts what the longer answer of a pair has beyond the shorter one, but "
+            f"{', '.join(unpaired)} does not compare pairs. Remove ld_alpha, or use a loss of pairs."
         )
 
 
-def readout(loss: Loss) -> Readout:
+def readout(loss: LossSpec) -> Reading:
     """What a loss takes of an answer; that of its first objective."""
     return OBJECTIVES[next(iter(weights(loss)))].readout
 
 
-def reward_problems(loss: Loss, *, nll_weight: float, ld_alpha: float, wpo: bool) -> Iterator[str]:
+def reward_problems(loss: LossSpec, *, nll_weight: float, ld_alpha: float, wpo: bool) -> Iterator[str]:
     """Yield what is wrong with a loss of which some objectives train a reward model."""
     of_rewards = [name for name in weights(loss) if OBJECTIVES[name].readout == "reward"]
     if not of_rewards:
@@ -149,12 +157,11 @@ def reward_problems(loss: Loss, *, nll_weight: float, ld_alpha: float, wpo: bool
         )
 
 
-def wpo_problems(loss: Loss) -> Iterator[str]:
+def wpo_problems(loss: LossSpec) -> Iterator[str]:
     """Yield what is wrong with WPO's weights for a loss."""
-    lists = [name for name in weights(loss) if OBJECTIVES[name].lists]
-    batchwise = [name for name in weights(loss) if OBJECTIVES[name].coupled]
-    if batchwise or lists:
+    without = [name for name in weights(loss) if OBJECTIVES[name].coupled or OBJECTIVES[name].kind != "pairs"]
+    if without:
         yield (
-            f"weighs the loss of each pair, but {', '.join(batchwise or lists)} looks at a whole "
-            f"{'batch' if batchwise else 'list'}, where a pair has no loss of its own. Remove wpo, or use another loss."
+            f"weights the loss of each pair, but with {', '.join(without)} a single pair has no loss of its own. "
+            "Remove wpo, or use another loss."
         )

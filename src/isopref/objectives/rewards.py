@@ -39,7 +39,7 @@ def bradley_terry(policy: PairLogps, _ref: PairLogps, *, center: float) -> Tenso
     paper="Plackett-Luce on rewards, Zhu et al. 2023 (2301.11270)",
     gains=own_rewards,
     needs_reference=False,
-    lists=True,
+    kind="lists",
     readout="reward",
 )
 def plackett_luce_reward(policy: ListLogps, _ref: ListLogps) -> Tensor:

@@ -29,7 +29,7 @@ from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_
 from isopref.models.policy import Policy, full
 from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.equations import (
@@ -240,7 +240,7 @@ def _scored(
     return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
 
 
-def pair_objective(case: str = "sigmoid", **settings: Any) -> PairLoss:
+def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
     """The objective of a cell."""
     name, params = ALL_CASES[case]
     return pair_loss(name, **settings, **params)
@@ -289,7 +289,8 @@ def _planned(cell: Cell, rank: int) -> dict[str, Any]:
     table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
     index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
     cut = plan(cell, table.lengths.select(index))
-    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank)}
+    kind = pair_objective(cell.objective).kind
+    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=kind)}
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:

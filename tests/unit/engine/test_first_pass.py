@@ -19,7 +19,7 @@ from isopref.engine.first_pass import FirstPass, Score
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
 from isopref.objectives.coupled import Whole
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.testing import matrix
 from isopref.testing.equations import BATCH_CASES, batch_loss
 from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, measure
@@ -44,7 +44,7 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     return PairLogps(*policy, *tokens), PairLogps(*ref, *tokens), weights
 
 
-def total(loss: PairLoss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:
+def total(loss: Loss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:
     share = weights / weights.sum()
     return (share * loss(policy, ref, whole=Whole.first(share))).sum()
 
@@ -218,7 +218,7 @@ def test_a_sum_of_two_by_hand() -> None:
 
 def test_each_of_several_has_its_own_defaults_and_the_first_gives_the_rewards() -> None:
     loss = pair_loss({"simpo": 1.0, "sppo_hard": 0.1}, gamma=0.3)
-    assert [term.params for term in loss.terms] == [{"beta": 2.0, "gamma": 0.3}, {"beta": 0.001}]
+    assert [term.params for term in loss.summands] == [{"beta": 2.0, "gamma": 0.3}, {"beta": 0.001}]
     assert loss.needs_reference
     policy, ref = logps([-5.0], [-7.0]), logps([-6.0], [-7.0])
     assert [gain.item() for gain in loss.gains(policy, ref)] == [-5.0, -7.0]

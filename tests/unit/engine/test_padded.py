@@ -110,7 +110,9 @@ def shares(step: Step) -> dict[int, tuple[float, float]]:
     """What each pair counts for, by its index."""
     found: dict[int, tuple[float, float]] = {}
     for work in step.work:
-        for index, *share in zip(work.index.tolist(), work.loss_share.tolist(), work.mean_share.tolist(), strict=True):
+        for index, *share in zip(
+            work.index.tolist(), work.loss_share.tolist(), work.side_share[2].tolist(), strict=True
+        ):
             assert index not in found
             found[index] = (share[0], share[1])
     return found

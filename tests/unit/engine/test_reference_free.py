@@ -6,7 +6,7 @@ import torch
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
 from isopref.models.policy import Policy
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.testing import oracle
 from isopref.testing.equations import CASES, by_equation
 from isopref.testing.exactness import StubTrainer, batch, full_gradient, padded_batch
@@ -14,7 +14,7 @@ from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 
 
-def module(objective: PairLoss) -> DPOTrainModule:
+def module(objective: Loss) -> DPOTrainModule:
     policy = Policy(tiny_model("gpt2", dtype=torch.float64))
     return DPOTrainModule(
         policy, torch.optim.SGD(policy.parameters()), objective=objective, rank_microbatch_size=150, weighting="example"

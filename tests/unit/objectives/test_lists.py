@@ -22,7 +22,7 @@ def lists(gain: list[float], score: list[float], of: list[int] | None = None) ->
 
 
 def of_each(name: str, policy: ListLogps, ref: ListLogps, **params: Any) -> Tensor:
-    return pair_loss(name, **params).of_lists(policy, ref)
+    return pair_loss(name, **params)(policy, ref)
 
 
 # Three answers with rewards log 1, log 2 and log 3 (beta 1), of which the second has the best score, then the third.
@@ -86,9 +86,17 @@ def test_a_pair_is_a_list_of_two() -> None:
 @pytest.mark.parametrize(
     ("loss", "more", "message"),
     [
-        ({"sigmoid": 1.0, "softmax": 0.5}, {}, "softmax is a loss of lists, sigmoid one of pairs"),
+        (
+            {"sigmoid": 1.0, "softmax": 0.5},
+            {},
+            "sigmoid is a loss of pairs, softmax is a loss of lists. Only losses of one kind",
+        ),
         ("softmax", {"ld_alpha": 0.5}, "ld_alpha is 0.5, which discounts"),
-        ("plackett_luce", {"wpo": True}, "wpo: weighs the loss of each pair, but plackett_luce looks at a whole list"),
+        (
+            "plackett_luce",
+            {"wpo": True},
+            "wpo: weights the loss of each pair, but with plackett_luce a single pair has no loss of its own",
+        ),
     ],
 )
 def test_what_cannot_go_together(loss: object, more: dict[str, object], message: str) -> None:

@@ -14,7 +14,7 @@ from isopref.config.load import load_config
 from isopref.config.schema import run_id
 from isopref.errors import ConfigError
 from isopref.objectives.declare import Param
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.objectives.registry import MODIFIERS, OBJECTIVES, PARAMS, out_of_bounds, resolve, unused
 from isopref.testing.equations import (
     ALL_CASES,
@@ -44,7 +44,7 @@ def some_pairs(num_pairs: int = 40) -> tuple[PairLogps, PairLogps]:
     return PairLogps(chosen, rejected, tokens[0], tokens[1]), PairLogps(base[0], base[1], tokens[0], tokens[1])
 
 
-def gradients(loss: PairLoss, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(loss: Loss, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradient of each with respect to its own two log-probabilities."""
     leaves = policy.chosen.clone().requires_grad_(), policy.rejected.clone().requires_grad_()
     loss_P = loss(PairLogps(leaves[0], leaves[1], policy.num_chosen, policy.num_rejected), ref)
@@ -122,7 +122,7 @@ def test_wpo_s_weight_multiplies_the_loss_of_a_pair() -> None:
 
 
 def test_wpo_s_weights_are_refused_where_a_pair_has_no_loss_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"^pair_loss: wpo: weighs the loss of each pair, but aot, bco_pair looks at"):
+    with pytest.raises(ConfigError, match=r"^pair_loss: wpo: weights the loss of each pair, but with aot, bco_pair a"):
         pair_loss({"sigmoid": 1.0, "aot": 1.0, "bco_pair": 1.0}, wpo=True)
 
 
@@ -173,13 +173,15 @@ def test_rewards_are_those_of_the_second_writing(case: str) -> None:
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
     assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) | set(LIST_EQUATIONS) == set(OBJECTIVES)
-    assert {name for name, about in OBJECTIVES.items() if about.lists} == set(LIST_EQUATIONS) == set(LIST_CASES)
+    assert (
+        {name for name, about in OBJECTIVES.items() if about.kind == "lists"} == set(LIST_EQUATIONS) == set(LIST_CASES)
+    )
     assert {name for name, about in OBJECTIVES.items() if about.coupled} == set(COUPLED_EQUATIONS) < set(BATCH_CASES)
     for name, objective in OBJECTIVES.items():
         parameters = inspect.signature(objective.formula).parameters.values()
         keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
         assert keywords == {*objective.params, *(["whole"] if objective.coupled else [])}, name
-        assert [term.params for term in pair_loss(name).terms] == [objective.defaults]
+        assert [term.params for term in pair_loss(name).summands] == [objective.defaults]
 
 
 def test_what_is_given_goes_before_the_default() -> None:

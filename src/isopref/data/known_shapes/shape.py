@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from isopref.data.columns import OPTIONAL, SIDES
+from isopref.data.columns import GAPS, OPTIONAL, SIDES
 from isopref.data.messages import Turns, kind
 
 Fields = dict[str, Any]
@@ -46,7 +46,7 @@ class Shape(ABC):
     @property
     def reads(self) -> frozenset[str]:
         """Every column that is read of a record."""
-        return frozenset((*self.columns, *OPTIONAL))
+        return frozenset((*self.columns, *OPTIONAL, *(() if self.is_list else GAPS)))
 
     @abstractmethod
     def fits(self, fields: Fields) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from isopref.evaluate import Evaluation, evaluate, source_labels
 from isopref.examples import Lengths
 from isopref.normalize import Weighting
-from isopref.objectives.loss import PairLoss, pair_loss
+from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
 
 # Four pairs. Margins are +2, -1, 0 and +3.
@@ -33,7 +33,7 @@ def figures(
     *,
     policy: TableLogps = POLICY,
     sources: list[int] | None = None,
-    loss: PairLoss | None = None,
+    loss: Loss | None = None,
 ) -> Evaluation:
     return evaluate(
         policy,
@@ -236,5 +236,5 @@ def test_one_pair_says_little_of_a_share_and_nothing_of_other_figures() -> None:
 
 def test_drawing_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = many(60, seed=2)
-    monkeypatch.setattr("isopref.evaluate.BLOCK", 60 * 7)
+    monkeypatch.setattr("isopref.evaluate.intervals.BLOCK", 60 * 7)
     assert many(60, seed=2) == whole

@@ -1,0 +1,125 @@
+"""The figures of an evaluation, of all held-out examples and of each source alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from isopref.evaluate.intervals import Figure, correlation, figure, means, share
+from isopref.evaluate.losses import Losses, losses_of_lists, losses_of_pairs
+from isopref.evaluate.pairs import Bucket, Pairs, buckets, pairs_of, taken, won
+from isopref.examples import Lengths
+from isopref.normalize import Weighting
+from isopref.objectives.loss import Loss
+from isopref.score import TableLogps
+from isopref.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over held-out pairs; every pair counts once, but for the loss, which has the objective's weighting."""
+
+    pairs: int
+    accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
+    reward_margin: Figure  # mean of beta * margin, as the loss has its margin
+    reward_margin_std: Figure  # its standard deviation over pairs
+    logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
+    loss: Figure
+    length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
+    by_length: tuple[Bucket, ...]
+    by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
+
+    def figures(self) -> dict[str, Figure]:
+        """The figures over all pairs, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
+
+    def as_metrics(self) -> dict[str, float]:
+        """For the metrics log: eval/NAME with its interval; by length and by source the values alone."""
+        named = dict(self._values("eval"))
+        for name, one in self.figures().items():
+            named |= {f"eval/{name}_low": one.low, f"eval/{name}_high": one.high}
+        for source, part in self.by_source.items():
+            named |= dict(part._values(f"eval/{source}"))
+        return named
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _values(self, prefix: str) -> Iterator[tuple[str, float]]:
+        for name, one in self.figures().items():
+            yield f"{prefix}/{name}", one.value
+        for bucket in self.by_length:
+            yield f"{prefix}/accuracy_length_{bucket.quarter}", bucket.accuracy.value
+
+
+def evaluate(
+    policy: TableLogps,
+    ref: TableLogps,
+    lengths: Lengths,
+    own: FloatArray,
+    *,
+    loss: Loss,
+    weighting: Weighting,
+    sources: IntArray | None = None,
+    source_names: Sequence[str] = (),
+    scores: FloatArray | None = None,
+) -> Evaluation:
+    """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
+
+    `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
+    """
+    logps = taken(policy, ref, lengths, loss)
+    pairs = pairs_of(logps, policy, lengths, own, loss)
+    if loss.kind == "lists":
+        assert scores is not None, "a loss of lists needs scores"
+        losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
+    else:
+        losses = losses_of_pairs(logps, lengths, own, loss, weighting)
+    by_source = {}
+    if sources is not None and len(present := np.unique(sources).tolist()) > 1:
+        labels = source_labels(source_names)
+        for source in present:
+            there = sources == source
+            some = pairs.select(there[lengths.of_comparison]), losses.select(there[losses.example])
+            by_source[labels[source]] = _figures(*some, {})
+    return _figures(pairs, losses, by_source)
+
+
+def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> Evaluation:
+    won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
+    # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
+    margin = reward_margin_N - reward_margin_N.mean()
+    tokens_N2 = pairs.tokens.astype(np.float64)
+    reward, tokens = (x - x.mean() for x in (pairs.rewards, tokens_N2))
+    products = [(a * b).mean(axis=1) for a, b in ((reward, tokens), (reward, reward), (tokens, tokens))]
+    columns = [
+        reward_margin_N,
+        *(margin, margin**2),
+        *(reward.mean(axis=1), tokens.mean(axis=1), *products),
+    ]
+    found = means(np.stack(columns, axis=1), np.ones(len(won_N)))
+    loss = means(losses.value[:, None], losses.weight)[:, 0]
+    if pairs.nll.any():  # of pairs, the same draws as those of the loss
+        loss = loss + means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
+    reward_margin, first, second, *moments = found.T
+    return Evaluation(
+        pairs=len(won_N),
+        accuracy=share(won_N),
+        reward_margin=figure(reward_margin),
+        reward_margin_std=figure(np.sqrt(np.maximum(second - first**2, 0.0))),
+        logp_accuracy=share(won(pairs.per_token)),
+        loss=figure(loss),
+        length_correlation=correlation(*moments),
+        by_length=tuple(buckets(won_N, tokens_N2.mean(axis=1))),
+        by_source=by_source,
+    )
+
+
+def source_labels(names: Sequence[str]) -> list[str]:
+    """Short names of sources, all different: without folder and ending where that is enough, else numbered."""
+    short = [PurePath(name).name.split(".")[0] for name in names]
+    chosen = short if len(set(short)) == len(short) and all(short) else list(names)
+    twice = {name for name in chosen if chosen.count(name) > 1}
+    return [f"{name} ({number})" if name in twice else name for number, name in enumerate(chosen, start=1)]

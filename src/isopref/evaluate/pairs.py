@@ -1,0 +1,94 @@
+"""What is known of every held-out pair, and accuracy by length. A comparison of two answers of a list is a pair.
+
+N: pairs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isopref.evaluate.intervals import Figure, share
+from isopref.examples import Lengths
+from isopref.objectives.loss import Loss, log_likelihood
+from isopref.score import TableLogps
+from isopref.types import FloatArray, IntArray, PairLogps
+
+NUM_BUCKETS = 4
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A quarter of the pairs by the tokens of their answers (the mean of the two); 1 has the shortest."""
+
+    quarter: int
+    shortest: float
+    longest: float
+    pairs: int
+    accuracy: Figure
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the figures are made of, pair by pair."""
+
+    won: FloatArray  # N
+    rewards: FloatArray  # N, 2
+    per_token: FloatArray  # N, 2: log-probability
+    nll: FloatArray  # N: of a chosen token, times its weight in the objective
+    tokens: IntArray  # N, 2
+    chosen_weights: FloatArray  # N: of the NLL
+
+    def select(self, some_N: NDArray[np.bool_]) -> "Pairs":
+        return Pairs(*(part[some_N] for part in vars(self).values()))
+
+
+def pairs_of(
+    logps: tuple[PairLogps, PairLogps], policy: TableLogps, lengths: Lengths, own: FloatArray, loss: Loss
+) -> Pairs:
+    """The pairs of a table, from the log-probabilities of policy and reference as the loss takes them."""
+    gain_N2, reward_N2 = (_side_by_side(of(*logps)) for of in (loss.gains, loss.rewards))
+    tokens_N2 = lengths.compared_tokens.T
+    return Pairs(
+        won=won(gain_N2),
+        rewards=reward_N2,
+        per_token=policy.answers[lengths.sides].T / tokens_N2,
+        nll=-loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0],
+        tokens=tokens_N2,
+        chosen_weights=own[lengths.of_comparison] * tokens_N2[:, 0],
+    )
+
+
+def taken(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> tuple[PairLogps, PairLogps]:
+    """The comparisons of a table as the loss takes them."""
+    return loss.taken(policy.compared(lengths)), loss.taken(ref.compared(lengths))
+
+
+def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
+    """The implicit rewards of every comparison's answers, chosen and rejected: N, 2."""
+    return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss)))
+
+
+def won(sides_N2: FloatArray) -> FloatArray:
+    """1 where chosen has more than rejected, 0 where it has less; a tie is half."""
+    difference = sides_N2[:, 0] - sides_N2[:, 1]
+    points: FloatArray = (difference > 0) + 0.5 * (difference == 0)
+    return points
+
+
+def buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
+    """Accuracy by length."""
+    edges = np.quantile(tokens_N, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
+    bucket_N = np.searchsorted(edges, tokens_N, side="left")  # the edge belongs to the shorter ones
+    for number in np.unique(bucket_N):
+        inside = bucket_N == number
+        shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())
+        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), share(won_N[inside]))
+
+
+def _side_by_side(chosen_and_rejected: tuple[Tensor, Tensor]) -> FloatArray:
+    values_N2: FloatArray = torch.stack(chosen_and_rejected, dim=1).numpy()
+    return values_N2
