@@ -39,6 +39,7 @@ class HeldOut:
             sources=self.table.sources,
             source_names=self.table.source_names,
             scores=self.table.scores,
+            gaps=self.table.gaps,
         )
 
     def say_effect(self, policy_before: TableLogps, policy_after: TableLogps) -> None:

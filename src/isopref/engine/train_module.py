@@ -196,6 +196,11 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(
                 "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
+        if self.objective.needs.gaps:
+            raise ConfigError(
+                f"{WHERE}: the loss needs the gap between the scores of two answers, and a padded batch has none. Use "
+                "isopref.ExampleLoader."
+            )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
         return padded_to_step(

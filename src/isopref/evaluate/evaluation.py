@@ -65,12 +65,14 @@ def evaluate(
     sources: IntArray | None = None,
     source_names: Sequence[str] = (),
     scores: FloatArray | None = None,
+    gaps: FloatArray | None = None,
 ) -> Evaluation:
     """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
 
     `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
+    `gaps`: between the scores of compared answers, for a loss that needs them.
     """
-    logps = taken(policy, ref, lengths, loss)
+    logps = taken(policy, ref, lengths, loss, gaps)
     pairs = pairs_of(logps, policy, lengths, own, loss)
     if loss.kind == "lists":
         assert scores is not None, "a loss of lists needs scores"

@@ -62,14 +62,16 @@ def pairs_of(
     )
 
 
-def taken(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> tuple[PairLogps, PairLogps]:
+def taken(
+    policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss, gaps: FloatArray | None
+) -> tuple[PairLogps, PairLogps]:
     """The comparisons of a table as the loss takes them."""
-    return loss.taken(policy.compared(lengths)), loss.taken(ref.compared(lengths))
+    return loss.taken(policy.compared(lengths, gaps)), loss.taken(ref.compared(lengths, gaps))
 
 
 def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
     """The implicit rewards of every comparison's answers, chosen and rejected: N, 2."""
-    return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss)))
+    return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss, None)))
 
 
 def won(sides_N2: FloatArray) -> FloatArray:

@@ -79,7 +79,9 @@ class Objective:
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
     kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
-    needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
+    # It reads PairLogps.gap: the data must score both answers of every comparison. Or the parameter that makes it do so
+    # where it is not 0.
+    needs_gaps: bool | str
     coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
     readout: Reading  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
 
@@ -101,7 +103,7 @@ def objective(
     gains: Gains = log_ratios,
     needs_reference: bool = True,
     kind: Kind = "pairs",
-    needs_gaps: bool = False,
+    needs_gaps: bool | str = False,
     coupled: bool = False,
     readout: Reading = "logp",
 ) -> Callable[[Formula], Objective]:

@@ -26,6 +26,11 @@ class Summand:
     params: Mapping[str, Any]
     weight: float = 1.0
 
+    @property
+    def needs_gaps(self) -> bool:
+        declared = self.objective.needs_gaps
+        return bool(self.params[declared]) if isinstance(declared, str) else declared
+
     def __call__(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
         batch = {"whole": whole} if self.objective.coupled else {}
         return self.weight * self.objective(policy, ref, **batch, **self.params)
@@ -64,7 +69,7 @@ class Loss:
             heads=self.ld_alpha != 1,
             confidence=self.wpo,
             routing=self.balance_weight > 0,
-            gaps=any(one.objective.needs_gaps for one in self.summands),
+            gaps=any(one.needs_gaps for one in self.summands),
         )
 
     @property

@@ -18,18 +18,27 @@ if TYPE_CHECKING:
 
 @objective(
     params={
+        "margin": Param(
+            0.0,
+            "How far the rewards of chosen and rejected are to be apart for each point between the scores that the "
+            "data gives them. 0: scores are not needed.",
+            {"ge": 0},
+        ),
         "center": Param(0.0, "Weight of (r_c + r_r)^2, which keeps the rewards of a pair centered on zero.", {"ge": 0}),
     },
-    equation="-ls(r_c - r_r) + center (r_c + r_r)^2",
+    equation="-ls(r_c - r_r - margin gap) + center (r_c + r_r)^2",
     use="A reward model from pairs: the chosen answer is to get the higher reward",
-    paper="InstructGPT, Ouyang et al. 2022 (2203.02155), eq. 1; center: Eisenstein et al. 2023 (2312.09244)",
+    paper="InstructGPT, Ouyang et al. 2022 (2203.02155), eq. 1; margin: Llama 2, Touvron et al. 2023 (2307.09288); "
+    "center: Eisenstein et al. 2023 (2312.09244)",
     gains=own_rewards,
     needs_reference=False,
+    needs_gaps="margin",
     readout="reward",
 )
-def bradley_terry(policy: PairLogps, _ref: PairLogps, *, center: float) -> Tensor:
+def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: float) -> Tensor:
     chosen, rejected = policy.chosen, policy.rejected
-    return -logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
+    wanted = 0.0 if policy.gap is None else margin * policy.gap
+    return -logsigmoid(chosen - rejected - wanted) + center * (chosen + rejected) ** 2
 
 
 @objective(

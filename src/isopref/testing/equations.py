@@ -7,6 +7,7 @@ oracle can differentiate what it computes here.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from isopref.types import PairLogps
 
 @dataclass(frozen=True)
 class Answer:
-    """log pi(y|x) and log ref(y|x), and the number of tokens of y."""
+    """log pi(y|x) and log ref(y|x), the number of tokens of y, and its score in the data, up to a constant."""
 
     policy: Tensor
     ref: Tensor
     tokens: int
+    score: float = math.nan
 
     @property
     def ratio(self) -> Tensor:
@@ -70,6 +72,11 @@ def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, diverg
 
 def dpo_norm(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
     return bradley_terry(beta / c.tokens * c.log_ratio - beta / r.tokens * r.log_ratio, label_smoothing)
+
+
+def odpo(c: Answer, r: Answer, *, beta: float, alpha: float) -> Tensor:
+    offset = alpha * math.log(c.score - r.score)
+    return -torch.log(sigma(beta * c.log_ratio - beta * r.log_ratio - offset))
 
 
 def robust(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
@@ -138,9 +145,10 @@ def cpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
     return -torch.log(sigma(beta * c.policy - beta * r.policy)) - torch.log(c.likelihood)
 
 
-def bradley_terry_reward(c: Answer, r: Answer, *, center: float) -> Tensor:
+def bradley_terry_reward(c: Answer, r: Answer, *, margin: float, center: float) -> Tensor:
     """`policy` is the reward of a reward model."""
-    return -torch.log(sigma(c.policy - r.policy)) + center * (c.policy + r.policy) ** 2
+    apart = margin * (c.score - r.score) if margin else 0.0
+    return -torch.log(sigma(c.policy - r.policy - apart)) + center * (c.policy + r.policy) ** 2
 
 
 Pairs = Sequence[tuple[Answer, Answer]]
@@ -247,7 +255,7 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
         *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
-        *(simpo, orpo, cpo),
+        *(odpo, simpo, orpo, cpo),
     )
 }
 EQUATIONS["bradley_terry"] = bradley_terry_reward
@@ -275,12 +283,13 @@ def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
 
 
 def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:
+    gaps = [math.nan] * len(policy.chosen) if policy.gap is None else policy.gap.tolist()
     return [
         (
-            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p])),
-            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p])),
+            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p]), gap),
+            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p]), 0.0),
         )
-        for p in range(len(policy.chosen))
+        for p, gap in enumerate(gaps)
     ]
 
 
@@ -318,6 +327,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forward_kl": ("sigmoid", {"beta": 2e-4, "label_smoothing": 0.0, "divergence": "forward_kl"}),
     "jensen_shannon": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.0, "divergence": "jensen_shannon"}),
     "alpha": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": 0.4}),
+    "odpo": ("odpo", {"beta": 0.3, "alpha": 0.7}),
     "dpo_norm": ("dpo_norm", {"beta": 3.0, "label_smoothing": 0.1}),
     "robust": ("robust", {"beta": 0.3, "label_smoothing": 0.2}),
     "hinge": ("hinge", {"beta": 0.3}),
@@ -332,7 +342,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}),
     "orpo": ("orpo", {"beta": 0.5}),
     "cpo": ("cpo", {"beta": 0.2}),
-    "bradley_terry": ("bradley_terry", {"center": 0.2}),
+    "bradley_terry": ("bradley_terry", {"margin": 0.0, "center": 0.2}),
+    "bradley_terry_margin": ("bradley_terry", {"margin": 0.4, "center": 0.0}),
 }
 # The same for those that couple the pairs of a batch, and for sums of several.
 BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
@@ -343,6 +354,7 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
         {"sigmoid": 1.0, "ipo": 0.3, "cpo": 0.2},
         {"beta": 0.4, "label_smoothing": 0.1, "divergence": "reverse_kl"},
     ),
+    "several_scored": ({"odpo": 1.0, "aot": 0.4}, {"beta": 0.3, "alpha": 0.7, "label_smoothing": 0.0}),
     "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
 }
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -350,5 +362,9 @@ LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("softmax", {"beta": 0.3}),
     "plackett_luce_reward": ("plackett_luce_reward", {}),
 }
-REWARD_CASES = ("bradley_terry", "plackett_luce_reward")  # those that are computed with a reward model
+REWARD_CASES = (
+    "bradley_terry",
+    "bradley_terry_margin",
+    "plackett_luce_reward",
+)  # those that are computed with a reward model
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}

@@ -123,7 +123,7 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
 @cache
 def tree_batch() -> tuple[list[Example], list[float]]:
     """Examples with any number of answers, and weights of their own."""
-    examples = tree_examples(seed=5)
+    examples = _with_gaps(tree_examples(seed=5))
     return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
 
 
@@ -132,7 +132,13 @@ def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     if cell.trees:
         return tree_batch()
     pairs, own = batch(cell.num_pairs)
-    return [pair.example for pair in pairs], own
+    return _with_gaps([pair.example for pair in pairs]), own
+
+
+def _with_gaps(examples: list[Example]) -> list[Example]:
+    """The same with gaps between the scores of compared answers, some below and some above 1."""
+    rng = np.random.default_rng(6)
+    return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]
 
 
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
@@ -223,9 +229,10 @@ def _scored(
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     pairs = oracle.comparisons(examples)
+    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     if is_reward:
         model = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
-        policy = oracle.pair_rewards(model, pairs)
+        policy = replace(oracle.pair_rewards(model, pairs), gap=gap)
         nothing = torch.zeros_like(policy.chosen.detach())
         none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
         return model, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
@@ -236,8 +243,9 @@ def _scored(
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
         heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
-    whole = oracle.pair_logps(model, pairs)
-    return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
+    whole = replace(oracle.pair_logps(model, pairs), gap=gap)
+    policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
+    return model, whole, policy, ref, reference
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
@@ -260,7 +268,7 @@ def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, flo
         "margin": (chosen - rejected) / params.get("beta", 1.0),
         "accuracy": (chosen > rejected).double(),
     }
-    if name in REWARD_CASES:
+    if objective in REWARD_CASES:
         del values["logps_chosen"], values["logps_rejected"]
     return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 

@@ -217,6 +217,7 @@ def _rewards(base: Cell) -> Iterator[Cell]:
                 yield replace(pairs, rows=rows, cut=cut, weighting=weighting)
             yield replace(pairs, trees=True, rows=rows, cut=cut, weighting=weightings[(n + turn) % 3], own_weights=True)
         yield replace(pairs, objective="plackett_luce_reward", trees=True, rows=rows, cut=cuts[n % 3])
+        yield replace(pairs, objective="bradley_terry_margin", trees=True, rows=rows, cut=cuts[n % 3])
         if base.ranks > 1:
             yield replace(pairs, rows=rows, split="uneven", grad_sync="every")
             yield replace(pairs, trees=True, rows=rows, split="idle")
