@@ -103,7 +103,7 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         _inject(peft, model, config, dtype)
-    _train_reward_head(model)
+    _train_reward_head(model, dtype)
     names = [f".{name}" for name, _ in model.named_modules()]
     final: Any = model.peft_config[NAME]
     for target in final.target_modules:  # without what peft finds in the parameters of fused experts
@@ -148,7 +148,7 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
         )
     config.inference_mode, config.modules_to_save = False, None
     _inject(peft, model, config, dtype)
-    heads = _train_reward_head(model)
+    heads = _train_reward_head(model, dtype)
     file = Path(path).expanduser() / WEIGHTS_FILE
     try:
         state = load_file(file)
@@ -170,7 +170,7 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
         peft.set_peft_model_state_dict(model, names)
 
 
-def _train_reward_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def _train_reward_head(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """Train the head of a reward model in full beside the adapter, which is what peft calls a module to save.
 
     It stays the plain layer it is: peft's wrapper would hold it twice. Returns its parameters by name.
@@ -180,7 +180,7 @@ def _train_reward_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {}
     config: Any = model.peft_config[NAME]
     config.modules_to_save = [name]  # for those who load the folder
-    head = getattr(model, name).requires_grad_(True)
+    head = getattr(model, name).to(dtype).requires_grad_(True)
     return {f"{name}.{part}": parameter for part, parameter in head.named_parameters()}
 
 

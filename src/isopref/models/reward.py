@@ -81,30 +81,47 @@ def load_reward_model(
     path: str,
     *,
     dtype: torch.dtype | Literal["auto"],
+    head_dtype: torch.dtype | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
     setting: str = "model.path",
 ) -> PreTrainedModel:
     """A model for sequence classification, as it was saved; or a language model with a new head in place of its own.
 
-    The folder of an adapter stands for its base with the adapter merged into it. Raises ModelError.
+    The folder of an adapter stands for its base with the adapter merged into it. A new head is in `head_dtype`; None:
+    in that of the model. Raises ModelError.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "setting": setting}
     if adapter.is_adapter(Path(path)):
-        base = load_reward_model(adapter.base_of(path, setting=setting), seed=seed, **options)
+        base = load_reward_model(adapter.base_of(path, setting=setting), **options)
         return adapter.merged(base, path, setting=setting)
     if not is_reward_model(path, trust_remote_code=trust_remote_code, setting=setting):
-        return with_new_head(hf.load_model(path, **options), seed=seed, setting=setting)
-    check_labels(hf.read_config(path, trust_remote_code=trust_remote_code, setting=setting), path, setting=setting)
-    model = hf.load_model(path, kind=AutoModelForSequenceClassification, **options)
-    _check_head(model, setting)
-    return model
+        return with_new_head(hf.load_model(path, **options), dtype=head_dtype, seed=seed, setting=setting)
+    return _checked(hf.load_model(path, kind=AutoModelForSequenceClassification, **options), path, setting)
 
 
-def with_new_head(model: PreTrainedModel, *, seed: int, setting: str = "model.path") -> PreTrainedModel:
+def load_narrow(path: str, *, seed: int, trust_remote_code: bool, setting: str) -> PreTrainedModel | None:
+    """The same as `hf.load_narrow` has it; a new head is in float32."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "setting": setting}
+    if is_reward_model(path, **options):
+        found = hf.load_narrow(path, kind=AutoModelForSequenceClassification, **options)
+        return None if found is None else _checked(found, path, setting)
+    found = hf.load_narrow(path, **options)
+    return None if found is None else with_new_head(found, dtype=torch.float32, seed=seed, setting=setting)
+
+
+def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
+    """The model without its weights, on the meta device. Raises ModelError."""
+    config = hf.read_config(path, trust_remote_code=trust_remote_code, setting=setting)
+    return _checked(empty_classifier(config, setting=setting), path, setting)
+
+
+def with_new_head(
+    model: PreTrainedModel, *, seed: int, dtype: torch.dtype | None = None, setting: str = "model.path"
+) -> PreTrainedModel:
     """The decoder of a language model under a new head, whose weights the seed decides. The old head is left out.
 
-    The head begins as transformers would begin it. The model may be on the meta device. Raises ModelError.
+    The head begins as transformers would begin it. Raises ModelError.
     """
     empty = empty_classifier(model.config, setting=setting)
     if type(empty.base_model) is not type(model.base_model):
@@ -112,27 +129,31 @@ def with_new_head(model: PreTrainedModel, *, seed: int, setting: str = "model.pa
             f"{setting}: {type(model).__name__} and {type(empty).__name__} have different decoders, so the one cannot "
             "become the other. Start from another model."
         )
+    head: nn.Linear = getattr(empty, _head_name(empty, setting))
     setattr(empty, empty.base_model_prefix, model.base_model)
-    empty.config = one_label(model.config)  # one object, as transformers has it: attention is set there
-    head: nn.Linear = getattr(empty, _check_head(empty, setting))
-    weight = next(model.base_model.parameters())
-    # In float32 at least, as one that is still narrow becomes float32 later.
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    drawn = torch.empty(head.weight.shape, dtype=wide)
+    empty.config = one_label(model.config)  # one object for all parts, as transformers has it: attention is set there
+    like = next(model.base_model.parameters())
+    drawn = torch.empty(head.weight.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     drawn.normal_(std=std, generator=torch.Generator().manual_seed(seed))
-    head.weight = nn.Parameter(drawn.to(weight.device))
+    head.weight = nn.Parameter(drawn.to(like.device, dtype or like.dtype))
     if head.bias is not None:
-        head.bias = nn.Parameter(torch.zeros(1, dtype=wide, device=weight.device))
+        head.bias = nn.Parameter(torch.zeros_like(head.weight[:, 0]))
     empty.train(model.training)
     return empty
 
 
 def empty_classifier(config: PreTrainedConfig, *, setting: str = "model.path") -> PreTrainedModel:
-    """A model for sequence classification with one label, on the meta device. Raises ModelError."""
+    """A model for sequence classification on the meta device; with one label, if the config is a language model's.
+
+    Raises ModelError.
+    """
+    own = copy.deepcopy(config)
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(one_label(copy.deepcopy(config)))
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+                own if _is_classifier(own) else one_label(own)
+            )
     except ValueError as error:
         raise ModelError(
             f"{setting}: transformers has no model for sequence classification of type {config.model_type}, so it "
@@ -148,16 +169,18 @@ def one_label(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def check_labels(config: PreTrainedConfig, path: str, *, setting: str = "model.path") -> None:
-    """Raise ModelError for a classifier that does not give one number."""
-    if config.num_labels != 1:
+def _checked(model: PreTrainedModel, path: str, setting: str) -> PreTrainedModel:
+    """The model, if its score is one number from one linear layer. Raises ModelError."""
+    if model.config.num_labels != 1:
         raise ModelError(
-            f"{setting}: {path} has {config.num_labels} labels (num_labels in its config), and a reward is one number. "
-            "Start from a model with one label, or from the language model that it was made of."
+            f"{setting}: {path} has {model.config.num_labels} labels (num_labels in its config), and a reward is one "
+            "number. Start from a model with one label, or from the language model that it was made of."
         )
+    _head_name(model, setting)
+    return model
 
 
-def _check_head(model: PreTrainedModel, setting: str) -> str:
+def _head_name(model: PreTrainedModel, setting: str) -> str:
     """The name of the head; all that there is besides the decoder must be in it. Raises ModelError."""
     name = reward_head_name(model)
     decoder = f"{model.base_model_prefix}."
@@ -178,16 +201,32 @@ def _is_classifier(config: PreTrainedConfig) -> bool:
 # --- the token that pads: transformers reads the reward at the last token that is another one ---------------------
 
 
-def set_padding(model: PreTrainedModel, tokenizer: Any, stops: Collection[int]) -> str | None:
-    """Make tokenizer and config of a new reward model name a token that pads and ends no answer. Returns that token.
+def set_padding(model: PreTrainedModel, tokenizer: Any, stops: Collection[int]) -> bool:
+    """Have tokenizer and config of a new reward model name a token for padding that ends no answer.
 
-    `stops`: tokens that end answers. None: there is no such token, so that transformers refuses batches of several.
+    `stops`: tokens that end answers. Returns whether there is such a token; without, transformers refuses batches.
     """
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     special |= {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    first = [token for token in (tokenizer.pad_token, tokenizer.unk_token) if token is not None]
-    usable = [token for token in (*first, *special) if special.get(token) not in (None, *stops, tokenizer.eos_token_id)]
-    chosen = usable[0] if usable else None
+    ends = {*stops, tokenizer.eos_token_id}
+    preferred = (tokenizer.pad_token, tokenizer.unk_token, *special)
+    chosen = next((token for token in preferred if token in special and special[token] not in ends), None)
     tokenizer.pad_token, tokenizer.padding_side = chosen, "right"
-    model.config.get_text_config().pad_token_id = None if chosen is None else special[chosen]
-    return chosen
+    adopt_padding(model, tokenizer)
+    return chosen is not None
+
+
+def adopt_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Have the model's config name the tokenizer's padding token."""
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def check_padding(model: PreTrainedModel, ends: Collection[int], *, name: str) -> None:
+    """Raise ModelError for a model that would not read its reward at the last of `ends`, the tokens of answers."""
+    pad = model.config.get_text_config().pad_token_id
+    if pad is not None and pad in ends:
+        raise ModelError(
+            f"{name}: its padding token ({pad}) also ends answers, so transformers would read the reward one token "
+            "before the end, and isopref reads it at the end. Set pad_token_id in its config.json to a token that "
+            "ends no answer, if it was trained to score the whole answer."
+        )
