@@ -1,7 +1,7 @@
 """Value types shared by all layers. No behaviour beyond moving between devices, no I/O, no torch at import.
 
 Dimensions: A answers, M comparisons, P pairs, B sequences, T tokens of a sequence, C tokens of answers, S segments,
-K gathered keys, R times that something is taken at most.
+Q sequences, K gathered keys, R times that something is taken at most.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Readout(NamedTuple):
     A tuple, since FSDP looks for tensors in those, and not in dataclasses.
     """
 
-    logp: Tensor  # A: summed log-probability (natural log) of each answer
+    logp: Tensor  # A: summed log-probability (natural log) of each answer; of a reward model, its reward
     head_logp: Tensor | None = None  # 2, M: the same of the first tokens of better and worse (Needs.heads)
     confidence: Tensor | None = None  # A: mean over tokens of log p(token) - log sum_v p(v)^2, without gradient
     routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
@@ -125,6 +125,9 @@ class Pass:
     answer: Tensor  # C: which answer it belongs to
     place: Tensor  # C: its place in that answer
     times: Tensor  # B*T: of how many sequences the token is a part: 2 in the prompt of a pair, 0 in the padding
+    last_index: Tensor  # Q: flat position of the last token of each sequence
+    last_copies: Tensor  # R, B*T: where among the Q each position is (see ops/take.py)
+    last_answer: Tensor  # Q: which answer the sequence ends with
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isopref.testing import matrix
-from isopref.testing.equations import LIST_CASES
+from isopref.testing.equations import LIST_CASES, REWARD_CASES
 from isopref.testing.exactness import Cell, measure
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
@@ -36,8 +36,16 @@ def test_trees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mutations.LISTS)
-@pytest.mark.parametrize("objective", LIST_CASES)
+@pytest.mark.parametrize("objective", [case for case in LIST_CASES if case not in REWARD_CASES])
 def test_lists(name: str, objective: str) -> None:
+    cell = Cell(trees=True, objective=objective)
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", mutations.REWARDS)
+@pytest.mark.parametrize("objective", REWARD_CASES)
+def test_rewards(name: str, objective: str) -> None:
     cell = Cell(trees=True, objective=objective)
     assert measure(cell).gradient_error <= matrix.bound(cell)
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE

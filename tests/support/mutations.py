@@ -156,6 +156,37 @@ def reference_by_example() -> Iterator[None]:
         yield
 
 
+# --- in reward models ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def reward_at_the_end_of_the_row() -> Iterator[None]:
+    """The reward is read at the last token of the row (of the batch, where that is padded), not of the answer."""
+    with _moved_last(lambda ends, size: [(size - 1, answer) for _, answer in ends]):
+        yield
+
+
+@contextmanager
+def reward_of_the_first_branch() -> Iterator[None]:
+    """All answers of a pass get the reward of its first one."""
+    with _moved_last(lambda ends, _: [(ends[0][0], answer) for _, answer in ends]):
+        yield
+
+
+@contextmanager
+def reward_before_the_last_token() -> Iterator[None]:
+    """The reward is read one token early, as where the token that ends an answer is taken for padding."""
+    with _moved_last(lambda ends, _: [(max(0, position - 1), answer) for position, answer in ends]):
+        yield
+
+
+@contextmanager
+def _moved_last(move: Callable[[Any, int], Any]) -> Iterator[None]:
+    last = rows._last
+    with patch.object(rows, "_last", lambda ends, size: last(move(ends, size), size)):
+        yield
+
+
 # --- in batches of a script's collator ---------------------------------------------------------------
 
 
@@ -207,11 +238,18 @@ GRADIENT = {
 }
 TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
 LISTS = {m.__name__: m for m in (list_of_a_microbatch, leaking_attention, reference_by_example)}
+REWARDS = {
+    m.__name__: m
+    for m in (
+        *(reward_at_the_end_of_the_row, reward_of_the_first_branch, reward_before_the_last_token),
+        *(leaking_attention, mean_of_means),
+    )
+}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **LISTS, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **LISTS, **REWARDS, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

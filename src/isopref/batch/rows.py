@@ -124,6 +124,7 @@ class _Row:
         self.target: list[IntArray] = []
         self.answer: list[IntArray] = []
         self.place: list[IntArray] = []
+        self.last: list[tuple[int, int]] = []  # where a sequence ends, and the answer it ends with
         self.keys: list[IntArray] = []
         self.query_bounds = [0]
         self.key_bounds = [0]
@@ -152,6 +153,7 @@ class _Row:
         self.target.append(sequence.own)
         self.answer.append(np.full(len(sequence.own), sequence.answer))
         self.place.append(np.arange(len(sequence.own)))
+        self.last.append((int(path[-1]), sequence.answer))
         return path
 
     def finish(self, row_tokens: int | None) -> Pass:
@@ -183,7 +185,18 @@ class _Row:
             answer=_tensor(self.answer),
             place=_tensor(self.place),
             times=torch.from_numpy(np.bincount(_flat(self.paths), minlength=self.length)),
+            **_last(self.last, self.length),
         )
+
+
+def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, torch.Tensor]:
+    """Where sequences end in a pass of `size` positions, as a Pass has it; from the position and answer of each."""
+    index, answer = np.array(ends, np.int64).reshape(-1, 2).T
+    return {
+        "last_index": torch.from_numpy(index.copy()),
+        "last_copies": torch.from_numpy(copies_of(index, size)),
+        "last_answer": torch.from_numpy(answer.copy()),
+    }
 
 
 def copies_of(index_K: IntArray, size: int) -> IntArray:
@@ -242,6 +255,7 @@ def _padded(sequences: Sequence[_Sequence]) -> Pass:
         answer=_tensor([np.full(len(one.own), one.answer) for one in sequences]),
         place=_tensor([np.arange(len(one.own)) for one in sequences]),
         times=torch.from_numpy(times.ravel()),
+        **_last([(b * width + len(one.tokens) - 1, one.answer) for b, one in enumerate(sequences)], ids.size),
     )
 
 

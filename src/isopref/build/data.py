@@ -147,7 +147,7 @@ def left_out_note(count: int) -> str:
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
     """A few different held-out prompts, the same ones for the same data."""
-    if table is None or not run.config.run.export:
+    if table is None or not run.config.run.export or run.loss.readout == "reward":  # which writes no text
         return []
     _, first_of_prompt = np.unique(table.question_ids, return_index=True)
     asked = run.config.run.samples

@@ -11,6 +11,8 @@ from isopref.build.run import check_score_budget, check_scores, opened_run, quie
 from isopref.config.schema import Config
 from isopref.errors import ConfigError
 from isopref.models import hf
+from isopref.models.reward import is_reward_model
+from isopref.objectives.registry import weights
 from isopref.runs.write import write_json
 
 
@@ -25,6 +27,12 @@ def evaluate_model(
         if json_file is not None and run.env.is_first:
             _check_writable(json_file)
         trust = config.model.trust_remote_code
+        if run.loss.readout == "reward" and not is_reward_model(model, trust_remote_code=trust, setting="--model"):
+            names = ", ".join(weights(config.objective.loss))
+            raise ConfigError(
+                f"--model: {model} is not a reward model, and objective.loss: {names} trains one. Give the folder of a "
+                "model for sequence classification."
+            )
         tokenizer = hf.load_tokenizer(model, trust_remote_code=trust, setting="--model")
         pairs = held_out_table(config, tokenizer, run.display, is_first=run.env.is_first)
         run = with_longest(run, [pairs])

@@ -72,7 +72,10 @@ def say_figures(run: Run, found: Evaluation, what: str) -> None:
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     figures = found.figures()
     for name, (label, sign) in LABELS.items():
-        yield label, _cell(figures[name], sign) if name in figures else "-"
+        if name in figures:
+            yield label, _cell(figures[name], sign)
+        elif name != "logp_accuracy":  # which a reward model does not have
+            yield label, "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
     for source, part in found.by_source.items():

@@ -6,7 +6,7 @@ import torch
 
 from isopref.build.run import quiet_libraries
 from isopref.errors import ModelError
-from isopref.models import hf
+from isopref.models import hf, reward
 from isopref.models.adapter import CONFIG_FILE, is_adapter
 from isopref.runs.files import MODEL_FOLDER
 
@@ -23,12 +23,15 @@ def merge(folder: Path, out: Path, *, dtype: str | None, trust_remote_code: bool
     if out.exists():
         raise ModelError(f"{out} exists already, and is not overwritten. Choose another folder.")
     name, setting = str(adapter), "ADAPTER"
-    model = hf.load_model(
+    is_reward = reward.is_reward_model(name, setting=setting)
+    model = (reward.load_reward_model if is_reward else hf.load_model)(
         name,
         dtype="auto" if dtype is None else getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
         setting=setting,
     )
     tokenizer = hf.load_tokenizer(name, trust_remote_code=trust_remote_code, setting=setting)
+    if is_reward:
+        reward.adopt_padding(model, tokenizer)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     hf.export(model, model.state_dict(), tokenizer, out)

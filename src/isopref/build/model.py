@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,13 @@ from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
 from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
-from isopref.models import adapter, conversion, hf
+from isopref.models import adapter, conversion, hf, reward
 from isopref.models.finite import check_finite
+from isopref.models.head import head_of
 from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
+from isopref.models.reward import RewardModel
 from isopref.models.unused import indexers, is_inside
 from isopref.ops import flash
 from isopref.score import TableLogps, score_table
@@ -67,12 +70,14 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     `setting` names it in messages.
     """
     model, asked = run.config.model, run.config.model.adapter
+    kind = RewardModel if run.loss.readout == "reward" else Policy
+    _check_readout(run, path or model.path, setting)
     if asked is not None and path is None:
-        policy = Policy(_load_adapted(run, model.path, asked.path, "model.adapter.path"))
+        policy = kind(_load_adapted(run, model.path, asked.path, "model.adapter.path"))
     elif asked is not None and path is not None and adapter.is_adapter(Path(path)):
-        policy = Policy(_load_adapted(run, adapter.base_of(path, setting=setting), path, setting))
+        policy = kind(_load_adapted(run, adapter.base_of(path, setting=setting), path, setting))
     elif asked is not None and asked.quantize is not None and _same(path, model.path):  # what the reference is
-        policy = Policy(_load_adapted(run, model.path, None, setting))
+        policy = kind(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
     place(run, policy)
@@ -86,16 +91,34 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
 
     Until then all ranks of a machine share it, and a cast of the whole would have filled its memory once for each.
     """
-    model = run.config.model
+    model, options = run.config.model, {"trust_remote_code": run.config.model.trust_remote_code, "setting": setting}
+    is_reward = run.loss.readout == "reward"
+    kind = RewardModel if is_reward else Policy
     if model.dtype == "float32" and not model.native and not hf.is_olmo_core(path):
-        narrow = hf.load_narrow(path, trust_remote_code=model.trust_remote_code, setting=setting)
+        seed = run.config.optim.seed
+        narrow = reward.load_narrow(path, seed=seed, **options) if is_reward else hf.load_narrow(path, **options)
         if narrow is not None:
-            return Policy(narrow, narrow=True)
+            return kind(narrow, narrow=True)
     loaded = _load(run, path, getattr(torch, model.dtype), setting)
     if not model.native:
-        return Policy(loaded)
+        return kind(loaded)
     check_finite(loaded, f"{setting}: {path}")  # before logits are compared
     return Policy(conversion.from_hf(loaded, setting=setting))
+
+
+def _weight_dtype(run: Run) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, run.config.model.dtype)
+    return dtype
+
+
+def _check_readout(run: Run, path: str, setting: str) -> None:
+    """Raise ConfigError for a reward model where log-probabilities are needed."""
+    trust = run.config.model.trust_remote_code
+    if run.loss.readout == "logp" and reward.is_reward_model(path, trust_remote_code=trust, setting=setting):
+        raise ConfigError(
+            f"{setting}: {path} is a reward model, which has no log-probabilities. Use a language model, or "
+            "objective.loss: bradley_terry to train a reward model."
+        )
 
 
 def place(run: Run, policy: Policy) -> None:
@@ -119,9 +142,15 @@ def weight_bytes(policy: Policy, parameter: nn.Parameter) -> int:
 
 
 def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedModel:
-    trust = run.config.model.trust_remote_code
+    trust, seed, head_dtype = run.config.model.trust_remote_code, run.config.optim.seed, _weight_dtype(run)
+    is_reward = run.loss.readout == "reward"
     if hf.is_olmo_core(path):
-        return conversion.read_checkpoint(path, dtype=dtype, trust_remote_code=trust, setting=setting)
+        read = conversion.read_checkpoint(path, dtype=dtype, trust_remote_code=trust, setting=setting)
+        return reward.with_new_head(read, dtype=head_dtype, seed=seed, setting=setting) if is_reward else read
+    if is_reward:
+        return reward.load_reward_model(
+            path, dtype=dtype, head_dtype=head_dtype, seed=seed, trust_remote_code=trust, setting=setting
+        )
     return hf.load_model(path, dtype=dtype, trust_remote_code=trust, setting=setting)
 
 
@@ -142,7 +171,7 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
     check_base(base)
     loaded = _load(run, base, getattr(torch, run.compute_dtype), "model.path" if base == model.path else setting)
     if model.adapter is not None and model.adapter.quantize is not None:
-        adapter.quantize_nf4(loaded, run.env.device, head=loaded.get_output_embeddings())
+        adapter.quantize_nf4(loaded, run.env.device, head=head_of(loaded))
     if path is not None:
         own = adapter.base_of(path, setting=setting)
         if not _same(own, base):
@@ -181,6 +210,18 @@ def say_unused(run: Run, policy: Policy) -> None:
         if parts:
             weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, parts))
             run.display.say(f"not trained, as {why}: {what} ({sum(weights):,} weights)")
+
+
+def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:
+    """See that transformers reads rewards where this run does: at the last token of an answer. Raises ModelError."""
+    model, stops = run.config.model, hf.stop_tokens(tokenizer.name_or_path)
+    if reward.is_reward_model(model.path, trust_remote_code=model.trust_remote_code):
+        reward.check_padding(policy.model, {*stops, tokenizer.eos_token_id}, name=f"model.path: {model.path}")
+    elif not reward.set_padding(policy.model, tokenizer, stops):
+        run.display.say(
+            "warning: the tokenizer has no special token for padding besides those that end an answer, so transformers "
+            "will score with this reward model one sequence at a time (isopref score is not affected)"
+        )
 
 
 def add_adapter(run: Run, policy: Policy) -> None:

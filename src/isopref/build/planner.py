@@ -23,7 +23,7 @@ from isopref.engine.display import Display
 from isopref.engine.microbatch_probe import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
 from isopref.errors import ConfigError, DataError
 from isopref.examples import Lengths
-from isopref.models import adapter, conversion, hf
+from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
 from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import Layout, Loads, step_loads
@@ -102,6 +102,8 @@ def make_plan(
         )
     if hf.is_olmo_core(model.path):
         empty = conversion.empty_checkpoint(model.path)
+    elif config.objective.trains_reward_model:
+        empty = reward.load_empty(model.path, trust_remote_code=model.trust_remote_code)
     else:
         empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
     if model.native:

@@ -26,6 +26,13 @@ def write_report(run: Run) -> None:
         )
 
 
+def _loader(run: Run) -> str:
+    """The class that loads what the run has exported."""
+    if run.loss.readout == "logp":
+        return "AutoModelForCausalLM"
+    return f"Auto{'' if run.config.model.adapter is None else 'Peft'}ModelForSequenceClassification"
+
+
 def say_end(run: Run, seconds: float) -> None:
     """How long it took, where everything is, and what to type next."""
     run.display.say(f"\nDone in {int(seconds) // 60} min {int(seconds) % 60} s.")
@@ -35,14 +42,16 @@ def say_end(run: Run, seconds: float) -> None:
     if run.config.run.export:
         adapted = run.config.model.adapter is not None
         what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
-        load = f":\n              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})"
+        load = f":\n              {_loader(run)}.from_pretrained({str(run.model_folder)!r}"
+        load += ", num_labels=1)" if adapted and run.loss.readout == "reward" else ")"
         if adapted and hf.locate(run.config.model.path, setting="model.path").gguf_file:
             load = ", on a GGUF file, which others do not load an adapter on"
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         if run.config.model.native:
             run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
+        use = f"isopref score FILE --model {run.model_folder}; " if run.loss.readout == "reward" else ""
         init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
         run.display.say(
             f"  model       {run.model_folder}, {what}{load}\n{merge}"
-            f"  next        isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
+            f"  next        {use}isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
         )

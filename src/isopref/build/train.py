@@ -16,7 +16,16 @@ from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, ope
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import check_loggers
 from isopref.build.microbatch import check_train_budget, settle_layout
-from isopref.build.model import add_adapter, check_parallel, load_policy, say_attention, say_unused, score_all, spread
+from isopref.build.model import (
+    add_adapter,
+    check_parallel,
+    load_policy,
+    say_attention,
+    say_unused,
+    score_all,
+    settle_padding,
+    spread,
+)
 from isopref.build.record import recorded
 from isopref.build.reference import Reference
 from isopref.build.run import Run, check_scores, opened_run, with_longest
@@ -28,6 +37,7 @@ from isopref.errors import FirstStepError
 from isopref.models import hf
 from isopref.models.experts import check_routers
 from isopref.models.policy import Policy
+from isopref.models.reward import RewardModel
 from isopref.reference.store import Store
 from isopref.score import TableLogps
 
@@ -144,6 +154,8 @@ def _load_policy(run: Run, data: Data) -> Policy:
     """The model that is to be trained, without a new adapter; it takes the pairs that there are."""
     policy = load_policy(run)
     say_unused(run, policy)
+    if isinstance(policy, RewardModel):
+        settle_padding(run, policy, data.tokenizer)
     if run.loss.balance_weight:
         check_routers(policy.model)
     for table in data.tables.all:

@@ -24,6 +24,8 @@ def conflicts_of(config: Config) -> Iterator[Conflict]:
     for name, what in config.objective.problems():
         yield f"objective.{name}", what
     yield from _run(config)
+    if config.objective.trains_reward_model:
+        yield from _reward_model(config)
 
 
 def _layout(config: Config) -> Iterator[Conflict]:
@@ -145,6 +147,18 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
 
 def _listed(sources: str | SourceConfig | list[str | SourceConfig]) -> list[str | SourceConfig]:
     return sources if isinstance(sources, list) else [sources]
+
+
+def _reward_model(config: Config) -> Iterator[Conflict]:
+    names = ", ".join(weights(config.objective.loss))
+    if config.model.native:
+        yield (
+            "model.native",
+            f"has no reward models, and objective.loss: {names} trains one. Remove native, or use another loss.",
+        )
+    for name in ("samples", "spot_checks"):
+        if getattr(config.run, name):
+            yield f"run.{name}", f"needs a model that writes text, and objective.loss: {names} trains none. Remove it."
 
 
 def _run(config: Config) -> Iterator[Conflict]:

@@ -87,6 +87,10 @@ class ObjectiveConfig(Section):
     def needs_reference(self) -> bool:
         return any(OBJECTIVES[name].needs_reference for name in registry.weights(self.loss))
 
+    @property
+    def trains_reward_model(self) -> bool:
+        return registry.readout(self.loss) == "reward"
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
         told = {name: value for name, value in self.params.items() if value is not None}
@@ -98,6 +102,9 @@ class ObjectiveConfig(Section):
             yield "loss", what
         for what in registry.gap_problems(self.loss) if self.weighting == "gap" else ():
             yield "weighting", what
+        modifiers = {"nll_weight": self.nll_weight, "ld_alpha": self.ld_alpha, "wpo": self.wpo}
+        for what in registry.reward_problems(self.loss, **modifiers):
+            yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
             yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."

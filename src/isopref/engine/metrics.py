@@ -31,6 +31,14 @@ NAMES = (
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
+def logged_names(objective: Loss) -> list[str]:
+    """The metrics that mean something for an objective: a reward model has no log-probabilities."""
+    without = set() if objective.balance_weight else {"balance"}
+    if objective.readout == "reward":
+        without |= {"logps_chosen", "logps_rejected", "nll"}
+    return [name for name in NAMES if name not in without]
+
+
 def microbatch_sums(scored: Scored, loss: Tensor, *, objective: Loss, work: Work) -> Tensor:
     """What one microbatch adds to NAMES and CHECKS, float64. `loss` is that of its terms."""
     found = _means(scored, objective, work)

@@ -17,6 +17,7 @@ from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
 from isopref.errors import ConfigError
 from isopref.models.parallel import GradSync, reshard, unwrap
+from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
@@ -60,6 +61,10 @@ def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: 
         )
     if objective.balance_weight and not unwrap(model).experts_per_token:
         raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
+    if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
+        names = ", ".join(one.objective.name for one in objective.summands)
+        wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
+        raise ConfigError(f"{WHERE}: the loss {names} needs a {wanted}, and the model is a {found}.")
     reshard(model)
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):

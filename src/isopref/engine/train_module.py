@@ -24,7 +24,7 @@ from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.first_pass import FirstPass
 from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import ExampleLoader
-from isopref.engine.metrics import NAMES, MetricWindow, microbatch_sums, over_ranks
+from isopref.engine.metrics import NAMES, MetricWindow, logged_names, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
 from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
@@ -257,9 +257,8 @@ class DPOTrainModule(TrainModule):
 
     def _record(self, step: Step) -> None:
         means = self._window.reduce()
-        for name in NAMES:
-            if name != "balance" or self.objective.balance_weight:
-                self.record_metric(f"train/{name}", means[name])
+        for name in logged_names(self.objective):
+            self.record_metric(f"train/{name}", means[name])
         self.record_metric("train/token_count", step.num_tokens)
         self.record_metric("train/pair_count", step.num_comparisons)
         self.record_metric("train/padding_fraction", step.padding_fraction)

@@ -25,7 +25,7 @@ class Evaluation:
     accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
     reward_margin: Figure  # mean of beta * margin, as the loss has its margin
     reward_margin_std: Figure  # its standard deviation over pairs
-    logp_accuracy: Figure  # share of pairs whose chosen answer has the larger log-probability per token
+    logp_accuracy: Figure | None  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
     length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
     by_length: tuple[Bucket, ...]
@@ -111,7 +111,7 @@ def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> 
         accuracy=share(won_N),
         reward_margin=figure(reward_margin),
         reward_margin_std=figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        logp_accuracy=share(won(pairs.per_token)),
+        logp_accuracy=None if np.isnan(pairs.per_token).any() else share(won(pairs.per_token)),
         loss=figure(loss),
         length_correlation=correlation(*moments),
         by_length=tuple(buckets(won_N, tokens_N2.mean(axis=1))),

@@ -37,7 +37,7 @@ class Pairs:
 
     won: FloatArray  # N
     rewards: FloatArray  # N, 2
-    per_token: FloatArray  # N, 2: log-probability
+    per_token: FloatArray  # N, 2: log-probability; NaN where a reward model gives none
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
     tokens: IntArray  # N, 2
     chosen_weights: FloatArray  # N: of the NLL
@@ -55,7 +55,9 @@ def pairs_of(
     return Pairs(
         won=won(gain_N2),
         rewards=reward_N2,
-        per_token=policy.answers[lengths.sides].T / tokens_N2,
+        per_token=policy.answers[lengths.sides].T / tokens_N2
+        if loss.readout == "logp"
+        else np.full_like(reward_N2, np.nan),
         nll=-loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0],
         tokens=tokens_N2,
         chosen_weights=own[lengths.of_comparison] * tokens_N2[:, 0],

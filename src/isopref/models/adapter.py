@@ -1,7 +1,8 @@
 """Adapters (LoRA, DoRA, rsLoRA) on a frozen model, by peft; and the frozen layers in four bits, by torchao.
 
 A model that gets an adapter stays the transformers model it was: the layers that are its targets are wrapped, and only
-what the wrappers add is trained. The output head is never a target, because the policy applies it itself.
+what the wrappers add is trained. The output head is never a target, because the policy applies it itself; that of a
+reward model is trained in full.
 """
 
 import copy
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from isopref import optional
 from isopref.errors import ModelError
+from isopref.models.head import REWARD_HEADS, head_of, reward_head_name
 from isopref.models.unused import is_inside, without_gradient
 
 Kind = Literal["lora", "dora", "rslora"]
@@ -96,11 +98,12 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
         exclude_modules="|".join(rf"{re.escape(part)}(\..*)?" for part in without_gradient(model)) or None,
         use_dora=new.kind == "dora",
         use_rslora=new.kind == "rslora",
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if reward_head_name(model) is None else "SEQ_CLS",
     )
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         _inject(peft, model, config, dtype)
+    _train_reward_head(model, dtype)
     names = [f".{name}" for name, _ in model.named_modules()]
     final: Any = model.peft_config[NAME]
     for target in final.target_modules:  # without what peft finds in the parameters of fused experts
@@ -143,8 +146,9 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
         raise ModelError(
             f"{setting}: {path} is a DoRA adapter, which needs whole weights. Remove model.adapter.quantize."
         )
-    config.inference_mode = False
+    config.inference_mode, config.modules_to_save = False, None
     _inject(peft, model, config, dtype)
+    heads = _train_reward_head(model, dtype)
     file = Path(path).expanduser() / WEIGHTS_FILE
     try:
         state = load_file(file)
@@ -158,10 +162,32 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
             f"as {idle[0]}: they could not be trained. Make one model of it and its base first: isopref merge {path} "
             "FOLDER."
         )
-    expected = peft.get_peft_model_state_dict(model).keys()
+    expected = {*peft.get_peft_model_state_dict(model), *heads}
     _refuse_names(path, names.keys() ^ expected, setting)
     with _fitting(path, setting):
+        for name, head in heads.items():
+            head.data.copy_(names.pop(name))
         peft.set_peft_model_state_dict(model, names)
+
+
+def _train_reward_head(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Train the head of a reward model in full beside the adapter, which is what peft calls a module to save.
+
+    It stays the plain layer it is: peft's wrapper would hold it twice. Returns its parameters by name.
+    """
+    name = reward_head_name(model)
+    if name is None:
+        return {}
+    config: Any = model.peft_config[NAME]
+    config.modules_to_save = [name]  # for those who load the folder
+    head = getattr(model, name).to(dtype).requires_grad_(True)
+    return {f"{name}.{part}": parameter for part, parameter in head.named_parameters()}
+
+
+def is_of_reward_model(path: str, *, setting: str) -> bool:
+    """Whether an adapter's folder is one for sequence classification. Raises ModelError."""
+    config = _read_config(_peft(f"{setting} is the adapter {path}"), path, setting)
+    return bool(config.task_type == "SEQ_CLS")
 
 
 def merged(model: PreTrainedModel, path: str, *, setting: str) -> PreTrainedModel:
@@ -205,6 +231,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
     config.inference_mode = True
     config.save_pretrained(folder)
     names = peft.get_peft_model_state_dict(model, state_dict=state)
+    names |= {name: state[name] for name in state if name.split(".")[0] == reward_head_name(model)}
     save_file({PREFIX + name: tensor.contiguous() for name, tensor in names.items()}, folder / WEIGHTS_FILE)
 
 
@@ -263,6 +290,8 @@ def _read_config(peft: Any, path: str, setting: str) -> Any:
         for name, value in config.to_dict().items()
         if not (name in COMMON or value == usual.get(name) or (name, value) in PLAIN_STARTS)
     }
+    if config.task_type == "SEQ_CLS" and {*odd.get("modules_to_save", ())} <= {*REWARD_HEADS}:
+        odd.pop("modules_to_save", None)  # peft's own name both, whichever there is
     if odd:
         raise ModelError(
             f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {odd}. Only LoRA, DoRA and "
@@ -299,7 +328,7 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
             f"model.adapter: {type(model).__name__} takes no such adapter: {reason.rstrip('.')}. Name other layers in "
             "model.adapter.targets, as in [q_proj, v_proj], or another kind."
         ) from error
-    for what, layer in (("output head", model.get_output_embeddings()), ("embedding", model.get_input_embeddings())):
+    for what, layer in (("output head", head_of(model)), ("embedding", model.get_input_embeddings())):
         if isinstance(layer, _wrapper(peft)):
             raise ModelError(f"model.adapter.targets: the {what} cannot be a target. Name other layers, or use auto.")
     for parameter in model.parameters():

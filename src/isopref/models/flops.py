@@ -11,6 +11,7 @@ from torch import nn
 from isopref.cards import CARDS
 from isopref.errors import ModelError
 from isopref.examples import Lengths
+from isopref.models.head import head_of
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -19,7 +20,7 @@ class UsefulFlops:
     """Counts the useful operations of pairs, forward and backward, for one model."""
 
     def __init__(self, policy: Policy):
-        head = policy.model.get_output_embeddings()
+        head = head_of(policy.model)
         if head is None:
             raise ModelError(f"{policy.name} has no output head, so it is no language model.")
         config = policy.model.config.get_text_config()

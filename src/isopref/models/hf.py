@@ -113,7 +113,9 @@ def stop_tokens(path: str) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
-def load_narrow(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel | None:
+def load_narrow(
+    path: str, *, trust_remote_code: bool = False, setting: str = "model.path", kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel | None:
     """The model as its files have it, mapped into memory that all processes share, if float32 loses nothing of it.
 
     `model.float()` is then what `load_model` gives in float32. None where it would not be. Raises ModelError.
@@ -124,7 +126,7 @@ def load_narrow(path: str, *, trust_remote_code: bool = False, setting: str = "m
     config = read_config(path, trust_remote_code=trust_remote_code, setting=setting)
     if getattr(config, "transformers_weights", None) is not None:  # it names other files
         return None
-    model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting)
+    model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting, kind=kind)
     # One with fewer bits was computed with them, such as the factor of Gemma's embedding.
     exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
     return model if exact else None
@@ -162,9 +164,17 @@ def _needs_cache(name: str) -> bool:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype | Literal["auto"], trust_remote_code: bool = False, setting: str = "model.path"
+    path: str,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    trust_remote_code: bool = False,
+    setting: str = "model.path",
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """The model in `dtype` (auto: the one it was saved in) on the CPU. Raises ModelError."""
+    """The model in `dtype` (auto: the one it was saved in) on the CPU, of one of transformers' kinds.
+
+    Raises ModelError.
+    """
     if is_adapter(Path(path)):
         base = load_model(
             base_of(path, setting=setting), dtype=dtype, trust_remote_code=trust_remote_code, setting=setting
@@ -172,7 +182,7 @@ def load_model(
         return merged(base, path, setting=setting)
     model: PreTrainedModel
     model, found = _from_pretrained(
-        AutoModelForCausalLM,
+        kind,
         path,
         setting,
         trust_remote_code=trust_remote_code,
@@ -317,7 +327,10 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
 
 
 def _save_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    generation: Any = model.generation_config
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is None:  # a reward model writes no text
+        model.save_pretrained(folder, state_dict=state)
+        return
     model.generation_config = GenerationConfig()  # one with sampling flags, but no sampling, would not be saved
     model.save_pretrained(folder, state_dict=state)
     model.generation_config = generation

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Policy(nn.Module):
     The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
     With `narrow`, its weights have 16 bits until `widen` makes them float32.
     """
+
+    scores: ClassVar[str] = "log-probabilities"  # what it gives answers, in words
 
     def __init__(self, model: PreTrainedModel | NativeModel, *, narrow: bool = False):
         super().__init__()
@@ -151,6 +153,13 @@ class Policy(nn.Module):
         with self.plain() as model, own_rates(model):
             logits: Tensor = model(input_ids=input_ids_BT, use_cache=False).logits
         return logits
+
+    def own_score(self, prompt_T: Tensor, answer_C: Tensor) -> Tensor:
+        """The log-probability that the model itself gives an answer."""
+        logits_TV = self.own_logits(torch.cat([prompt_T, answer_C])[None])[0]
+        logp_CV = logits_TV[len(prompt_T) - 1 : -1].float().log_softmax(dim=-1)
+        logp: Tensor = logp_CV.gather(1, answer_C[:, None]).sum()
+        return logp
 
     def _use_attention(self, name: str) -> None:
         if self.model.config._attn_implementation != name:

@@ -19,12 +19,14 @@ from isopref.examples import PairTokens
 from isopref.models.attention import NAME, RECORDED, Asked, recorded
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
+from isopref.models.reward import RewardModel
 from isopref.models.unused import indexers
 from isopref.types import Readout
 
 PACKED = ("shared", "packed")
-# What two right computations may differ by: nats per completion token, and a share of the log-probability. In half
-# precision that is too wide to see a small leak; what a rejected answer does when only the chosen one changes shows it.
+# What two right computations may differ by: nats per completion token, and a share of the log-probability; of rewards,
+# which have no scale, that much of the largest. In half precision that is too wide to see a small leak; what a rejected
+# answer does when only the chosen one changes shows it.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.float16: 0.01}
 
@@ -41,12 +43,12 @@ def own_logps(policy: Policy) -> Tensor:
     policy.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            found = torch.stack([torch.stack([_own_logp(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+            found = torch.stack([torch.stack([_own_score(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
     finally:
         policy.train(was_training)
     if not found.isfinite().all():
         raise ModelError(
-            f"{policy.name}: its log-probabilities are not finite ({found.flatten().tolist()}), though its weights "
+            f"{policy.name}: its {policy.scores} are not finite ({found.flatten().tolist()}), though its weights "
             "are: they are too large to compute with in their number type (model.dtype, model.compute_dtype)."
         )
     return found
@@ -56,7 +58,7 @@ def own_logps(policy: Policy) -> Tensor:
 def check_layout(
     model: nn.Module, kind: RowKind, *, own: Tensor | None = None, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Raise ModelError if `kind` rows do not give the model's own log-probabilities, as it trains.
+    """Raise ModelError if `kind` rows do not give the model's own scores, as it trains.
 
     All ranks call this together. `own` is from before the model was spread over them; without it, what spreading did to
     the weights is not seen.
@@ -87,18 +89,20 @@ def check_layout(
     finally:
         model.train(was_training)
         reshard(model)
-    tolerance = TOLERANCE[dtype] * max(len(side) for p in pairs for side in p[1:])
+    size = float(own.abs().max())
+    longest = max(len(side) for p in pairs for side in p[1:])
+    tolerance = TOLERANCE[dtype] * (size if isinstance(policy, RewardModel) else longest)
     off = float((found - own).abs().max())
-    slack = RELATIVE[dtype] * float(own.abs().max())
+    slack = RELATIVE[dtype] * size
     if again > tolerance / 100:
         raise ModelError(
-            f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g} "
-            "nats, so its forward pass in training is random, and the result would depend on the layout."
+            f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g}, so its forward "
+            "pass in training is random, and the result would depend on the layout."
         )
     if seen is not None and (unknown := _unknown(policy, seen)) is not None:
         raise ModelError(_refusal(policy, kind, unknown))
     if not (off <= tolerance + slack and moved <= tolerance / 100):
-        reason = f"log-probabilities are off by {off:.2g} nats; a rejected answer moves by {moved:.2g} when only the "
+        reason = f"{policy.scores} are off by {off:.2g}; that of a rejected answer moves by {moved:.2g} when only the "
         hooked = "" if seen is None or seen.asked else "; no layer uses transformers' AttentionInterface"
         raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + hooked))
 
@@ -176,7 +180,7 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
             f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "
             f"({reason}). Set layout.rows: padded."
         )
-    return f"{name} cannot be trained here: its decoder and head do not give its own log-probabilities ({reason})."
+    return f"{name} cannot be trained here: its decoder and head do not give its own {policy.scores} ({reason})."
 
 
 def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:
@@ -191,13 +195,6 @@ def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:
     ]
 
 
-def _own_logp(policy: Policy, prompt: object, completion: object) -> Tensor:
+def _own_score(policy: Policy, prompt: object, answer: object) -> Tensor:
     device = device_of(policy)
-    prompt_T, completion_C = (
-        torch.as_tensor(prompt, device=device),
-        torch.as_tensor(completion, device=device),
-    )
-    logits_TV = policy.own_logits(torch.cat([prompt_T, completion_C])[None])[0]
-    logp_CV = logits_TV[len(prompt_T) - 1 : -1].float().log_softmax(dim=-1)
-    logp: Tensor = logp_CV.gather(1, completion_C[:, None]).sum()
-    return logp
+    return policy.own_score(torch.as_tensor(prompt, device=device), torch.as_tensor(answer, device=device))

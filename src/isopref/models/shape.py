@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from isopref.models.adapter import summed_parameters
 from isopref.models.flops import UsefulFlops
+from isopref.models.head import head_of
 from isopref.models.parallel import has_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
@@ -64,7 +65,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     text = [(name, p) for name, p in model.named_parameters() if not is_inside(name, policy.unused)]
     in_layers = {id(p) for name, p in text if any(part.isdigit() for part in name.split("."))}
     parameters, in_text = (sum(p.numel() for p in some) for some in (model.parameters(), (p for _, p in text)))
-    head = model.get_output_embeddings()
+    head = head_of(model)
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     return ModelShape(
         parameters=parameters,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
+from isopref.models.head import head_of
+
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
 
@@ -24,7 +26,7 @@ def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
     """
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return ()
-    text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = (model.get_decoder(), model.get_input_embeddings(), head_of(model))
     used = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
     return tuple(_outermost(model, used, ""))
 

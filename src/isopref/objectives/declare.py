@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isopref.objectives.parts import gains as log_ratios
 from isopref.types import Kind
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> T
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
+
+Reading = Literal["logp", "reward"]
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -77,8 +79,11 @@ class Objective:
     gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
     needs_reference: bool  # without: nothing is scored for one
     kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
-    needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
+    # It reads PairLogps.gap: the data must score both answers of every comparison. Or the parameter that makes it do so
+    # where it is not 0.
+    needs_gaps: bool | str
     coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
+    readout: Reading  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
         """One value for each term: T."""
@@ -98,15 +103,16 @@ def objective(
     gains: Gains = log_ratios,
     needs_reference: bool = True,
     kind: Kind = "pairs",
-    needs_gaps: bool = False,
+    needs_gaps: bool | str = False,
     coupled: bool = False,
+    readout: Reading = "logp",
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
             *(formula.__name__, formula, params, equation, use, paper, gains),
-            *(needs_reference, kind, needs_gaps, coupled),
+            *(needs_reference, kind, needs_gaps, coupled, readout),
         )
 
     return declared

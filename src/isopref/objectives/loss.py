@@ -14,7 +14,7 @@ from isopref.batch.terms import TERMS
 from isopref.errors import ConfigError
 from isopref.objectives import registry
 from isopref.objectives.coupled import Whole
-from isopref.objectives.declare import Objective
+from isopref.objectives.declare import Objective, Reading
 from isopref.types import Kind, Logps, Microbatch, Needs, PairLogps, Readout
 
 
@@ -25,6 +25,11 @@ class Summand:
     objective: Objective
     params: Mapping[str, Any]
     weight: float = 1.0
+
+    @property
+    def needs_gaps(self) -> bool:
+        declared = self.objective.needs_gaps
+        return bool(self.params[declared]) if isinstance(declared, str) else declared
 
     def __call__(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
         batch = {"whole": whole} if self.objective.coupled else {}
@@ -53,13 +58,18 @@ class Loss:
         return self.summands[0].objective.kind
 
     @property
+    def readout(self) -> Reading:
+        """What it takes of an answer: its log-probability, or a reward. The same for all its objectives."""
+        return self.summands[0].objective.readout
+
+    @property
     def needs(self) -> Needs:
         """What it has to know of a microbatch besides log-probabilities."""
         return Needs(
             heads=self.ld_alpha != 1,
             confidence=self.wpo,
             routing=self.balance_weight > 0,
-            gaps=any(one.objective.needs_gaps for one in self.summands),
+            gaps=any(one.needs_gaps for one in self.summands),
         )
 
     @property
@@ -132,6 +142,8 @@ def pair_loss(
     for what in registry.wpo_problems(loss) if wpo else ():
         raise ConfigError(f"pair_loss: wpo: {what}")
     for what in registry.kind_problems(loss, ld_alpha=ld_alpha):
+        raise ConfigError(f"pair_loss: {what}")
+    for what in registry.reward_problems(loss, nll_weight=nll_weight, ld_alpha=ld_alpha, wpo=wpo):
         raise ConfigError(f"pair_loss: {what}")
     added = {"nll_weight": nll_weight, "ld_alpha": ld_alpha, "balance_weight": balance_weight}
     for name, value in added.items():

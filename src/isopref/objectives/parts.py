@@ -47,6 +47,11 @@ def mean_logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tens
     return policy.chosen / policy.num_chosen, policy.rejected / policy.num_rejected
 
 
+def own_rewards(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
+    """What a reward model gives chosen and rejected: P, P."""
+    return policy.chosen, policy.rejected
+
+
 def list_gains(policy: ListLogps, ref: ListLogps) -> Tensor:
     """log(policy / reference) of every answer of some lists, in nats: A."""
     return policy.logp - ref.logp

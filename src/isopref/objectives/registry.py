@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isopref.errors import ConfigError
-from isopref.objectives import coupled, lists, pairs, reference_free
-from isopref.objectives.declare import Objective, Param, within
+from isopref.objectives import coupled, lists, pairs, reference_free, rewards
+from isopref.objectives.declare import Objective, Param, Reading, within
 from isopref.types import Kind
 
 LossSpec = str | Mapping[Any, float]  # the name of an objective, or several with the weights of their sum
 
 OBJECTIVES: dict[str, Objective] = {
     one.name: one
-    for module in (pairs, coupled, reference_free, lists)
+    for module in (pairs, coupled, reference_free, lists, rewards)
     for one in vars(module).values()
     if isinstance(one, Objective)
 }
@@ -143,6 +143,27 @@ def gap_problems(loss: LossSpec) -> Iterator[str]:
         yield (
             f"gap weights comparisons of two answers, but {', '.join(without)} is not a loss of pairs. Use example, "
             "completion or token, or a loss of pairs."
+        )
+
+
+def readout(loss: LossSpec) -> Reading:
+    """What a loss takes of an answer; that of its first objective."""
+    return OBJECTIVES[next(iter(weights(loss)))].readout
+
+
+def reward_problems(loss: LossSpec, *, nll_weight: float, ld_alpha: float, wpo: bool) -> Iterator[str]:
+    """Yield what is wrong with a loss of which some objectives train a reward model."""
+    of_rewards = [name for name in weights(loss) if OBJECTIVES[name].readout == "reward"]
+    if not of_rewards:
+        return
+    named = ", ".join(of_rewards)
+    if others := ", ".join(name for name in weights(loss) if name not in of_rewards):
+        yield f"{named} trains a reward model, {others} a language model. Only losses of one kind can be added."
+    told = {"nll_weight": nll_weight != 0, "ld_alpha": ld_alpha != 1, "wpo": wpo}
+    if modifiers := " and ".join(name for name, is_told in told.items() if is_told):
+        yield (
+            f"{modifiers} needs log-probabilities, and {named} trains a reward model, which has none. Remove it, or "
+            "use another loss."
         )
 
 

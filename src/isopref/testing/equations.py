@@ -145,6 +145,12 @@ def cpo(c: Answer, r: Answer, *, beta: float) -> Tensor:
     return -torch.log(sigma(beta * c.policy - beta * r.policy)) - torch.log(c.likelihood)
 
 
+def bradley_terry_reward(c: Answer, r: Answer, *, margin: float, center: float) -> Tensor:
+    """`policy` is the reward of a reward model."""
+    apart = margin * (c.score - r.score) if margin else 0.0
+    return -torch.log(sigma(c.policy - r.policy - apart)) + center * (c.policy + r.policy) ** 2
+
+
 Pairs = Sequence[tuple[Answer, Answer]]
 
 
@@ -224,8 +230,17 @@ def softmax(ranked: Ranked, *, beta: float) -> Tensor:
     return total
 
 
+def plackett_luce_reward(ranked: Ranked) -> Tensor:
+    """-sum_k log (e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k)), r being the reward itself."""
+    total = torch.zeros((), dtype=torch.float64)
+    for k, (y, _) in enumerate(ranked):
+        field = [torch.exp(y.policy), *(torch.exp(z.policy) for z in below(ranked, k))]
+        total = total - torch.log(field[0] / sum(field, torch.zeros(())))
+    return total
+
+
 LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax)
+    equation.__name__: equation for equation in (plackett_luce, softmax, plackett_luce_reward)
 }
 
 
@@ -243,6 +258,7 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
         *(odpo, simpo, orpo, cpo),
     )
 }
+EQUATIONS["bradley_terry"] = bradley_terry_reward
 
 
 COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
@@ -252,7 +268,7 @@ COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
 
 def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
     """What an objective takes for the reward of an answer; with a reference, 0 for one that is as likely under both."""
-    beta: float = params["beta"]
+    beta: float = params.get("beta", 1.0)
     match name:
         case "sigmoid":
             divergence = params["divergence"]
@@ -261,7 +277,7 @@ def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
             return beta / y.tokens * y.log_ratio
         case "simpo" | "orpo":
             return beta / y.tokens * y.policy
-        case "cpo":
+        case "cpo" | "bradley_terry" | "plackett_luce_reward":
             return beta * y.policy
     return beta * y.log_ratio
 
@@ -326,6 +342,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "simpo": ("simpo", {"beta": 2.0, "gamma": 0.6}),
     "orpo": ("orpo", {"beta": 0.5}),
     "cpo": ("cpo", {"beta": 0.2}),
+    "bradley_terry": ("bradley_terry", {"margin": 0.0, "center": 0.2}),
+    "bradley_terry_margin": ("bradley_terry", {"margin": 0.4, "center": 0.0}),
 }
 # The same for those that couple the pairs of a batch, and for sums of several.
 BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
@@ -342,5 +360,11 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
+    "plackett_luce_reward": ("plackett_luce_reward", {}),
 }
+REWARD_CASES = (
+    "bradley_terry",
+    "bradley_terry_margin",
+    "plackett_luce_reward",
+)  # those that are computed with a reward model
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}

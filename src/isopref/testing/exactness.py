@@ -24,14 +24,25 @@ from isopref.engine.train_module import DPOTrainModule
 from isopref.examples import Example, Lengths, PairTokens
 from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.conversion import from_hf
+from isopref.models.head import head_of
 from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_group, parallelize, unwrap
 from isopref.models.policy import Policy, full
+from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import ALL_CASES, LIST_CASES, Answer, answers, batch_loss, lists_loss, reward
-from isopref.testing.models import random_pairs, tiny_model, tree_examples, with_adapter
+from isopref.testing.equations import (
+    ALL_CASES,
+    LIST_CASES,
+    REWARD_CASES,
+    Answer,
+    answers,
+    batch_loss,
+    lists_loss,
+    reward,
+)
+from isopref.testing.models import random_pairs, tiny_model, tiny_reward_model, tree_examples, with_adapter
 from isopref.types import PairLogps
 
 Cut = Literal["pair", "tokens", "whole"]
@@ -155,7 +166,10 @@ def _expected(
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
-    model, whole, policy, ref, reference = _scored(architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize)
+    is_reward = objective in REWARD_CASES
+    model, whole, policy, ref, reference = _scored(
+        architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize, is_reward
+    )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
@@ -165,12 +179,14 @@ def _expected(
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     if objective in LIST_CASES:
         weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
-        loss = lists_loss(objective, _ranked(model, examples, reference), weights)
+        loss = lists_loss(objective, _ranked(model, examples, reference, is_reward), weights)
     else:
         sizes = oracle.weights(pairs, weighting, shared, gaps)
         loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
-    metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
+    metrics = _metrics(policy, ref, objective)
+    if not is_reward:
+        metrics["train/nll"] = float(nll.detach())
     if balance_weight:
         balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
@@ -183,12 +199,15 @@ def _expected(
     )
 
 
-def _ranked(model: nn.Module, examples: list[Example], reference: TableLogps) -> list[list[tuple[Answer, float]]]:
+def _ranked(
+    model: nn.Module, examples: list[Example], reference: TableLogps, reward: bool
+) -> list[list[tuple[Answer, float]]]:
     """The answers of each example with their scores, as the equations take them."""
+    of = oracle.sequence_reward if reward else oracle.sequence_logp
     ref = iter(torch.from_numpy(reference.answers))
     return [
         [
-            (Answer(oracle.sequence_logp(model, one.prompt, answer).double(), next(ref), len(answer)), score)
+            (Answer(of(model, one.prompt, answer).double(), next(ref), len(answer)), score)
             for answer, score in zip(one.answers, one.scores, strict=True)
         ]
         for one in examples
@@ -197,7 +216,14 @@ def _ranked(model: nn.Module, examples: list[Example], reference: TableLogps) ->
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, trees: bool, ld_alpha: float, adapter: Kind | None, quantize: bool
+    architecture: str,
+    dtype: str,
+    num_pairs: int,
+    trees: bool,
+    ld_alpha: float,
+    adapter: Kind | None,
+    quantize: bool,
+    is_reward: bool,
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
     """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
 
@@ -205,6 +231,13 @@ def _scored(
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     pairs = oracle.comparisons(examples)
+    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
+    if is_reward:
+        model = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
+        policy = replace(oracle.pair_rewards(model, pairs), gap=gap)
+        nothing = torch.zeros_like(policy.chosen.detach())
+        none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
+        return model, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
     _adapt(model, adapter, quantize)
     with torch.no_grad():
@@ -212,7 +245,6 @@ def _scored(
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
         heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
-    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     whole = replace(oracle.pair_logps(model, pairs), gap=gap)
     policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
     return model, whole, policy, ref, reference
@@ -235,9 +267,11 @@ def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, flo
         "logps_rejected": policy.rejected,
         "rewards_chosen": chosen,
         "rewards_rejected": rejected,
-        "margin": (chosen - rejected) / params["beta"],
+        "margin": (chosen - rejected) / params.get("beta", 1.0),
         "accuracy": (chosen > rejected).double(),
     }
+    if objective in REWARD_CASES:
+        del values["logps_chosen"], values["logps_rejected"]
     return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 
 
@@ -296,10 +330,10 @@ def padded_batch(share: list[int], num_pairs: int, *, own_weights: bool = False)
 
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
     """A train module on the cell's model, spread as the cell says."""
-    hf_model = _adapt(
-        tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize
-    )
-    policy = Policy(from_hf(hf_model) if cell.native else hf_model)
+    is_reward = cell.objective in REWARD_CASES
+    tiny = tiny_reward_model if is_reward else tiny_model
+    hf_model = _adapt(tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize)
+    policy = RewardModel(hf_model) if is_reward else Policy(from_hf(hf_model) if cell.native else hf_model)
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
     shard = 2 if cell.parallel == "hsdp" else None
@@ -335,7 +369,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
 
 def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
     if quantize:
-        quantize_nf4(model, torch.device("cpu"), head=model.get_output_embeddings())
+        quantize_nf4(model, torch.device("cpu"), head=head_of(model))
     return model if adapter is None else with_adapter(model, adapter)
 
 

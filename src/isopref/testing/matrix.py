@@ -54,6 +54,7 @@ def cells(ranks: int) -> list[Cell]:
             found.update(dict.fromkeys(_tensor(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_adapters(base)))
+        found.update(dict.fromkeys(_rewards(base)))
     return list(found)
 
 
@@ -205,6 +206,34 @@ def _adapters(base: Cell) -> Iterator[Cell]:
         yield replace(lora, split="idle")
 
 
+def _rewards(base: Cell) -> Iterator[Cell]:
+    """Reward models: every kind of row with every cut and weighting (in turns on several ranks), pairs and trees."""
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    pairs = replace(base, objective="bradley_terry")
+    for n, rows in enumerate(KINDS):
+        for turn, cut in enumerate(cuts):
+            turns = weightings if base.ranks == 1 else [weightings[(n + turn) % 3]]
+            for weighting in turns:
+                yield replace(pairs, rows=rows, cut=cut, weighting=weighting)
+            yield replace(pairs, trees=True, rows=rows, cut=cut, weighting=weightings[(n + turn) % 3], own_weights=True)
+        yield replace(pairs, objective="plackett_luce_reward", trees=True, rows=rows, cut=cuts[n % 3])
+        yield replace(pairs, objective="bradley_terry_margin", trees=True, rows=rows, cut=cuts[n % 3])
+        if base.ranks > 1:
+            yield replace(pairs, rows=rows, split="uneven", grad_sync="every")
+            yield replace(pairs, trees=True, rows=rows, split="idle")
+    trees = replace(pairs, trees=True)
+    yield replace(trees, checkpointing=True, reverse=True)
+    yield replace(pairs, rows="padded", collated=True, own_weights=True)
+    yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
+    yield replace(trees, adapter="lora", quantize=True, architecture="llama", dtype="float32")
+    yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
+    for n, architecture in enumerate(FLOAT32_INSIDE):
+        yield replace(trees, architecture=architecture, rows=KINDS[n % len(KINDS)])
+    if base.parallel in ("fsdp", "hsdp"):
+        yield replace(trees, offload=True)
+
+
 def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
     """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process.
 
@@ -260,10 +289,11 @@ at all; a batch of examples with one to eight answers likewise, nested beginning
 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
 recomputed; pairs in order and in reverse; weighted by token, completion, example and the gap between scores, with and
-without weights of their own; every objective in some of these layouts, also those that couple a batch; the likelihood
-of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter
-(LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's own modules too, and with
-two ranks that compute every layer together; padded batches from a script's collator. The oracle computes one
+without weights of their own; every objective in some of these layouts, also those that couple a batch; reward models in
+all kinds of rows; the likelihood of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all
+weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's
+own modules too, and with two ranks that compute every layer together; padded batches from a script's collator. The
+oracle computes one
 sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
 sums by the definition.
 

@@ -10,7 +10,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref.examples import FEWEST_SHARED, Example, PairTokens
@@ -108,6 +113,17 @@ def tiny_model(
     architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
     """A model with random weights that fits into a test, without dropout. The same seed gives the same weights."""
+    return _tiny(AutoModelForCausalLM, architecture, dtype, seed, changes)
+
+
+def tiny_reward_model(
+    architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """The same for sequence classification with one label."""
+    return _tiny(AutoModelForSequenceClassification, architecture, dtype, seed, {**changes, "num_labels": 1})
+
+
+def _tiny(auto: Any, architecture: str, dtype: torch.dtype, seed: int, changes: dict[str, Any]) -> PreTrainedModel:
     kind, settings = ARCHITECTURES[architecture]
     if "text_config" in settings:
         settings = {**settings, "text_config": {**settings["text_config"], **changes}}
@@ -115,7 +131,7 @@ def tiny_model(
         settings = {**settings, **changes}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+        model: Any = auto.from_config(CONFIG_MAPPING[kind](**settings))
     disable_dropout(model)
     for parameter in model.parameters():  # as loading does: rotary frequencies stay what they are
         parameter.data = parameter.data.to(dtype)

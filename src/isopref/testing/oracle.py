@@ -55,6 +55,22 @@ def pair_logps(model: Any, pairs: Sequence[PairTokens], ld_alpha: float = 1.0) -
     )
 
 
+def sequence_reward(model: Any, prompt: IntArray, answer: IntArray) -> Tensor:
+    """What a model for sequence classification gives a prompt with one answer."""
+    reward: Tensor = model(input_ids=torch.tensor([[*map(int, prompt), *map(int, answer)]])).logits[0, 0]
+    return reward.to(torch.promote_types(reward.dtype, torch.float32))
+
+
+def pair_rewards(model: Any, pairs: Sequence[PairTokens]) -> PairLogps:
+    """The rewards of both answers of every pair, where others have log-probabilities."""
+    return PairLogps(
+        chosen=torch.stack([sequence_reward(model, pair.prompt, pair.chosen) for pair in pairs]),
+        rejected=torch.stack([sequence_reward(model, pair.prompt, pair.rejected) for pair in pairs]),
+        num_chosen=torch.tensor([len(pair.chosen) for pair in pairs]),
+        num_rejected=torch.tensor([len(pair.rejected) for pair in pairs]),
+    )
+
+
 def comparisons(examples: Sequence[Example]) -> list[PairTokens]:
     """Every comparison as a pair of its own."""
     return [
@@ -85,7 +101,7 @@ def balance(model: Any, examples: Sequence[Example]) -> Tensor:
     for example in examples:
         for answer in example.answers:
             ids = torch.tensor([[*map(int, example.prompt), *map(int, answer)]])
-            for layer, logits in enumerate(model(input_ids=ids, output_router_logits=True).router_logits):
+            for layer, logits in enumerate(model.base_model(input_ids=ids, output_router_logits=True).router_logits):
                 layers.setdefault(layer, []).extend(logits.double().softmax(dim=-1))
     losses = []
     for probabilities in layers.values():

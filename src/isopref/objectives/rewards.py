@@ -1,0 +1,55 @@
+"""Objectives of reward models: one scalar for each answer, no reference. Imports no torch; declare.py says how.
+
+Where others have a log-probability, `policy` has the reward r that the model gives an answer. P: pairs, A: answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isopref.objectives.declare import Param, objective
+from isopref.objectives.parts import beaten, logsigmoid, own_rewards, surprise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopref.types import ListLogps, PairLogps
+
+
+@objective(
+    params={
+        "margin": Param(
+            0.0,
+            "How far the rewards of chosen and rejected are to be apart for each point between the scores that the "
+            "data gives them. 0: scores are not needed.",
+            {"ge": 0},
+        ),
+        "center": Param(0.0, "Weight of (r_c + r_r)^2, which keeps the rewards of a pair centered on zero.", {"ge": 0}),
+    },
+    equation="-ls(r_c - r_r - margin gap) + center (r_c + r_r)^2",
+    use="A reward model from pairs: the chosen answer is to get the higher reward",
+    paper="InstructGPT, Ouyang et al. 2022 (2203.02155), eq. 1; margin: Llama 2, Touvron et al. 2023 (2307.09288); "
+    "center: Eisenstein et al. 2023 (2312.09244)",
+    gains=own_rewards,
+    needs_reference=False,
+    needs_gaps="margin",
+    readout="reward",
+)
+def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: float) -> Tensor:
+    chosen, rejected = policy.chosen, policy.rejected
+    wanted = 0.0 if policy.gap is None else margin * policy.gap
+    return -logsigmoid(chosen - rejected - wanted) + center * (chosen + rejected) ** 2
+
+
+@objective(
+    params={},
+    equation="-log prod_k exp(r_k) / sum_j exp(r_j), where j is k and every answer below it",
+    use="A reward model from ranked lists: the rewards are to rank the answers as the scores do",
+    paper="Plackett-Luce on rewards, Zhu et al. 2023 (2301.11270)",
+    gains=own_rewards,
+    needs_reference=False,
+    kind="lists",
+    readout="reward",
+)
+def plackett_luce_reward(policy: ListLogps, _ref: ListLogps) -> Tensor:
+    return surprise(policy.logp, beaten(policy))
