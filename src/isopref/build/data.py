@@ -121,7 +121,7 @@ def say_tables(tables: Tables, display: Display) -> None:
         found = source.found
         dropped = "".join(f", {count} dropped ({reason})" for reason, count in found.dropped.items())
         mixed = f", {source.mixed} in the mix" if source.mixed < found.kept else ""
-        kept = f"{found.kept} {SHAPES[found.shape].unit}"
+        kept = f"{found.kept} {found.holds}"
         display.say(f"data  {source.path}: {kept} ({found.format}, {found.shape}){dropped}{mixed}")
         for note in source_notes(found):
             display.say(f"      {note}")

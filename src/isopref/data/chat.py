@@ -35,7 +35,7 @@ import numpy as np
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.messages import DefectError, Turns
-from isopref.data.shapes import BadPairError, Preference, PreferencePair
+from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
@@ -206,6 +206,8 @@ class PairEncoder:
     def _comparisons(self, pair: Preference) -> tuple[tuple[int, int], ...]:
         if isinstance(pair, PreferencePair):
             return PAIR
+        if isinstance(pair, LabelledAnswer):
+            return ()
         found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
         if not found:
             gap = f" by {self.options.min_gap:g}, as data.min_gap asks" if self.options.min_gap else ""

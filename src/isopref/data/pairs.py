@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 11  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 12  # raise it when the same content would give other tokens or another file
 LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
@@ -67,7 +67,7 @@ class _Chunk(NamedTuple):
 
 class _Encoded(NamedTuple):
     source: int
-    shape: str
+    shape: Shape
     read: int
     batch: Any  # pa.RecordBatch
     dropped: Counter[str]
@@ -238,7 +238,7 @@ class _Found:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._shape = ""
+        self._shape: Shape | None = None
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._special: Counter[str] = Counter()
@@ -264,9 +264,11 @@ class _Found:
                 f"{source.name}: none of {counts['read']} records gave a pair; dropped: {reasons}. Use another source, "
                 "data.template or data.max_length."
             )
+        assert self._shape is not None, "a source has records"
         return SourceStats(
             source.format,
-            self._shape,
+            self._shape.name,
+            holds=self._shape.holds,
             dropped=dropped,
             unused_columns=tuple(sorted(self._unused)),
             special_tokens=dict(self._special.most_common()),
@@ -323,7 +325,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
     unused = columns - chunk.shape.reads
-    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
+    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, special, unused)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:
