@@ -261,6 +261,7 @@ def _whole_table(
                 tokenizer,
                 folder=folder,
                 options=options,
+                group_by_prompt=data.group_by_prompt,
                 progress=progress,
                 workers=all_cores(),
                 head_start_s=0.0 if is_first else HEAD_START_S,

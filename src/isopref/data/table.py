@@ -450,8 +450,12 @@ class ExampleTable:
         return self._store.example(int(self._indices[index]))
 
     def origin(self, index: int) -> str:
-        """Where the pair came from: "data.jsonl:12"."""
-        return self._bases[int(self.sources[index])] + self._store.place(int(self._indices[index]))
+        """Where the example came from: "data.jsonl:12"."""
+        return self._bases[int(self.sources[index])] + self.place(index)
+
+    def place(self, index: int) -> str:
+        """Where that is inside its source: ":12"."""
+        return self._store.place(int(self._indices[index]))
 
     def check(self) -> None:
         """Check every byte of the file, also on a view. Raises DamagedTableError."""
