@@ -75,7 +75,8 @@ class _Encoded(NamedTuple):
     dropped: Counter[str]
     notes: Counter[str]
     special_tokens: Counter[str]
-    unused_columns: set[str]
+    columns: set[str]
+    used_columns: set[str]
 
 
 def build_table(
@@ -269,14 +270,16 @@ class _Found:
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._special: Counter[str] = Counter()
-        self._unused: set[str] = set()
+        self._columns: set[str] = set()
+        self._used: set[str] = set()
 
     def add(self, result: _Encoded) -> None:
         self._shape = result.shape
         self._counts.update(result.notes, read=result.read, kept=result.batch.num_rows)
         self._dropped += result.dropped
         self._special += result.special_tokens
-        self._unused |= result.unused_columns
+        self._columns |= result.columns
+        self._used |= result.used_columns
 
     def stats(self) -> SourceStats:
         """Raises DataError where there is not one pair: no share of nothing can be mixed."""
@@ -297,7 +300,7 @@ class _Found:
             self._shape.name,
             holds=self._shape.holds,
             dropped=dropped,
-            unused_columns=tuple(sorted(self._unused)),
+            unused_columns=tuple(sorted(self._columns - self._used)),
             special_tokens=dict(self._special.most_common()),
             **counts,
         )
@@ -322,6 +325,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     notes: Counter[str] = Counter()
     special: Counter[str] = Counter()
     columns: set[str] = set()
+    used: set[str] = set()
 
     def drop(bad: BadPairError) -> None:
         if options.on_bad == "error":
@@ -333,7 +337,8 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         columns |= record.fields.keys()
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
-            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], chunk.shape.reads)
+            used |= (reads := chunk.shape.used(record.fields))
+            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], reads)
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -351,8 +356,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             place = pair.origin.removeprefix(chunk.base)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
-    unused = columns - chunk.shape.reads
-    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, special, unused)
+    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, special, columns, used)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:

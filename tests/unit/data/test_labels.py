@@ -115,7 +115,23 @@ def test_messages_written_as_text(tmp_path: Path) -> None:
     path.write_text(f'messages,label\n"{turns}",True\n"{turns}",False\n')
     options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
     table = build_table([SourceSpec(str(path))], tiny_tokenizer("chatml"), folder=tmp_path, options=options)
-    assert (table.stats.sources[0].shape, table.scores.tolist()) == ("label", [1.0, 0.0])
+    (found,) = table.stats.sources
+    assert (found.shape, found.unused_columns, table.scores.tolist()) == ("label", (), [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "unused"),
+    [
+        (LABELLED | {"answer": "42", "messages": []}, ("answer", "messages")),
+        (LABELLED | {"input": "a text", "kto_tag": True}, ("input", "kto_tag")),
+        ({"instruction": "why?", "input": "", "output": "so", "kto_tag": True, "id": 1}, ("id",)),
+        (LABELLED_CHAT | {"prompt": "why?", "conversations": []}, ("conversations", "prompt")),
+    ],
+)
+def test_columns_that_are_not_used_are_named(tmp_path: Path, fields: dict[str, Any], unused: tuple[str, ...]) -> None:
+    (found,) = build(tmp_path / "a.jsonl", fields).stats.sources
+    assert found.unused_columns == unused
+    assert found.unused_inputs == ("input" in unused)
 
 
 def test_what_a_mix_holds(tmp_path: Path) -> None:

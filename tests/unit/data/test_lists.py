@@ -133,6 +133,23 @@ def test_a_table_of_lists(tmp_path: Path) -> None:
     assert table.scores.tolist() == [*SCORES, 0.1, 0.2, 0.3]
 
 
+def test_every_record_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"prompt": "a?", "responses": ["x", "y"], "scores": [2, 1], "ratings": [5, 5]},
+        {"prompt": "b?", "responses": ["x"], "scores": [2]},  # one answer
+        {"prompt": "c?", "responses": ["x", "x"], "scores": [2, 1]},  # the same one twice
+        {"prompt": "d?", "responses": ["x", "y"], "scores": [None, None]},
+        {"prompt": "e?", "responses": ["x", "y", "z"], "scores": [1, 1, 1]},
+        {"prompt": "f?", "responses": ["x", "y", "z"], "scores": [1, 1.2, 1.4]},  # closer than min_gap
+        {"prompt": "g?", "responses": ["x", "y"], "scores": [1, 2, 3]},
+    ]
+    table = build(tmp_path / "a.jsonl", *records, min_gap=0.5)
+    (found,) = table.stats.sources
+    assert (found.read, found.kept, found.dropped) == (7, 1, {"single": 3, "tie": 2, "shape": 1})
+    assert found.unused_columns == ("ratings",)
+    assert (table.holds, table.unit, table.is_compared, table.is_labelled) == ({"lists"}, "list", True, False)
+
+
 def test_other_comparisons_are_another_table(tmp_path: Path) -> None:
     record = {"prompt": "why?", "responses": ANSWERS, "scores": SCORES}
     tables = [build(tmp_path / "a.jsonl", record, **options) for options in ({}, {"compare": "best_worst"})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from isopref.data.columns import SIDES
+from isopref.data.columns import OPTIONAL, SIDES
 from isopref.data.known_shapes.prompted import alpaca_prompt
 from isopref.data.known_shapes.shape import Fields, Labelled, Shape, is_long
 from isopref.data.messages import (
@@ -46,6 +46,14 @@ class Label(Shape):
         if any(isinstance(fields.get(name), list) and fields[name] for name in LISTS):
             return False
         return _answer_column(fields) is not None or _chat_column(fields) is not None
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        found: tuple[str | None, ...] = (_label_column(fields), _answer_column(fields), _prompt_column(fields))
+        if found[1] is None:
+            chat = _chat_column(fields) or next((name for name in CHATS if name in self.written), None)
+            found = (found[0], chat)
+        beside = ("input", "history") if "instruction" in found else ()
+        return frozenset((*filter(None, found), *beside, *OPTIONAL))
 
     def read_label(self, fields: Fields) -> Labelled:
         column = _label_column(fields)

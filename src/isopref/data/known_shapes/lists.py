@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from isopref.data.columns import SIDES
+from isopref.data.columns import OPTIONAL, SIDES
 from isopref.data.known_shapes.shape import Fields, Ranked, Shape
 from isopref.data.messages import DefectError, Turns, kind, read_answer, read_prompt, read_text, shown
 
@@ -34,6 +34,10 @@ class Responses(Shape):
         if answers is None or values is None or _prompt_column(fields) is None:
             return False
         return all(isinstance(one, str) or kind(one) == "messages" for one in fields[answers])
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        found = (_prompt_column(fields), _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS)))
+        return frozenset((*filter(None, found), *OPTIONAL))
 
     def read_list(self, fields: Fields) -> Ranked:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
@@ -65,6 +69,9 @@ class Completions(Shape):
         if not isinstance(every, list) or not every or _prompt_column(fields) is None:
             return False
         return all(isinstance(one, dict) and kind(one.get(RESPONSE)) in ("text", "messages") for one in every)
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        return frozenset((_prompt_column(fields) or "", "completions", *OPTIONAL))
 
     def read_list(self, fields: Fields) -> Ranked:
         scored = []

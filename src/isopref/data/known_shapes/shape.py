@@ -49,8 +49,12 @@ class Shape(ABC):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Every column that is read of a record."""
+        """Every column that may be read of a record."""
         return frozenset((*self.columns, *OPTIONAL))
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        """The columns that are read of a record that fits: some shapes read the first of several."""
+        return self.reads
 
     @abstractmethod
     def fits(self, fields: Fields) -> bool:
