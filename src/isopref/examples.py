@@ -15,13 +15,15 @@ import numpy as np
 
 from isopref.types import IntArray
 
+# What is known of the answers of a prompt: which of two is better, a score of each, or that one is good or bad.
 FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
 
 
 class Example(NamedTuple):
     """Token ids of one prompt and its answers, each of which follows the prompt directly; and what is known of them.
 
-    Comparisons are for objectives of pairs, scores for those of lists.
+    Comparisons are for objectives of pairs, scores for those of lists and labels. A labelled answer has the score 1.0
+    (good) or 0.0 (bad) and no comparison.
     """
 
     prompt: IntArray

@@ -52,7 +52,7 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 18] == [
+    assert lines[at : at + 16] == [
         "data.train train.jsonl",
         "found jsonl, shape text",
         "taken to be the prompt the column 'prompt'",
@@ -60,8 +60,6 @@ def test_what_is_shown(no_weights: Project) -> None:
         "records read 23",
         "dropped 1 tie, 1 empty",
         "kept 21",
-        "answers without a score, left out 0",
-        "answers that repeat another, left out 0",
         "cut to data.max_length 0",
         "prompt ends inside a token of the answer 0",
         "generation prompt not before the answer 0",

@@ -1,4 +1,4 @@
-"""Pair tables of a run: built, mixed, and what is held out taken from what is trained on."""
+"""The tables of a run: built, mixed, and what is held out taken from what is trained on."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -121,12 +121,12 @@ def say_tables(tables: Tables, display: Display) -> None:
         found = source.found
         dropped = "".join(f", {count} dropped ({reason})" for reason, count in found.dropped.items())
         mixed = f", {source.mixed} in the mix" if source.mixed < found.kept else ""
-        kept = f"{found.kept} {SHAPES[found.shape].unit}"
+        kept = f"{found.kept} {'prompts with ' if found.grouped else ''}{found.holds}"
         display.say(f"data  {source.path}: {kept} ({found.format}, {found.shape}){dropped}{mixed}")
         for note in source_notes(found):
             display.say(f"      {note}")
     if tables.num_left_out:
-        display.say(f"data  {left_out_note(tables.num_left_out)}")
+        display.say(f"data  {left_out_note(tables.num_left_out, tables.train.unit)}")
     if tables.held_out is not None and any(
         source.field == "data.train" and source.held_out for source in tables.sources
     ):
@@ -141,8 +141,9 @@ def say_warnings(tables: Tables, display: Display) -> None:
         display.say(f"warning: {warning}")
 
 
-def left_out_note(count: int) -> str:
-    return f"{count} pairs of data.train are not trained on: their prompt is in data.eval"
+def left_out_note(count: int, unit: str) -> str:
+    """What to say of examples of data.train that are not trained on; `unit` is what one is called."""
+    return f"{count} {unit}s of data.train are not trained on: their prompt is in data.eval"
 
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
@@ -162,21 +163,23 @@ def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, 
     ]
     if len(train) < (batch := config.optim.batch_size):
         warnings.append(
-            f"optim.batch_size is {batch}, and there are {len(train)} pairs to train on: an epoch is one step"
+            f"optim.batch_size is {batch}, and there are {len(train)} {train.unit}s to train on: an epoch is one step"
         )
+    if config.data.group_by_prompt and not any(source.found.grouped for source in sources):
+        warnings.append("data.group_by_prompt: no two records of a source have the same prompt, so it changes nothing")
     if config.data.eval_share is not None and held_out is not None:
-        warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out))
+        warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out), train.unit)
     return Tables(train, held_out, sources, warnings)
 
 
-def _share_warning(asked: float, held_out: int, pairs: int) -> list[str]:
-    """One where the share of pairs held out is far from the one asked for."""
-    found = held_out / pairs
+def _share_warning(asked: float, held_out: int, examples: int, unit: str) -> list[str]:
+    """One where the share of examples held out is far from the one asked for."""
+    found = held_out / examples
     if abs(found - asked) <= SHARE_OFF * asked:
         return []
     return [
-        f"data.eval: {asked} holds out {held_out} of {pairs} pairs ({found:.0%}): a hash of each prompt decides, so "
-        "with few prompts the share can be far off. Use more data, or name a file of held-out pairs (data.eval: FILE)"
+        f"data.eval: {asked} holds out {held_out} of {examples} {unit}s ({found:.0%}): a hash of each prompt decides, "
+        "so with few prompts the share can be far off. Use more data, or a file of held-out data (data.eval: FILE)"
     ]
 
 
@@ -261,6 +264,7 @@ def _whole_table(
                 tokenizer,
                 folder=folder,
                 options=options,
+                group_by_prompt=data.group_by_prompt,
                 progress=progress,
                 workers=all_cores(),
                 head_start_s=0.0 if is_first else HEAD_START_S,
@@ -276,6 +280,7 @@ def source_notes(stats: SourceStats) -> list[str]:
     """What a user may not expect of a source."""
     unused = ", ".join(stats.unused_columns)
     notes = {
+        f"{stats.grouped} records joined to an earlier one with the same prompt": stats.grouped,
         f"{stats.truncated} cut to data.max_length": stats.truncated,
         f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
         f"{stats.generation_prompt_backoffs} written without the generation prompt": stats.generation_prompt_backoffs,
@@ -297,13 +302,16 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
             else "the template writes them around each message, so take them out of the text"
         )
         warnings.append(
-            f"{special} of {stats.kept} pairs contain the tokenizer's special tokens, such as "
+            f"{special} of {stats.read} records contain the tokenizer's special tokens, such as "
             f"'{next(iter(stats.special_tokens))}': {way_out}"
         )
-    if 2 * stats.repeated_prompts > stats.kept:
+    if 2 * stats.repeated_prompts > stats.kept + stats.grouped:
+        every = {"pairs": "both answers begin", "lists": "all answers begin", "labels": "the answer begins"}[
+            stats.holds
+        ]
         warnings.append(
-            f"in {stats.repeated_prompts} of {stats.kept} pairs both answers begin with the prompt, which would be "
-            "learnt as part of the answer: take it out of them"
+            f"in {stats.repeated_prompts} of {stats.read} records {every} with the prompt, which would be learnt as "
+            "part of the answer: take it out of them"
         )
     if SHAPES[stats.shape].is_guess:
         warnings.append(

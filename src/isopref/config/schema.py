@@ -101,6 +101,12 @@ class DataConfig(Section):
     min_gap: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Least difference between the scores of two answers that are compared."
     )
+    group_by_prompt: bool = Field(
+        default=False,
+        description="Make one example of all records of a source with the same prompt: pairs become comparisons of its "
+        "different answers, labelled answers stay as they are. Each prompt is computed once, and optim.batch_size "
+        "counts prompts.",
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Names of the columns in your data where they differ from ours, as ours: yours, "

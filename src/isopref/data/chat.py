@@ -35,7 +35,7 @@ import numpy as np
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.messages import DefectError, Turns
-from isopref.data.shapes import BadPairError, Preference, PreferencePair, RankedList
+from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
@@ -210,6 +210,8 @@ class PairEncoder:
                     "tie", f"the scores differ by {pair.gap:g}, less than data.min_gap ({self.options.min_gap:g})"
                 )
             return PAIR
+        if isinstance(pair, LabelledAnswer):
+            return ()
         found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
         if not found:
             gap = f" by {self.options.min_gap:g}, as data.min_gap asks" if self.options.min_gap else ""
@@ -309,7 +311,7 @@ def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Re
 
 def _gaps(pair: Preference) -> tuple[float, ...]:
     """What the scores in the example do not say: those of a pair are 1 and 0."""
-    return () if isinstance(pair, RankedList) or pair.gap is None else (pair.gap,)
+    return (pair.gap,) if isinstance(pair, PreferencePair) and pair.gap is not None else ()
 
 
 def _next_role(answer: Turns) -> str:

@@ -34,6 +34,10 @@ class DefectError(Exception):
     """(reason, what): why a record gives no pair. Whoever knows the record's origin makes it a BadPairError."""
 
 
+class WrongColumnError(DefectError):
+    """A value that shows that a column is not what it was taken for: to leave out the record would not help."""
+
+
 def kind(value: Any) -> str:
     """What a field holds: "absent", "text", "messages", or the name of its Python type."""
     if value is None:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.columns import PROMPTS, SIDES
+from isopref.data.grouping import VERSION as GROUPING_VERSION
+from isopref.data.grouping import write_grouped
 from isopref.data.memory import memory_source
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, RankedList, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
@@ -67,13 +69,14 @@ class _Chunk(NamedTuple):
 
 class _Encoded(NamedTuple):
     source: int
-    shape: str
+    shape: Shape
     read: int
     batch: Any  # pa.RecordBatch
     dropped: Counter[str]
     notes: Counter[str]
     special_tokens: Counter[str]
-    unused_columns: set[str]
+    columns: set[str]
+    used_columns: set[str]
 
 
 def build_table(
@@ -82,14 +85,16 @@ def build_table(
     *,
     folder: Path,
     options: TokenizeOptions,
+    group_by_prompt: bool = False,
     progress: Progress | None = None,
     workers: int = 1,
     head_start_s: float = 0.0,
     say: Callable[[str], None] = log.warning,
 ) -> ExampleTable:
-    """The pairs of all sources, in order, tokenised; from `folder` where the same content was built before.
+    """The records of all sources, in order, tokenised; from `folder` where the same content was built before.
 
-    The table holds every usable pair of every source: mixing by weight or count selects from it (see mixing).
+    The table holds every usable record of every source: mixing by weight or count selects from it (see mixing).
+    `group_by_prompt` makes one example of the records with the same prompt, from the table without it (see grouping).
     `workers` processes tokenise what is left after CHUNKS_ALONE; they start afresh (spawn), so a script that calls
     this with more than one needs the `if __name__ == "__main__":` guard. Of several processes with the same folder one
     builds and the others wait; `head_start_s` leaves the building to another one, which shows its progress.
@@ -99,7 +104,36 @@ def build_table(
     sources = [_open(spec) for spec in specs]
     encoder = PairEncoder(tokenizer, options)
     content = _content(sources)
-    path = folder / f"{_key(content, encoder)}.arrow"
+    key = _key(content, encoder)
+    keep = partial(_kept_table, folder, sources, head_start_s, say)
+
+    def write_records(file: Any) -> None:
+        _write(file, sources, _encode_all(_chunks(sources, options.raw), encoder, workers), progress)
+        if _content(sources) != content:
+            raise DataError("The data changed while it was read. Start again once nobody writes to it.")
+
+    table = keep(key, write_records)
+    if not group_by_prompt:
+        return table
+    if table.holds == {"lists"}:
+        raise ConfigError(
+            "data.group_by_prompt groups pairs and labelled answers, but the data holds lists only, which are grouped "
+            "already. Set it to false."
+        )
+    write = partial(write_grouped, table, drop_bad=options.on_bad == "drop", chunk_examples=CHUNK_RECORDS)
+    return keep(_digest(["grouped", GROUPING_VERSION, key]), write)
+
+
+def _kept_table(
+    folder: Path,
+    sources: list[Source],
+    head_start_s: float,
+    say: Callable[[str], None],
+    key: str,
+    write: Callable[[Any], None],
+) -> ExampleTable:
+    """The table with this key, written to its file if it is not there or damaged."""
+    path = folder / f"{key}.arrow"
     table, _ = _find(path, sources)
     if table is None:
         time.sleep(head_start_s)
@@ -109,7 +143,7 @@ def build_table(
             if damage is not None:
                 say(f"{damage}. Building it again")
             if table is None:
-                _build(path, sources, content, encoder, progress, workers)
+                _build(path, write)
                 table = _open_table(path, sources)
     return table
 
@@ -179,8 +213,11 @@ def _content(sources: list[Source]) -> list[Any]:
 
 
 def _key(content: list[Any], encoder: PairEncoder) -> str:
-    parts = json.dumps([CODE_VERSION, CHUNK_RECORDS, encoder.key(), content])
-    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+    return _digest([CODE_VERSION, CHUNK_RECORDS, encoder.key(), content])
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 @contextmanager
@@ -194,25 +231,16 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(
-    path: Path,
-    sources: list[Source],
-    content: list[Any],
-    encoder: PairEncoder,
-    progress: Progress | None,
-    workers: int,
-) -> None:
+def _build(path: Path, write: Callable[[Any], None]) -> None:
     """Write the table under another name, and give it its own only when it is whole and on disk."""
     for left_over in path.parent.glob(f"{path.stem}.*.tmp"):
         left_over.unlink()  # we hold the lock, so whoever wrote it is dead
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            _write(file, sources, _encode_all(_chunks(sources, encoder.options.raw), encoder, workers), progress)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-        if _content(sources) != content:
-            raise DataError("The data changed while it was read. Start again once nobody writes to it.")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -238,18 +266,20 @@ class _Found:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._shape = ""
+        self._shape: Shape | None = None
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._special: Counter[str] = Counter()
-        self._unused: set[str] = set()
+        self._columns: set[str] = set()
+        self._used: set[str] = set()
 
     def add(self, result: _Encoded) -> None:
         self._shape = result.shape
         self._counts.update(result.notes, read=result.read, kept=result.batch.num_rows)
         self._dropped += result.dropped
         self._special += result.special_tokens
-        self._unused |= result.unused_columns
+        self._columns |= result.columns
+        self._used |= result.used_columns
 
     def stats(self) -> SourceStats:
         """Raises DataError where there is not one pair: no share of nothing can be mixed."""
@@ -264,11 +294,13 @@ class _Found:
                 f"{source.name}: none of {counts['read']} records gave a pair; dropped: {reasons}. Use another source, "
                 "data.template or data.max_length."
             )
+        assert self._shape is not None, "a source has records"
         return SourceStats(
             source.format,
-            self._shape,
+            self._shape.name,
+            holds=self._shape.holds,
             dropped=dropped,
-            unused_columns=tuple(sorted(self._unused)),
+            unused_columns=tuple(sorted(self._columns - self._used)),
             special_tokens=dict(self._special.most_common()),
             **counts,
         )
@@ -293,6 +325,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
     notes: Counter[str] = Counter()
     special: Counter[str] = Counter()
     columns: set[str] = set()
+    used: set[str] = set()
 
     def drop(bad: BadPairError) -> None:
         if options.on_bad == "error":
@@ -304,7 +337,8 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
         columns |= record.fields.keys()
         try:
             pairs.append(to_pair(record, chunk.shape, raw=options.raw))
-            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], chunk.shape.reads)
+            used |= (reads := chunk.shape.used(record.fields))
+            notes["unused_inputs"] += has_unused_context(record.fields, pairs[-1], reads)
         except BadPairError as bad:
             drop(bad)
     rows = []
@@ -322,8 +356,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             place = pair.origin.removeprefix(chunk.base)
             rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
     batch = record_batch(rows, chunk.source)
-    unused = columns - chunk.shape.reads
-    return _Encoded(chunk.source, chunk.shape.name, len(chunk.records), batch, dropped, notes, special, unused)
+    return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, special, columns, used)
 
 
 def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) -> Iterator[_Encoded]:

@@ -1,4 +1,4 @@
-"""What records mean: which of the known shapes a source has, and how a record becomes a pair or a list.
+"""What records mean: which of the known shapes a source has, and the pair, list or labelled answer in a record.
 
 Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, fields are read by
 messages; files (sources) and tokens (chat) are not known here.
@@ -29,6 +29,7 @@ from isopref.data.messages import (
     DefectError,
     Message,
     Turns,
+    WrongColumnError,
     is_written,
     kind,
     parse_written,
@@ -45,6 +46,7 @@ __all__ = [
     "COLUMNS",
     "SHAPES",
     "BadPairError",
+    "LabelledAnswer",
     "Preference",
     "PreferencePair",
     "RankedList",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
+LABELLED_PARTS = ("completion", "messages")  # the same, of labelled answers
 TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
 COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL, *GAPS]))
 DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
@@ -108,7 +111,29 @@ class RankedList:
         return tuple(f"answer {number}" for number in range(1, len(self.answers) + 1))
 
 
-Preference = PreferencePair | RankedList
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """A prompt with one answer, which is good or bad."""
+
+    prompt: Turns
+    answer: Turns
+    is_good: bool
+    tools: list[dict[str, Any]] | None
+    weight: float
+    origin: str
+
+    names: ClassVar[tuple[str, ...]] = ("answer",)  # for errors
+
+    @property
+    def answers(self) -> tuple[Turns, ...]:
+        return (self.answer,)
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        return (1.0,) if self.is_good else (0.0,)
+
+
+Preference = PreferencePair | RankedList | LabelledAnswer
 
 
 def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
@@ -139,9 +164,11 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
 
 
 def to_pair(record: Record, shape: Shape, *, raw: bool) -> Preference:
-    """The pair, or the list, in a record of this shape. Raises BadPairError."""
+    """The pair, the list or the labelled answer in a record of this shape. Raises BadPairError, and DataError."""
     try:
         return _to_pair(record, shape, raw)
+    except WrongColumnError as defect:
+        raise DataError(f"{record.origin}: {defect.args[-1]}.") from None
     except DefectError as defect:
         raise BadPairError(record.origin, *defect.args) from None
     except RecursionError:  # JSON that nests a thousand deep is read, but not compared or shown
@@ -154,31 +181,37 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         raise _misfit(fields, shape)
     if media := next((name for name in MEDIA if fields.get(name)), None):
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
-    ranked = shape.read_list(fields)
-    prompt, *answers = (ranked.prompt, *ranked.answers) if ranked else (shape.split_raw if raw else shape.split)(fields)
+    found = _judged(fields, shape, raw, record.origin)
     tools = read_tools(fields.get("tools"))
-    history = not isinstance(prompt, str)  # of a shape that is text otherwise
+    history = not isinstance(found.prompt, str) and fields.get("history")  # of a shape that is text otherwise
     for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
         if raw and given:
             raise DataError(
                 f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
                 "Use a chat template, or remove the column."
             )
+    prompt = found.prompt
+    if raw and not all(isinstance(turns, str) for turns in (prompt, *found.answers)):
+        raise DefectError("shape", "there are messages, which data.template: none cannot write")
     if fields.get("system"):
         prompt = _with_system(prompt, read_text(fields["system"], "system"))
-    weight = read_weight(fields.get("weight"))
-    found: Preference
-    if ranked is not None:
-        found = RankedList(prompt, ranked.answers, ranked.scores, tools, weight, record.origin, ranked.left_out)
-    else:
-        chosen, rejected = answers
-        if chosen == rejected:
-            raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
-        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin, _read_gap(fields))
+    found = replace(found, prompt=prompt, tools=tools, weight=read_weight(fields.get("weight")))
     for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
     return found
+
+
+def _judged(fields: Fields, shape: Shape, raw: bool, origin: str) -> Preference:
+    """The prompt, the answers and what is known of them, without the columns that are read beside every shape."""
+    if (ranked := shape.read_list(fields)) is not None:
+        return RankedList(ranked.prompt, ranked.answers, ranked.scores, None, 1.0, origin, ranked.left_out)
+    if (labelled := shape.read_label(fields)) is not None:
+        return LabelledAnswer(labelled.prompt, labelled.answer, labelled.is_good, None, 1.0, origin)
+    prompt, chosen, rejected = (shape.split_raw if raw else shape.split)(fields)
+    if chosen == rejected:
+        raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
+    return PreferencePair(prompt, chosen, rejected, None, 1.0, origin, _read_gap(fields))
 
 
 def _read_gap(fields: Fields) -> float | None:
@@ -210,7 +243,8 @@ def _written_columns(records: Sequence[Record]) -> frozenset[str]:
     Raises DataError for a column that looks so and cannot be read.
     """
     found = set()
-    for key in PARTS:
+    are_pairs = any(record.fields.get(side) is not None for record in records for side in SIDES)
+    for key in PARTS if are_pairs else (*PARTS, *LABELLED_PARTS):
         texts = [record for record in records if isinstance(record.fields.get(key), str) and record.fields[key].strip()]
         written = [record for record in texts if is_written(record.fields[key])]
         if 2 * len(written) <= len(texts):
@@ -312,16 +346,16 @@ def _renames(fields: Fields) -> dict[str, str]:
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
     """Why a record is not of the shape its source has, the likeliest cause first."""
-    for key in SIDES if set(SIDES) <= set(shape.columns) else ():
-        if fields.get(key) is None:
-            return DefectError("missing", f"'{key}' is missing")
+    if lacks := shape.lacks(fields):
+        return DefectError("missing", f"'{lacks}' is missing")
     other = _shape_of(fields)
     if other and not other.is_guess:
         return DefectError("shape", f"shape '{other.name}' in a source of shape '{shape.name}' ({shape.looks})")
-    for key in TELLING:
+    telling = (*TELLING, *(key for key in LABELLED_PARTS if key in shape.columns))
+    for key in telling:
         if kind(fields.get(key)) not in ("absent", "text", "messages"):
             return DefectError("type", f"'{key}' is neither text nor messages but {shown(fields[key])}")
-    found = {key: kind(fields.get(key)) for key in TELLING if key in shape.columns or fields.get(key) is not None}
+    found = {key: kind(fields.get(key)) for key in telling if key in shape.columns or fields.get(key) is not None}
     reason = "shape" if any(fields.get(key) is not None for key in PROMPTS) else "missing"
     return DefectError(reason, f"the columns {found} do not make shape '{shape.name}' ({shape.looks})")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isopref.data.columns import SIDES
 from isopref.data.table import ExampleTable
@@ -25,7 +26,7 @@ NUM_SAMPLES = 3
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of one part of the pairs. A percentile is the length of some pair, never between two."""
+    """Tokens of one part of the examples. A percentile is the length of some example, never between two."""
 
     mean: float
     percentiles: dict[int, int]
@@ -33,11 +34,11 @@ class Lengths:
 
 @dataclass(frozen=True)
 class ExampleSize:
-    """One pair or list: its origin, the tokens of its prompt and of each answer."""
+    """One example: its origin, the tokens of its prompt and of each answer."""
 
     origin: str
     prompt: int
-    answers: dict[str, int]  # by name: "chosen" and "rejected", or "score 4.5"
+    answers: dict[str, int]  # by name: "chosen" and "rejected", "good" or "bad", or "answer 1, score 4.5"
 
 
 @dataclass(frozen=True)
@@ -50,59 +51,107 @@ class OverContext:
 
 @dataclass(frozen=True)
 class ExampleText:
-    """One pair or list as its tokens say it, special tokens included."""
+    """One example as its tokens say it, special tokens included."""
 
     size: ExampleSize
     prompt: str
     answers: dict[str, str]  # by name, as in the size
+    comparisons: list[tuple[int, int]]  # better, worse: numbers of answers, from 1 on
 
 
 @dataclass(frozen=True)
 class TableFigures:
     """A table in numbers. `tokens` counts the prompt in each sequence, `tokens_shared` once for all answers."""
 
+    unit: str  # what an example is called
     examples: int
     answers: int
     comparisons: int
+    good: int  # labelled answers
+    bad: int
     prompts: int  # different ones
-    repeated: int  # examples whose tokens came before
-    lengths: dict[str, Lengths]  # prompt; chosen, rejected, or answer; sequence (the longest); example (prompt once)
+    answers_per_prompt: tuple[int, float, int]  # least, mean and most of a different prompt
+    repeated: int  # comparisons or labels that came before; of lists, whole ones
+    contradicted: int  # comparisons of the same answers the other way round, labels of the same answer that differ
+    lengths: dict[str, Lengths]  # prompt; those of _answer_parts; sequence (the longest); example (prompt once)
     tokens: int
     tokens_shared: int
     longest: list[ExampleSize]
     over_context: OverContext | None  # None where there are none
 
-    @property
-    def pairs_alone(self) -> bool:
-        """Whether there is no list among the examples."""
-        return "chosen" in self.lengths
-
 
 def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
     lengths = table.lengths
-    chosen, rejected = lengths.compared_tokens
-    pairs_alone = table.unit == "pair"
     tokens = _tokens(table)
     parts = {
         "prompt": lengths.prompt,
-        **({"chosen": chosen, "rejected": rejected} if pairs_alone else {"answer": lengths.answer}),
-        "sequence": lengths.sequences.max(axis=1),
+        **_answer_parts(table),
+        "sequence": np.maximum.reduceat(lengths.sequence, lengths.first_answer),
         "example": tokens,
     }
+    labels = table.scores[_is_label(table)]
+    _, prompt_N = np.unique(table.question_ids, return_inverse=True)
+    per_prompt = np.bincount(prompt_N, lengths.num_answers).astype(np.int64)
+    repeated, contradicted = _repeated_and_contradicted(table)
     longest = np.argsort(-tokens, kind="stable")[:NUM_LONGEST]
     return TableFigures(
+        unit=table.unit,
         examples=len(table),
         answers=len(lengths.answer),
         comparisons=len(lengths.compared),
-        prompts=len(np.unique(table.question_ids)),
-        repeated=len(table) - len(np.unique(table.ids, axis=0)),
+        good=int((labels == 1).sum()),
+        bad=int((labels == 0).sum()),
+        prompts=len(per_prompt),
+        answers_per_prompt=(int(per_prompt.min()), float(per_prompt.mean()), int(per_prompt.max())),
+        repeated=repeated,
+        contradicted=contradicted,
         lengths={name: _lengths(values) for name, values in parts.items()},
         tokens=int(lengths.sequence.sum()),
         tokens_shared=int(tokens.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
     )
+
+
+def _answer_parts(table: ExampleTable) -> dict[str, IntArray]:
+    """Tokens of the answers: of chosen and rejected ones, of good and bad ones, or of all together."""
+    lengths = table.lengths
+    if table.unit == "pair":
+        chosen, rejected = lengths.compared_tokens
+        return {"chosen": chosen, "rejected": rejected}
+    if table.holds == {"labels"}:
+        both = {"good": lengths.answer[table.scores == 1], "bad": lengths.answer[table.scores == 0]}
+        return {name: values for name, values in both.items() if len(values)}
+    return {"answer": lengths.answer}
+
+
+def _is_label(table: ExampleTable) -> NDArray[np.bool_]:
+    """Whether each answer has a label and is not compared: A."""
+    is_label: NDArray[np.bool_] = table.lengths.num_comparisons[table.lengths.of_answer] == 0
+    return is_label
+
+
+def _repeated_and_contradicted(table: ExampleTable) -> tuple[int, int]:
+    """How many judgements came before in the same form, and how many stand beside their opposite."""
+    _, answer_A = np.unique(_as_numbers(table.answer_ids), return_inverse=True)
+    better_M, worse_M = answer_A[table.lengths.sides]
+    is_label = _is_label(table)
+    labelled, is_good = answer_A[is_label], table.scores[is_label] == 1
+    most = len(answer_A)
+    # A label is a comparison with no answer, of which `most` is the number.
+    better = np.concatenate([better_M, np.where(is_good, labelled, most)])
+    worse = np.concatenate([worse_M, np.where(is_good, most, labelled)])
+    judged, opposite = better * (most + 1) + worse, worse * (most + 1) + better
+    different = _as_numbers(table.ids) if "lists" in table.holds else judged
+    repeated = len(different) - len(np.unique(different))
+    return repeated, int(np.isin(judged, opposite).sum())
+
+
+def _as_numbers(ids_N: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The first eight bytes of each id: enough to count with, and far faster to sort."""
+    numbers: NDArray[np.uint64] = np.ascontiguousarray(ids_N[:, :8]).view(np.uint64).ravel()
+    return numbers
 
 
 def samples(table: ExampleTable, tokenizer: PreTrainedTokenizerBase) -> list[ExampleText]:
@@ -132,22 +181,31 @@ def _over(table: ExampleTable, sequence: IntArray, context: int) -> OverContext 
 
 def _size(table: ExampleTable, index: int) -> ExampleSize:
     example = table.example(index)
-    answers = {name: len(answer) for name, answer in zip(_names(example), example.answers, strict=True)}
+    answers = {name: len(answer) for name, answer in zip(_names(table, index), example.answers, strict=True)}
     return ExampleSize(table.origin(index), len(example.prompt), answers)
 
 
-def _names(example: Example) -> list[str]:
-    """What the answers are called: chosen and rejected, or by their numbers and scores."""
+def _names(table: ExampleTable, index: int) -> list[str]:
+    """What the answers are called: chosen and rejected, good or bad, or by their numbers and what is known of them."""
+    example, holds = table.example(index), table.stats.sources[table.sources[index]].holds
     if example.comparisons == PAIR and example.scores in ((), PAIR_SCORES):
         return list(SIDES)
-    scores = [f", score {score:g}" for score in example.scores] or [""] * len(example.answers)
-    return [f"answer {number}{score}" for number, score in enumerate(scores, start=1)]
+    known = [""] * len(example.answers)
+    if holds == "lists":
+        known = [f"score {score:g}" for score in example.scores] or known
+    else:
+        good, bad = ("good", "bad") if holds == "labels" else SIDES
+        known = [good if score == 1 else bad for score in example.scores] or known
+    if holds == "labels" and len(known) == 1:
+        return known
+    return [f"answer {number}" + (f", {what}" if what else "") for number, what in enumerate(known, start=1)]
 
 
 def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -> ExampleText:
     example = table.example(index)
     prompt, *answers = example_text(example, tokenizer)
-    return ExampleText(_size(table, index), prompt, dict(zip(_names(example), answers, strict=True)))
+    comparisons = [(better + 1, worse + 1) for better, worse in example.comparisons]
+    return ExampleText(_size(table, index), prompt, dict(zip(_names(table, index), answers, strict=True)), comparisons)
 
 
 def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from isopref.data.content import ID_BYTES, answer_id, example_id, prompt_id
 from isopref.data.sections import DamageError, Sections, SectionWriter
 from isopref.errors import DataError, StartAgainError
-from isopref.examples import Example, Lengths, PairTokens, tree_tokens
-from isopref.types import FloatArray, IntArray
+from isopref.examples import PAIR, Example, Lengths, PairTokens, tree_tokens
+from isopref.types import FloatArray, IntArray, Kind
 
 SCHEMA = pa.schema(
     {
@@ -58,7 +58,7 @@ class DamagedTableError(DataError):
 
 @dataclass(frozen=True)
 class SourceStats:
-    """What was found in one source. Counts are pairs (records for `read` and `dropped`)."""
+    """What was found in one source. Counts are examples (records for `read`, `dropped` and `grouped`)."""
 
     format: str
     shape: str
@@ -66,6 +66,8 @@ class SourceStats:
     kept: int
     unused_columns: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
+    holds: Kind = "pairs"
+    grouped: int = 0  # records that joined an earlier one with the same prompt
     boundary_backoffs: int = 0
     generation_prompt_backoffs: int = 0
     double_bos: int = 0
@@ -317,6 +319,13 @@ def _flat(column: Any) -> Any:
     return column.values if pa.types.is_list(column.type) else column
 
 
+def _held_by(examples: Sequence[Example]) -> Kind:
+    """What examples without a source hold."""
+    if examples and not any(one.comparisons for one in examples):
+        return "labels"
+    return "pairs" if all(one.comparisons == PAIR and len(one.answers) == 2 for one in examples) else "lists"
+
+
 class ExampleTable:
     """Tokenised examples: a whole table, or a view on some of its examples in some order.
 
@@ -370,17 +379,39 @@ class ExampleTable:
         sink = io.BytesIO()
         writer = TableWriter(sink)
         writer.write(record_batch(rows, 0))
-        writer.close(TableStats((SourceStats("memory", "tokens", read=len(rows), kept=len(rows)),)))
+        holds = _held_by([row.tokens for row in rows])
+        writer.close(TableStats((SourceStats("memory", "tokens", read=len(rows), kept=len(rows), holds=holds),)))
         return cls(_Store(sink.getvalue(), None), ("",))
 
     def __len__(self) -> int:
         return len(self._indices)
 
     @cached_property
+    def holds(self) -> frozenset[Kind]:
+        """What the sources of these examples hold: one kind, or several in a mix."""
+        return frozenset(self.stats.sources[source].holds for source in np.unique(self.sources))
+
+    @cached_property
+    def is_compared(self) -> bool:
+        """Whether every example has a comparison, as a loss of pairs needs."""
+        return bool((self.lengths.num_comparisons > 0).all())
+
+    @cached_property
+    def is_labelled(self) -> bool:
+        """Whether every answer is good (1) or bad (0), as a loss of labels needs: labels are, and most pairs."""
+        return bool(np.isin(self.scores, (0.0, 1.0)).all())
+
+    @cached_property
     def unit(self) -> str:
-        """What an example is called: "pair", or "list" where some have other numbers of answers or comparisons."""
-        are_pairs = (self.lengths.num_answers == 2).all() and (self.lengths.num_comparisons == 1).all()
-        return "pair" if are_pairs else "list"
+        """What an example is called: "pair", "list", "answer" (with a label); grouped "prompt", in a mix "example"."""
+        lengths = self.lengths
+        if "lists" in self.holds:
+            return "list"
+        if self.holds == {"pairs"} and (lengths.num_comparisons == 1).all():
+            return "pair"
+        if self.holds == {"labels"} and (lengths.num_answers == 1).all():
+            return "answer"
+        return "prompt" if len(self.holds) == 1 else "example"
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -429,8 +460,12 @@ class ExampleTable:
         return self._store.example(int(self._indices[index]))
 
     def origin(self, index: int) -> str:
-        """Where the pair came from: "data.jsonl:12"."""
-        return self._bases[int(self.sources[index])] + self._store.place(int(self._indices[index]))
+        """Where the example came from: "data.jsonl:12"."""
+        return self._bases[int(self.sources[index])] + self.place(index)
+
+    def place(self, index: int) -> str:
+        """Where that is inside its source: ":12"."""
+        return self._store.place(int(self._indices[index]))
 
     def check(self) -> None:
         """Check every byte of the file, also on a view. Raises DamagedTableError."""

@@ -8,60 +8,50 @@ import pytest
 
 from isopref.data.compare import Compare, comparisons
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError, RankedList, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, BadPairError, detect_shape
 from isopref.data.sources import Record
 from isopref.data.table import ExampleTable
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer
-from support.records import TEXT, Q, assistant
-
-ANSWERS = ["one", "two", "three"]
-SCORES = [1.0, 3.0, 2.0]
+from support.records import ANSWERS, LISTS, SCORES, TEXT, Q, assistant, list_of
 
 
-def ranked(fields: dict[str, Any], *, raw: bool = False) -> RankedList:
-    record = Record(fields, "file:7")
-    found = to_pair(record, detect_shape([record], raw=raw), raw=raw)
-    assert isinstance(found, RankedList)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("fields", "shape"),
-    [
-        ({"prompt": "why?", "responses": ANSWERS, "scores": SCORES}, "list"),
-        ({"instruction": "why?", "generations": ANSWERS, "ratings": SCORES, "model": "x"}, "list"),
-        ({"prompt": "why?", "answers": ANSWERS, "rewards": SCORES}, "list"),
-        ({"prompt": "why?", "completions": ANSWERS, "scores": ["1", "3.0", "2"]}, "list"),
-        (
-            {
-                "instruction": "why?",
-                "completions": [
-                    {"response": text, "overall_score": score, "model": "m"}
-                    for text, score in zip(ANSWERS, SCORES, strict=True)
-                ],
-            },
-            "completions",
-        ),
-    ],
-)
-def test_shapes(fields: dict[str, Any], shape: str) -> None:
-    assert detect_shape([Record(fields, "file:7")], raw=False).name == shape
+@pytest.mark.parametrize(("shape", "fields"), LISTS)
+def test_shapes(shape: str, fields: dict[str, Any]) -> None:
+    assert [one.name for one in SHAPES.values() if one.fits(fields)] == [shape], "no two shapes fit a record"
     for raw in (False, True):
-        found = ranked(fields, raw=raw)
+        found = list_of(fields, raw=raw)
         assert (found.prompt, list(found.answers), list(found.scores)) == ("why?", ANSWERS, SCORES)
 
 
 def test_messages() -> None:
     fields = {"prompt": [Q], "responses": [[assistant(text)] for text in ANSWERS], "scores": SCORES, "weight": 2}
-    found = ranked(fields)
+    found = list_of(fields)
     assert found.prompt == [Q]
     assert list(found.answers) == [[assistant(text)] for text in ANSWERS]
     assert found.weight == 2
 
 
+def test_completions_of_messages() -> None:
+    every = [{"response": [assistant(text)], "score": number} for number, text in enumerate(ANSWERS)]
+    found = list_of({"prompt": [Q], "completions": every})
+    assert list(found.answers) == [[assistant(text)] for text in ANSWERS]
+    assert found.scores == (0, 1, 2)
+
+
+def test_completions_without_a_score_are_left_out() -> None:
+    """UltraFeedback has some, under each of the names of a score."""
+    every = [
+        {"response": "one", "overall_score": 7.5, "fine-grained_score": 1},
+        {"response": "two", "overall_score": None, "rating": "N/A"},
+        {"response": "three", "overall_score": None, "rating": "4"},
+    ]
+    found = list_of({"instruction": "why?", "completions": every})
+    assert (found.answers, found.scores, found.notes) == (("one", "three"), (7.5, 4.0), {"unscored_answers": 1})
+
+
 def test_the_first_rank_is_the_best() -> None:
-    assert ranked({"prompt": "why?", "responses": ANSWERS, "ranking": [3, 1, 2]}).scores == (-3, -1, -2)
+    assert list_of({"prompt": "why?", "responses": ANSWERS, "ranking": [3, 1, 2]}).scores == (-3, -1, -2)
 
 
 def test_a_pair_with_lists_beside_it_stays_a_pair() -> None:
@@ -72,9 +62,9 @@ def test_a_pair_with_lists_beside_it_stays_a_pair() -> None:
 def test_answers_without_a_score_and_repeated_ones_are_left_out() -> None:
     fields = {"prompt": "why?", "responses": ["a", "b", "a", "c", "d"], "scores": [1, None, 5, "N/A", float("nan")]}
     with pytest.raises(BadPairError, match="there are 1 different answers with a score in 'responses'") as refused:
-        ranked(fields)
+        list_of(fields)
     assert refused.value.reason == "single"
-    found = ranked(fields | {"scores": [1, 2, 5, "N/A", float("nan")]})
+    found = list_of(fields | {"scores": [1, 2, 5, "N/A", float("nan")]})
     assert (found.answers, found.scores) == (("a", "b"), (1.0, 2.0))
     assert found.notes == {"unscored_answers": 2, "repeated_answers": 1}
 
@@ -90,7 +80,7 @@ def test_answers_without_a_score_and_repeated_ones_are_left_out() -> None:
 )
 def test_bad_records(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BadPairError, match=message):
-        ranked({"prompt": "why?", "responses": ANSWERS, "scores": SCORES} | change)
+        list_of({"prompt": "why?", "responses": ANSWERS, "scores": SCORES} | change)
 
 
 # --- comparisons -------------------------------------------------------------------------------------
@@ -141,6 +131,23 @@ def test_a_table_of_lists(tmp_path: Path) -> None:
     assert [decode(answer) for answer in first.answers] == [f"{text}<|im_end|>" for text in ANSWERS]
     assert table.origin(1).endswith("a.jsonl:4")
     assert table.scores.tolist() == [*SCORES, 0.1, 0.2, 0.3]
+
+
+def test_every_record_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"prompt": "a?", "responses": ["x", "y"], "scores": [2, 1], "ratings": [5, 5]},
+        {"prompt": "b?", "responses": ["x"], "scores": [2]},  # one answer
+        {"prompt": "c?", "responses": ["x", "x"], "scores": [2, 1]},  # the same one twice
+        {"prompt": "d?", "responses": ["x", "y"], "scores": [None, None]},
+        {"prompt": "e?", "responses": ["x", "y", "z"], "scores": [1, 1, 1]},
+        {"prompt": "f?", "responses": ["x", "y", "z"], "scores": [1, 1.2, 1.4]},  # closer than min_gap
+        {"prompt": "g?", "responses": ["x", "y"], "scores": [1, 2, 3]},
+    ]
+    table = build(tmp_path / "a.jsonl", *records, min_gap=0.5)
+    (found,) = table.stats.sources
+    assert (found.read, found.kept, found.dropped) == (7, 1, {"single": 3, "tie": 2, "shape": 1})
+    assert found.unused_columns == ("ratings",)
+    assert (table.holds, table.unit, table.is_compared, table.is_labelled) == ({"lists"}, "list", True, False)
 
 
 def test_other_comparisons_are_another_table(tmp_path: Path) -> None:

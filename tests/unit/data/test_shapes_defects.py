@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from isopref.data.chat import PairEncoder
@@ -22,9 +23,13 @@ from support.records import (
     ALPACA,
     BAD,
     COMMON_START,
+    COMPLETIONS,
     GOOD,
     HH,
     HH_PROMPT,
+    LABELLED,
+    LABELLED_CHAT,
+    RESPONSES,
     SHAREGPT,
     SYSTEM,
     TEXT,
@@ -151,11 +156,23 @@ BASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "messages": (MESSAGES, None),
     "conversations": (CONVERSATIONS, None),
     "sharegpt": (SHAREGPT, None),
+    "label": (LABELLED, "none"),
+    "label_chat": (LABELLED_CHAT, None),
+    "list": (RESPONSES, "none"),
+    "completions": (COMPLETIONS, "none"),
 }
 
 
 def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
-    """What the two sequences must say: straight from the record, without a check."""
+    """What the sequences must say: straight from the record, without a check."""
+    if shape == "label":
+        return (fields["prompt"] + fields["completion"] + "</s>",)
+    if shape == "label_chat":
+        system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+        return (chatml([*system, *fields["messages"]]),)
+    if shape in ("list", "completions"):
+        asked = fields.get("prompt") or fields["instruction"]
+        return tuple(asked + answer + "</s>" for answer in scored_answers(fields))
     sides = (fields["chosen"], fields["rejected"])
     if shape == "text":
         return tuple(fields["prompt"] + side + "</s>" for side in sides)
@@ -169,6 +186,20 @@ def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
         return tuple((side if side.startswith("\n\nHuman:") else before + side) + "</s>" for side in sides)
     system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
     return tuple(chatml([*system, fields.get("prompt"), fields.get("conversations"), side]) for side in sides)
+
+
+def scored_answers(fields: dict[str, Any]) -> list[str]:
+    """The different answers of a list that have a score."""
+    if "responses" in fields:
+        scored = list(zip(fields["responses"], fields["scores"], strict=True))
+    else:
+        names = ("overall_score", "score", "rating")
+        scored = [
+            (one["response"], next((one[name] for name in names if one.get(name) is not None), None))
+            for one in fields["completions"]
+        ]
+    unknown = (None, "", " ")
+    return list(dict.fromkeys(answer for answer, score in scored if score not in unknown and score == score))
 
 
 def chatml(turns: list[Any]) -> str:
@@ -203,6 +234,9 @@ def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_
         for fields in records:
             fields.pop("system", None)
             fields.pop("tools", None)
+    for fields in records:  # a rating among labels stops the run, too: see test_labels
+        if type(fields.get("label")) in (int, float) and fields["label"] not in (0, 1):
+            fields["label"] = "?"
     path = tmp_path / "fuzz.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = tiny_tokenizer("chatml")
@@ -214,8 +248,8 @@ def test_broken_records_are_errors_or_dropped_and_never_changed(shape: str, tmp_
     kept = {}
     for index in range(len(table)):
         example = table.example(index)
-        prompt, chosen, rejected = (part.tolist() for part in (example.prompt, *example.answers))
-        kept[table.origin(index)] = (tokenizer.decode(prompt + chosen), tokenizer.decode(prompt + rejected))
+        sequences = (np.concatenate([example.prompt, answer]) for answer in example.answers)
+        kept[table.origin(index)] = tuple(tokenizer.decode(sequence) for sequence in sequences)
     reasons: Counter[str] = Counter()
     encoder = PairEncoder(tokenizer, options)
     found = detect_shape([Record(base, "")], raw=template == "none")

@@ -85,7 +85,8 @@ def test_a_list_by_hand() -> None:
     answers = tuple(np.full(length, 9) for length in (3, 5, 1))
     table = ExampleTable.from_tokens([Example(np.arange(4), answers, ((1, 0), (1, 2)), (2.0, 4.5, 0.0))])
     found = figures(table)
-    assert (found.examples, found.answers, found.comparisons, found.pairs_alone) == (1, 3, 2, False)
+    assert (found.unit, found.examples, found.answers, found.comparisons) == ("list", 1, 3, 2)
+    assert (found.good, found.bad, found.answers_per_prompt) == (0, 0, (3, 3.0, 3))
     assert (found.tokens, found.tokens_shared) == (3 * 4 + 9, 4 + 9)
     assert {name: one.mean for name, one in found.lengths.items()} == {
         "prompt": 4, "answer": 3, "sequence": 9, "example": 13
@@ -94,3 +95,53 @@ def test_a_list_by_hand() -> None:
     assert found.longest == [ExampleSize("example 0", 4, sizes)]
     (sample,) = samples(table, tiny_tokenizer())
     assert sample.answers.keys() == sizes.keys()
+    assert sample.comparisons == [(2, 1), (2, 3)]
+
+
+def labelled(prompt: int, *answers: tuple[int, float]) -> Example:
+    """A prompt of one token, with answers of these lengths and labels."""
+    tokens = tuple(np.full(length, 9) for length, _ in answers)
+    return Example(np.array([prompt]), tokens, (), tuple(label for _, label in answers))
+
+
+def test_labels_by_hand() -> None:
+    """Of prompt 1 an answer is good twice and bad once."""
+    table = ExampleTable.from_tokens(
+        [
+            labelled(1, (3, 1.0)),
+            labelled(1, (3, 0.0)),
+            labelled(1, (3, 1.0)),
+            labelled(1, (5, 0.0)),
+            labelled(2, (1, 1.0)),
+        ]
+    )
+    found = figures(table)
+    assert (found.unit, found.examples, found.good, found.bad, found.prompts) == ("answer", 5, 3, 2, 2)
+    assert found.answers_per_prompt == (1, 2.5, 4)
+    assert (found.repeated, found.contradicted) == (1, 3)
+    assert {name: one.mean for name, one in found.lengths.items()} == {
+        "prompt": 1, "good": 7 / 3, "bad": 4, "sequence": 4, "example": 4
+    }  # fmt: skip
+    assert found.longest[0] == ExampleSize("example 3", 1, {"bad": 5})
+    # The same with one example for each prompt
+    grouped = figures(
+        ExampleTable.from_tokens([labelled(1, (3, 1.0), (3, 0.0), (3, 1.0), (5, 0.0)), labelled(2, (1, 1.0))])
+    )
+    assert (grouped.unit, grouped.examples, grouped.good, grouped.bad, grouped.prompts) == ("prompt", 2, 3, 2, 2)
+    assert (grouped.answers_per_prompt, grouped.repeated, grouped.contradicted) == ((1, 2.5, 4), 1, 3)
+    names = {"answer 1, good": 3, "answer 2, bad": 3, "answer 3, good": 3, "answer 4, bad": 5}
+    assert grouped.longest[0] == ExampleSize("example 0", 1, names)
+
+
+def test_labels_that_are_all_good() -> None:
+    found = figures(ExampleTable.from_tokens([labelled(1, (3, 1.0)), labelled(2, (3, 1.0))]))
+    assert list(found.lengths) == ["prompt", "good", "sequence", "example"]
+    assert (found.good, found.bad, found.contradicted) == (2, 0, 0)
+
+
+def test_pairs_that_contradict_one_another_are_counted() -> None:
+    a, b, c = (np.full(length, 9) for length in (3, 4, 5))
+    pairs = [(1, a, b), (1, b, a), (1, a, b), (1, a, c), (2, b, a)]  # the last is about another prompt
+    found = figures(ExampleTable.from_tokens([PairTokens(np.array([n]), *sides) for n, *sides in pairs]))
+    assert (found.repeated, found.contradicted) == (1, 3)
+    assert found.answers_per_prompt == (2, 5.0, 8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from isopref.data.columns import SIDES
-from isopref.data.known_shapes.shape import Fields, Parts, Ranked, Shape
+from isopref.data.columns import OPTIONAL, SIDES
+from isopref.data.known_shapes.shape import Fields, Ranked, Shape
 from isopref.data.messages import DefectError, Turns, kind, read_answer, read_prompt, read_text, shown
 
 ANSWERS = ("responses", "generations", "answers", "completions")
@@ -26,13 +27,17 @@ class Responses(Shape):
     columns = (*PROMPTS, *ANSWERS, *SCORES, *RANKS)
     prompt_from = "the column 'prompt' or 'instruction'"
     has_raw = True
-    is_list = True
+    holds = "lists"
 
     def fits(self, fields: Fields) -> bool:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
         if answers is None or values is None or _prompt_column(fields) is None:
             return False
         return all(isinstance(one, str) or kind(one) == "messages" for one in fields[answers])
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        found = (_prompt_column(fields), _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS)))
+        return frozenset((*filter(None, found), *OPTIONAL))
 
     def read_list(self, fields: Fields) -> Ranked:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
@@ -48,9 +53,6 @@ class Responses(Shape):
         ]
         return _ranked(_read_prompt(fields), scored, answers)
 
-    def split(self, fields: Fields) -> Parts:
-        raise AssertionError("a list is read by read_list")
-
 
 class Completions(Shape):
     """UltraFeedback's own records: an instruction, and completions that are each a record with a score."""
@@ -60,13 +62,16 @@ class Completions(Shape):
     columns = (*PROMPTS, "completions")
     prompt_from = "the column 'prompt' or 'instruction'"
     has_raw = True
-    is_list = True
+    holds = "lists"
 
     def fits(self, fields: Fields) -> bool:
         every = fields.get("completions")
         if not isinstance(every, list) or not every or _prompt_column(fields) is None:
             return False
-        return all(isinstance(one, dict) and isinstance(one.get(RESPONSE), str) for one in every)
+        return all(isinstance(one, dict) and kind(one.get(RESPONSE)) in ("text", "messages") for one in every)
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        return frozenset((_prompt_column(fields) or "", "completions", *OPTIONAL))
 
     def read_list(self, fields: Fields) -> Ranked:
         scored = []
@@ -74,9 +79,6 @@ class Completions(Shape):
             name = next((key for key in RESPONSE_SCORES if one.get(key) is not None), None)
             scored.append((one[RESPONSE], None if name is None else _score(one[name], name, 1.0)))
         return _ranked(_read_prompt(fields), scored, "completions")
-
-    def split(self, fields: Fields) -> Parts:
-        raise AssertionError("a list is read by read_list")
 
 
 def _column(fields: Fields, names: Sequence[str]) -> str | None:
@@ -107,7 +109,7 @@ def _score(value: Any, name: str, sign: float) -> float | None:
                 return None
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
         raise DefectError("type", f"'{name}' has {shown(value)}, which is no number")
     return None if math.isnan(value) else sign * value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isopref.data.columns import SIDES
 from isopref.data.known_shapes.shape import Fields, Kinds, Parts, Shape, is_long, kinds_of
-from isopref.data.messages import kind, read_answer, read_history, read_prompt, read_text
+from isopref.data.messages import Turns, kind, read_answer, read_history, read_prompt, read_text
 from isopref.data.plain_text import is_hh
 
 
@@ -37,13 +37,8 @@ class Alpaca(Shape):
         return is_alpaca and not all(is_hh(fields[key]) for key in SIDES)
 
     def split(self, fields: Fields) -> Parts:
-        parts = [read_text(fields[key], key) for key in ("instruction", "input") if fields.get(key)]
         chosen, rejected = (read_text(fields[key], key) for key in SIDES)
-        prompt = "\n".join(parts)
-        history = read_history(fields.get("history"))
-        if not history:
-            return prompt, chosen, rejected
-        return [*history, {"role": "user", "content": prompt}], chosen, rejected
+        return alpaca_prompt(fields), chosen, rejected
 
 
 class Messages(Shape):
@@ -86,6 +81,14 @@ class ShareGPT(Shape):
 
     def objection(self, fields: Fields) -> str | None:
         return _whole_beside("conversations", fields)
+
+
+def alpaca_prompt(fields: Fields) -> Turns:
+    """`instruction` and `input`, one line each, after the turns of `history`. Raises DefectError."""
+    parts = [read_text(fields[key], key) for key in ("instruction", "input") if fields.get(key)]
+    prompt = "\n".join(parts)
+    history = read_history(fields.get("history"))
+    return [*history, {"role": "user", "content": prompt}] if history else prompt
 
 
 def _whole_beside(column: str, fields: Fields) -> str | None:

@@ -3,6 +3,7 @@
 To add one, write its class in a module of this package, and list it here.
 """
 
+from isopref.data.known_shapes.labels import Label
 from isopref.data.known_shapes.lists import Completions, Responses
 from isopref.data.known_shapes.prompted import Alpaca, Messages, ShareGPT, Text
 from isopref.data.known_shapes.shape import Shape
@@ -30,5 +31,6 @@ SHAPES: dict[str, Shape] = {
         CommonStart(),
         Responses(),
         Completions(),
+        Label(),
     )
 }

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from isopref.data.columns import GAPS, OPTIONAL, SIDES
 from isopref.data.messages import Turns, kind
+from isopref.types import Kind
 
 Fields = dict[str, Any]
 Parts = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
@@ -23,6 +24,14 @@ class Ranked(NamedTuple):
     left_out: Counter[str]  # answers of the record that are not among them, by reason
 
 
+class Labelled(NamedTuple):
+    """A prompt and one answer, which is good or bad."""
+
+    prompt: Turns
+    answer: Turns
+    is_good: bool
+
+
 @dataclass(frozen=True)
 class Shape(ABC):
     """One form of record. `written` are the columns of a source whose messages are written as text, as in CSV."""
@@ -33,28 +42,27 @@ class Shape(ABC):
     prompt_from: ClassVar[str]  # what is taken to be the prompt
     has_raw: ClassVar[bool] = False  # whether it can be read without a chat template
     has_template: ClassVar[bool] = True  # whether it can be written with one
-    is_list: ClassVar[bool] = False  # whether records hold lists of answers, not pairs
+    holds: ClassVar[Kind] = "pairs"  # what a record holds
     is_guess: ClassVar[bool] = False  # nothing proves where the prompt ends: only where no other shape fits a source
 
     written: frozenset[str] = frozenset()
 
     @property
-    def unit(self) -> str:
-        """What records are."""
-        return "lists" if self.is_list else "pairs"
-
-    @property
     def reads(self) -> frozenset[str]:
-        """Every column that is read of a record."""
-        return frozenset((*self.columns, *OPTIONAL, *(() if self.is_list else GAPS)))
+        """Every column that may be read of a record."""
+        return frozenset((*self.columns, *OPTIONAL, *(GAPS if self.holds == "pairs" else ())))
+
+    def used(self, fields: Fields) -> frozenset[str]:
+        """The columns that are read of a record that fits: some shapes read the first of several."""
+        return self.reads
 
     @abstractmethod
     def fits(self, fields: Fields) -> bool:
         """Whether a record has this shape, by the kinds of its columns."""
 
-    @abstractmethod
     def split(self, fields: Fields) -> Parts:
-        """The parts of a record that fits. Raises DefectError."""
+        """The parts of a pair that fits. Raises DefectError."""
+        raise AssertionError(f"a record of shape '{self.name}' is no pair")
 
     def split_raw(self, fields: Fields) -> Parts:
         """The parts as text, where there is no chat template."""
@@ -62,8 +70,16 @@ class Shape(ABC):
         return self.split(fields)
 
     def read_list(self, fields: Fields) -> Ranked | None:
-        """The parts of a record that holds a list of answers; None for a shape of pairs. Raises DefectError."""
+        """The parts of a record that holds a list of answers; None for a shape of another kind. Raises DefectError."""
         return None
+
+    def read_label(self, fields: Fields) -> Labelled | None:
+        """The parts of a record with one labelled answer; None for a shape of another kind. Raises DefectError."""
+        return None
+
+    def lacks(self, fields: Fields) -> str | None:
+        """A column that every record of this shape has and this one has not; None: none is known."""
+        return next((side for side in SIDES if side in self.columns and fields.get(side) is None), None)
 
     def objection(self, fields: Fields) -> str | None:
         """What is wrong with a source most of whose records are like this one, and the way out; None: nothing."""
