@@ -58,6 +58,7 @@ class Cell:
     split: Split = "plan"
     num_pairs: int = 8
     trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
+    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -133,7 +134,7 @@ def _with_gaps(examples: list[Example]) -> list[Example]:
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees, cell.at_start),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -146,6 +147,7 @@ def _expected(
     own_weights: bool,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -155,7 +157,9 @@ def _expected(
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
-    model, whole, policy, ref, reference = _scored(architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize)
+    model, whole, policy, ref, reference = _scored(
+        *(architecture, dtype, num_pairs, trees, at_start, ld_alpha, adapter, quantize)
+    )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
@@ -171,6 +175,8 @@ def _expected(
         loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
+    if at_start:  # every comparison is a tie that rounding decides
+        del metrics["train/accuracy"]
     if balance_weight:
         balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
@@ -197,7 +203,14 @@ def _ranked(model: nn.Module, examples: list[Example], reference: TableLogps) ->
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, trees: bool, ld_alpha: float, adapter: Kind | None, quantize: bool
+    architecture: str,
+    dtype: str,
+    num_pairs: int,
+    trees: bool,
+    at_start: bool,
+    ld_alpha: float,
+    adapter: Kind | None,
+    quantize: bool,
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
     """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
 
@@ -205,7 +218,8 @@ def _scored(
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     pairs = oracle.comparisons(examples)
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
+    seeds = (0, 0 if at_start else 1)
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in seeds)
     _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
