@@ -12,7 +12,7 @@ import pytest
 
 from support.project import Project, Weights
 
-LOSSES = ("plackett_luce", "softmax", "sigmoid", "ipo", "aot", "odpo")
+LOSSES = ("plackett_luce", "softmax", "lipo", "sigmoid", "ipo", "aot", "odpo")
 
 
 def make_lists(count: int, seed: int) -> list[dict[str, Any]]:

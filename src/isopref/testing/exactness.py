@@ -69,6 +69,7 @@ class Cell:
     split: Split = "plan"
     num_pairs: int = 8
     trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
+    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -144,7 +145,7 @@ def _with_gaps(examples: list[Example]) -> list[Example]:
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees, cell.at_start),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -157,6 +158,7 @@ def _expected(
     own_weights: bool,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -168,7 +170,7 @@ def _expected(
     examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     is_reward = objective in REWARD_CASES
     model, whole, policy, ref, reference = _scored(
-        architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize, is_reward
+        *(architecture, dtype, num_pairs, trees, at_start, ld_alpha, adapter, quantize, is_reward)
     )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
@@ -187,6 +189,8 @@ def _expected(
     metrics = _metrics(policy, ref, objective)
     if not is_reward:
         metrics["train/nll"] = float(nll.detach())
+    if at_start:  # every comparison is a tie that rounding decides
+        del metrics["train/accuracy"]
     if balance_weight:
         balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
@@ -220,6 +224,7 @@ def _scored(
     dtype: str,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     ld_alpha: float,
     adapter: Kind | None,
     quantize: bool,
@@ -238,7 +243,8 @@ def _scored(
         nothing = torch.zeros_like(policy.chosen.detach())
         none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
         return model, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
+    seeds = (0, 0 if at_start else 1)
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in seeds)
     _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)

@@ -101,12 +101,16 @@ def _trees(base: Cell) -> Iterator[Cell]:
         yield replace(kind, objective="aot", cut="pair")
         yield replace(kind, objective="odpo", weighting="gap", cut="pair", own_weights=True)
         yield replace(kind, architecture="mistral", checkpointing=True)  # with a sliding window
+        for objective in LIST_CASES:
+            yield replace(kind, objective=objective, cut="pair", at_start=True)
         if base.ranks > 1:
             yield replace(kind, split="uneven", nll_weight=0.7)
             yield replace(kind, split="idle")
     yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
     yield replace(trees, architecture="llama", dtype="float32", native=True)
     yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
+    for dtype in ("float64", "float32"):
+        yield replace(trees, architecture="llama", dtype=dtype, objective="lipo", at_start=True)
 
 
 def _collated(base: Cell) -> Iterator[Cell]:
