@@ -100,7 +100,7 @@ def predicted_gib(kind: Kind, layers: int) -> float:
     load = step_loads(
         Lengths.of_pairs(workload.lengths("even", PAIRS)), Budget("shared", TOKENS), ranks=1, attention_share=0.0
     )
-    step = peak_memory(shape, layout, load, pairs=2 * PAIRS).total
+    step = peak_memory(shape, layout, load, answers=4 * PAIRS).total
     return max(step, loading_memory(shape, layout)) / GIB
 
 

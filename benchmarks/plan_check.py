@@ -73,7 +73,7 @@ def compare(result: dict[str, Any]) -> Comparison:
             Network.of(card),
             some,
             Budget("shared", tokens),
-            pairs=len(lengths),
+            answers=len(lengths.answer),
             attention_share=resolve.attention_share(shape.width),
         )
         for some in (batches, batches[cell.warmup :])
@@ -82,7 +82,7 @@ def compare(result: dict[str, Any]) -> Comparison:
         result["cell"],
         result["system"],
         result["pairs_per_s"],
-        timed.pairs_per_s,
+        timed.examples_per_s,
         result["peak_memory_gib"],
         whole.memory.total / GIB,
     )

@@ -101,7 +101,7 @@ def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Foreca
         Network.of(CARD),
         [Lengths.of_pairs(workload.lengths("chat", pairs))],
         Budget("shared", TOKENS),
-        pairs=pairs,
+        answers=2 * pairs,
         attention_share=resolve.attention_share(shape.width),
     )
 
@@ -231,7 +231,7 @@ def page(
                     f"{points[kind, big, ranks].sent_bytes / 1e9:,.0f}",
                     f"{points[kind, big, ranks].time.network:.2f}",
                     f"{points[kind, big, ranks].time.total:.2f}",
-                    f"{points[kind, big, ranks].pairs_per_s:,.0f}",
+                    f"{points[kind, big, ranks].examples_per_s:,.0f}",
                     f"{points[kind, big, ranks].memory.total / GIB:.0f}",
                 ]
                 for kind, ranks in kinds
@@ -246,7 +246,7 @@ def page(
 
 def _faster(points: dict[tuple[str, int, int], Forecast], pairs: int, ranks: int) -> bool:
     hsdp = points.get(("hsdp", pairs, ranks))
-    return hsdp is not None and hsdp.pairs_per_s > 1.02 * points["fsdp", pairs, ranks].pairs_per_s
+    return hsdp is not None and hsdp.examples_per_s > 1.02 * points["fsdp", pairs, ranks].examples_per_s
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Alternative:
 
     overrides: str
     memory_gib: float
-    pairs_per_s: float
+    examples_per_s: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class RunPlan:
     """Everything `isopref plan` shows."""
 
     parameters: int
-    pairs: int
+    unit: str  # what an example is called
+    examples: int
     steps: int
     saved_by_sharing: float  # share of the tokens that computing a prompt once saves
     microbatch_tokens: int
@@ -79,7 +80,7 @@ class RunPlan:
     usable: float  # bytes of a rank that a run may take
     run: Forecast
     hours: float | None  # of all steps; None where they do not fit
-    score_hours: float | None  # of scoring every pair once by the reference; 0 where that is not done before them
+    score_hours: float | None  # of scoring every answer once by the reference; 0 where that is not done before them
     notes: list[str]
     alternatives: list[Alternative]
     scale: list[Forecast]
@@ -110,8 +111,11 @@ def make_plan(
         conversion.transformer_config(empty)  # which refuses what has none
     adapt(config, empty)
     shape = shape_of(empty)
-    lengths = _lengths(config, display) if lengths_file is None else _read_lengths(lengths_file)
-    return Planner(config, hardware, shape, lengths).plan(ranks)
+    if lengths_file is not None:
+        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
+    tokenizer = hf.load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    table = pair_tables(config, tokenizer, display).train
+    return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
 
 
 def adapt(config: Config, empty: PreTrainedModel) -> None:
@@ -134,6 +138,7 @@ class Planner:
     hardware: Hardware
     shape: ModelShape
     lengths: Lengths
+    unit: str = "pair"  # what an example is called
 
     def plan(self, ranks: Sequence[int] = ()) -> RunPlan:
         layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
@@ -142,7 +147,8 @@ class Planner:
         steps = resolve.num_steps(self.config.optim, len(self.lengths))
         return RunPlan(
             parameters=self.shape.parameters,
-            pairs=len(self.lengths),
+            unit=self.unit,
+            examples=len(self.lengths),
             steps=steps,
             saved_by_sharing=1 - shared / packed,
             microbatch_tokens=fit.tokens,
@@ -186,7 +192,7 @@ class Planner:
             self.hardware.network,
             self.batches,
             self._budget(tokens),
-            pairs=len(self.lengths),
+            answers=len(self.lengths.answer),
             attention_share=resolve.attention_share(self.shape.width),
             room=self.usable,
         )
@@ -240,7 +246,7 @@ class Planner:
         )
 
     def _score_hours(self, layout: Layout, run: Forecast) -> float:
-        """Of scoring the training pairs by a reference that stays, before the first step."""
+        """Of scoring the training examples by a reference that stays, before the first step."""
         if layout.references or not loss_of(self.config).needs_reference:
             return 0.0
         forward = run.time.forward * 3 / (3 + layout.forwards)
@@ -267,7 +273,7 @@ class Planner:
         return replace(layout, recompute=fit.layers), fit, None
 
     def _memory(self, layout: Layout, tokens: int) -> Memory:
-        return peak_memory(self.shape, layout, self._usual.scaled(tokens), pairs=len(self.lengths))
+        return peak_memory(self.shape, layout, self._usual.scaled(tokens), answers=len(self.lengths.answer))
 
     @cached_property
     def _usual(self) -> Loads:
@@ -320,9 +326,9 @@ class Planner:
             yield "model.adapter.quantize: unpacking four bits is not in the time"
         if self.config.optim.kind == "muon":
             yield "optim.kind: muon's own products are not in the time"
-        idle = layout.ranks - self.config.optim.batch_size
-        if idle > 0:
-            yield f"{layout.ranks} ranks share {self.config.optim.batch_size} pairs a step; {idle} or more stay idle"
+        batch_size = self.config.optim.batch_size
+        if (idle := layout.ranks - batch_size) > 0:
+            yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or else one on the fewest more."""
@@ -341,7 +347,7 @@ class Planner:
                 run = self.forecast(layout, size)
                 if run.fits:
                     asked = [f"layout.microbatch_tokens={size}", f"layout.checkpointing={kind}"]
-                    yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.pairs_per_s)
+                    yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 
     def _sizes(self, layout: Layout) -> list[int]:
         """Tokens of a large and a small microbatch, if full ones fit; else, recomputing, of what does, or of a pair."""
@@ -376,11 +382,6 @@ class Planner:
 def _more(gpus: int) -> list[int]:
     """So many GPUs, and then more: 8, 16, 32, ..."""
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
-
-
-def _lengths(config: Config, display: Display) -> Lengths:
-    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    return pair_tables(config, tokenizer, display).train.lengths
 
 
 def _read_lengths(path: Path) -> Lengths:

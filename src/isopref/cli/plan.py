@@ -49,7 +49,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     _show_memory(plan, hardware, console)
     _lines(
         console,
-        f"a step of {run.batch_size:.0f} pairs",
+        f"a step of {run.batch_size:.0f} {plan.unit}s",
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
             "microbatches": f"{run.microbatches:.1f} a rank, the largest of {run.largest_tokens:,.0f} tokens "
@@ -68,7 +68,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
     if plan.scale:
-        _show_scale(plan.scale, console)
+        _show_scale(plan.scale, plan.unit, console)
 
 
 def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
@@ -89,10 +89,10 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
 def _show_way_out(plan: RunPlan, console: Console) -> None:
     console.print(Text("\nto make it fit", "bold"))
     for other in plan.alternatives:
-        told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.pairs_per_s:.1f} pairs/s)"
+        told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.examples_per_s:.1f} {plan.unit}s/s)"
         console.print(told, markup=False)
     if not plan.alternatives:
-        console.print("  no layout on up to 1,024 GPUs does; use shorter pairs (data.max_length) or a smaller model")
+        console.print("  no layout on up to 1,024 GPUs does; use shorter data (data.max_length) or a smaller model")
 
 
 def _show_time(plan: RunPlan, hours: float, console: Console) -> None:
@@ -100,23 +100,23 @@ def _show_time(plan: RunPlan, hours: float, console: Console) -> None:
     shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
     lines = {
         "a step": f"{time.total:.3f} s: {shares}",
-        "speed": f"{plan.run.pairs_per_s:,.1f} pairs/s, MFU {plan.run.mfu:.1%}",
-        "the run": f"{_duration(3600 * hours)} for {plan.steps:,} steps over {plan.pairs:,} pairs",
+        "speed": f"{plan.run.examples_per_s:,.1f} {plan.unit}s/s, MFU {plan.run.mfu:.1%}",
+        "the run": f"{_duration(3600 * hours)} for {plan.steps:,} steps over {plan.examples:,} {plan.unit}s",
     }
     if plan.score_hours:
         lines["before it"] = f"{_duration(3600 * plan.score_hours)} to score the reference, if the cache lacks it"
     _lines(console, "time", lines)
 
 
-def _show_scale(points: list[Forecast], console: Console) -> None:
+def _show_scale(points: list[Forecast], unit: str, console: Console) -> None:
     table = Table("ranks", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("rows", "balance", "GB sent", "wait s", "step s", "pairs/s", "MFU", "GiB"):
+    for name in ("rows", "balance", "GB sent", "wait s", "step s", f"{unit}s/s", "MFU", "GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         timed = (
             f"{point.time.network:.3f}",
             f"{point.time.total:.3f}",
-            f"{point.pairs_per_s:,.0f}",
+            f"{point.examples_per_s:,.0f}",
             f"{point.mfu:.1%}",
         )
         table.add_row(

@@ -39,8 +39,8 @@ class Memory:
         return self.gathered + self.gradients + self.activations + self.logits
 
 
-def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, pairs: int) -> Memory:
-    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many pairs."""
+def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
+    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many answers."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
     summed = shape.summed_parameters / shape.layers * layout.compute_bytes
@@ -57,7 +57,7 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, pairs: int) -
         optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.shard,
         activations=activations,
         logits=max(_head(shape, layout, predicted), backward),
-        cache=8.0 * pairs,
+        cache=4.0 * answers,
     )
 
 

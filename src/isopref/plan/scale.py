@@ -31,7 +31,7 @@ class Forecast:
     balance: float  # mean over the slowest rank's computing time
     sent_bytes: float  # by one rank in a step
     flops: float  # useful ones of a step
-    pairs_per_s: float
+    examples_per_s: float
     mfu: float  # useful flops over what the data sheet promises
     memory: Memory  # at the largest microbatch
     loading: float  # bytes of a rank while the model is loaded and sharded
@@ -40,7 +40,7 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """With null for the time of steps that do not fit."""
-        return asdict(self) | ({} if self.fits else dict.fromkeys(("pairs_per_s", "mfu", "time")))
+        return asdict(self) | ({} if self.fits else dict.fromkeys(("examples_per_s", "mfu", "time")))
 
 
 def forecast(
@@ -51,13 +51,13 @@ def forecast(
     batches: Sequence[Lengths],
     budget: Budget,
     *,
-    pairs: int,
+    answers: int,
     attention_share: float,
     room: float = math.inf,
 ) -> Forecast:
     """Forecast steps over the lengths of some global batches, where a rank may take `room` bytes.
 
-    `pairs`: in the whole table, for its reference.
+    `answers`: in the whole table, for its reference.
     """
     steps = [step_loads(batch, budget, ranks=layout.ranks, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
@@ -68,7 +68,7 @@ def forecast(
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
-    memory, loading = peak_memory(shape, layout, largest, pairs=pairs), loading_memory(shape, layout)
+    memory, loading = peak_memory(shape, layout, largest, answers=answers), loading_memory(shape, layout)
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
@@ -80,7 +80,7 @@ def forecast(
         balance=busy / (busy + mean.imbalance),
         sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)),
         flops=useful,
-        pairs_per_s=batch_size / mean.total,
+        examples_per_s=batch_size / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),
         memory=memory,
         loading=loading,

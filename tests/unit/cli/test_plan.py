@@ -193,12 +193,12 @@ def test_what_does_not_fit_takes_no_time(project: Path) -> None:
     alone, sharded = found["scale"]
     for one in (found["run"], alone):
         assert not one["fits"]
-        assert [one[name] for name in ("pairs_per_s", "mfu", "time")] == [None] * 3
+        assert [one[name] for name in ("examples_per_s", "mfu", "time")] == [None] * 3
     assert (found["hours"], found["score_hours"]) == (None, None)
     assert sharded["fits"]
     (other,) = found["alternatives"]
-    assert other["pairs_per_s"] > 0
-    assert sharded["pairs_per_s"] > 0
+    assert other["examples_per_s"] > 0
+    assert sharded["examples_per_s"] > 0
     text = run(project, *arguments)
     assert re.search(rf"it does not fit\n.*\nto make it fit\n  {re.escape(other['overrides'])} \(", text, re.DOTALL)
     assert not re.search(r"a step +\d|the run|before it|speed  ", text)
@@ -229,7 +229,7 @@ def test_a_smaller_card_recomputes_layers_and_a_larger_one_none(project: Path) -
 def test_hsdp_wins_where_rings_are_long_or_links_are_slow(project: Path, hard: list[str]) -> None:
     fsdp, hsdp = plan(project, *hard, "layout.microbatch_tokens=4096")["scale"]
     assert (fsdp["parallel"], hsdp["parallel"], hsdp["shard"]) == ("fsdp", "hsdp", 8)
-    assert hsdp["pairs_per_s"] > fsdp["pairs_per_s"]
+    assert hsdp["examples_per_s"] > fsdp["examples_per_s"]
     assert hsdp["time"]["network"] < fsdp["time"]["network"]
 
 
@@ -261,7 +261,7 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "my.yaml").write_text(f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\n")
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--json"], catch_exceptions=False)
     found, busy = json.loads(result.output), ("products", "attention", "elementwise", "imbalance")
-    assert found["pairs"] == 2
+    assert found["examples"] == 2
     assert found["score_hours"] * 3600 == pytest.approx(sum(found["run"]["time"][n] for n in busy) / 3)
     assert found["steps"] == 1
     assert "float32" in found["notes"][0]

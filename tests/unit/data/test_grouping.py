@@ -75,7 +75,7 @@ def test_pairs_of_one_prompt(tmp_path: Path) -> None:
     ]
     (found,) = table.stats.sources
     assert (found.read, found.kept, found.grouped, found.dropped) == (4, 3, 1, {})
-    assert (table.holds, table.unit, table.is_compared, table.is_labelled) == ({"pairs"}, "prompt", True, True)
+    assert ([*table.holds], table.unit, table.is_compared, table.is_labelled) == (["pairs"], "prompt", True, True)
     origins = [table.origin(index).removeprefix(str(tmp_path)) for index in range(3)]
     assert origins == ["/a.jsonl:1 and 1 more", "/a.jsonl:2", "/a.jsonl:4"]
 
@@ -93,7 +93,7 @@ def test_an_answer_that_is_chosen_and_rejected_has_no_score(tmp_path: Path) -> N
     table = build(tmp_path, [pair("why?", "best", "good"), pair("why?", "good", "bad")])
     assert said(table) == [(ASKED.format("why?"), ["best", "good", "bad"], ((0, 1), (1, 2)), ())]
     assert np.isnan(table.scores).all()
-    assert (table.holds, table.is_labelled) == ({"pairs"}, False)
+    assert ([*table.holds], table.is_labelled) == (["pairs"], False)
 
 
 def test_every_judgement_counts_as_before_also_a_repeated_and_a_contradicted_one(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_table_of_labels(tmp_path: Path) -> None:
     table = build(tmp_path / "a.jsonl", *records)
     (found,) = table.stats.sources
     assert (found.shape, found.holds, found.kept, found.dropped) == ("label", "labels", 2, {"label": 1})
-    assert (table.holds, table.unit, table.is_compared, table.is_labelled) == ({"labels"}, "answer", False, True)
+    assert ([*table.holds], table.unit, table.is_compared, table.is_labelled) == (["labels"], "answer", False, True)
     first, second = table.example(0), table.example(1)
     assert (first.comparisons, first.scores, second.scores) == ((), (1.0,), (0.0,))
     decode = tiny_tokenizer("chatml").decode

@@ -81,7 +81,7 @@ def test_the_peak_has_it_for_each_layer_that_keeps_its_activations(recompute: in
     load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
     layout = replace(ONE_GPU, compiled=False, recompute=recompute)
     with_sum, without = (
-        peak_memory(one, layout, load, pairs=0) for one in (shape, replace(shape, summed_parameters=0))
+        peak_memory(one, layout, load, answers=0) for one in (shape, replace(shape, summed_parameters=0))
     )
     layer = 2 * SUMMED / LAYERS
     assert with_sum.activations - without.activations == pytest.approx((LAYERS - recompute) * layer)

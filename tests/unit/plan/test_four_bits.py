@@ -145,7 +145,7 @@ def test_the_peak_has_them_where_they_are(recompute: int, frozen: ModelShape) ->
     load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
     for compiled, unpacked in ((True, 2 * D * F), (False, D * F * (14 + 2 / 64))):
         layout = in_four_bits(compiled=compiled, recompute=recompute)
-        packed = peak_memory(frozen, layout, load, pairs=0)
-        whole = peak_memory(frozen, replace(layout, quantised=False), load, pairs=0)
+        packed = peak_memory(frozen, layout, load, answers=0)
+        whole = peak_memory(frozen, replace(layout, quantised=False), load, answers=0)
         assert packed.activations == whole.activations
         assert packed.logits - whole.logits == pytest.approx(unpacked)

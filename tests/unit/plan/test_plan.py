@@ -67,7 +67,7 @@ def test_a_vision_tower_is_held_and_no_more() -> None:
         assert getattr(both, name) == getattr(text, name), name
     for parallel in ({}, FSDP, {**FSDP, "grad_sync": "every"}):
         there = layout(**{**parallel, "frozen_bytes": 4})
-        with_it, without = (peak_memory(shape, there, load(10.0, 10.0, 5.0), pairs=0) for shape in (both, text))
+        with_it, without = (peak_memory(shape, there, load(10.0, 10.0, 5.0), answers=0) for shape in (both, text))
         assert with_it == replace(without, weights=without.weights + 4 * seen / there.shard)
         network = Network(inside=100e9, between=10e9)
         assert Traffic.of(both, there, network) == Traffic.of(text, there, network)
@@ -137,7 +137,7 @@ def test_peak_by_hand(llama: ModelShape, predicted: float, on_top: float) -> Non
         logits=on_top,
         cache=8.0 * 50,
     )
-    found = peak_memory(llama, ONE_GPU, load(1000.0, 1300.0, predicted), pairs=50)
+    found = peak_memory(llama, ONE_GPU, load(1000.0, 1300.0, predicted), answers=100)
     assert vars(found) == pytest.approx(vars(expected))
     assert found.total == pytest.approx(sum(vars(expected).values()))
 
@@ -145,7 +145,7 @@ def test_peak_by_hand(llama: ModelShape, predicted: float, on_top: float) -> Non
 def test_recomputing_layers_keep_their_inputs(llama: ModelShape) -> None:
     row = load(1000.0, 1000.0, 600.0)
     plain, one, all_of_them = (
-        peak_memory(llama, layout(recompute=count), row, pairs=0).activations for count in (0, 1, 2)
+        peak_memory(llama, layout(recompute=count), row, answers=0).activations for count in (0, 1, 2)
     )
     kept = 1000 * kept_bytes(llama, ONE_GPU)[0]
     assert plain - one == one - all_of_them == kept - 1000 * D * 2
@@ -155,14 +155,14 @@ def test_sharding_divides_what_it_should(llama: ModelShape) -> None:
     row, whole = load(10.0, 10.0, 5.0), 4 * llama.parameters
     mixed = layout(parallel="fsdp", ranks=8, shard=8, weight_bytes=4, state_bytes=8)
     last, every = (
-        peak_memory(llama, layout(**{**vars(mixed), "grad_sync": sync}), row, pairs=0) for sync in ("last", "every")
+        peak_memory(llama, layout(**{**vars(mixed), "grad_sync": sync}), row, answers=0) for sync in ("last", "every")
     )
     assert last.weights == every.weights == whole / 8
     assert last.optimizer == every.optimizer == 2 * whole / 8
     assert (last.gradients, last.gathered) == (whole, 2 * llama.parameters)
     unit = max(llama.root_parameters, llama.layer_parameters)
     assert every.gradients == whole / 8 + 6 * unit
-    assert peak_memory(llama, layout(parallel="ddp", ranks=8), row, pairs=0).weights == 2 * llama.parameters
+    assert peak_memory(llama, layout(parallel="ddp", ranks=8), row, answers=0).weights == 2 * llama.parameters
 
 
 def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: ModelShape) -> None:
@@ -172,20 +172,20 @@ def test_an_adapter_has_gradients_and_state_of_its_own_only(llama: ModelShape) -
     adapted = shape_of(model)
     added = 2 * 4 * (2 * (D + Q) + 2 * (D + KV) + 3 * (D + F))
     assert (adapted.trained_parameters, adapted.frozen_parameters) == (added, llama.parameters)
-    found = peak_memory(adapted, layout(weight_bytes=4, state_bytes=8), load(10.0, 10.0, 6000.0), pairs=0)
+    found = peak_memory(adapted, layout(weight_bytes=4, state_bytes=8), load(10.0, 10.0, 6000.0), answers=0)
     assert (found.weights, found.gradients, found.optimizer) == (4 * added + 2 * llama.parameters, 4 * added, 8 * added)
     assert found.logits == 6000 * VOCABULARY * 2 + 2 * 6000 * D * 2
     split = layout(parallel="fsdp", ranks=2, shard=2, weight_bytes=4)
-    assert peak_memory(adapted, split, load(1.0, 1.0, 1.0), pairs=0).weights == found.weights / 2
+    assert peak_memory(adapted, split, load(1.0, 1.0, 1.0), answers=0).weights == found.weights / 2
     in_four_bits = layout(**{**vars(split), "quantised": True, "frozen_bytes": 0.5})
-    whole = peak_memory(adapted, in_four_bits, load(1.0, 1.0, 1.0), pairs=0)
+    whole = peak_memory(adapted, in_four_bits, load(1.0, 1.0, 1.0), answers=0)
     assert whole.weights == 4 * added / 2 + llama.parameters / 2
     assert whole.gathered == 2 * added  # four bits are whole already
 
 
 def test_offload_leaves_what_is_on_its_way(llama: ModelShape) -> None:
     away = layout(parallel="fsdp", grad_sync="every", weight_bytes=4, state_bytes=8, offload=True)
-    found = peak_memory(llama, away, load(1.0, 1.0, 1.0), pairs=0)
+    found = peak_memory(llama, away, load(1.0, 1.0, 1.0), answers=0)
     assert (found.weights, found.optimizer) == (0, 0)
     assert found.gathered == 2 * min(llama.parameters, llama.root_parameters + 2 * llama.layer_parameters)
     assert found.gradients == 6 * max(llama.root_parameters, llama.layer_parameters)
