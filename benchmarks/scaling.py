@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py            # writes docs/scaling.md and its plots
 
-Needs no GPU. Balance and planning time come from the run's own planner; network, MFU and memory come from the performance
-model, for an 8B Llama with float32 master weights on H100s, eight per machine.
+Needs no GPU. Balance and planning time come from the run's own planner; network, MFU and memory come from the
+performance model, for an 8B Llama with float32 master weights on H100s, eight per machine.
 """
 
 import platform
