@@ -1,13 +1,13 @@
-"""Packed rows with shared prompts in a training script of your own, on OLMo-core's Trainer.
+"""Packed rows with shared prompts in your own training script, on OLMo-core's Trainer.
 
-ExampleLoader packs pairs into rows without padding, and a row holds the prompt of a pair once for both its answers. The
-gradient is that of padded batches (olmo_core_trainer.py); it only takes less time.
+ExampleLoader packs pairs into rows without padding, with each prompt stored once for both of its answers. The gradient is
+the same as with padded batches (olmo_core_trainer.py), only faster.
 
     python examples/olmo_core_packed.py /path/to/model pairs.jsonl out/            # one process
-    torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # any number of them
+    torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # several processes
 
-A line of pairs.jsonl has the texts `prompt`, `chosen` and `rejected`. The script logs the metrics of every step, and
-leaves checkpoints and out/model, which `from_pretrained` loads.
+Each line of pairs.jsonl has the strings `prompt`, `chosen` and `rejected`. The script logs the metrics of every step and
+writes checkpoints and out/model, which `from_pretrained` loads.
 """
 
 import argparse
