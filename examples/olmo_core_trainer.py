@@ -1,7 +1,7 @@
 """isopref in your own training script, on OLMo-core's Trainer and without isopref's command line.
 
-You provide a Hugging Face model, batches of padded pairs and a data loader for OLMo-core. isopref provides the policy, the
-collator, the train module, and gradients that do not depend on `rank_microbatch_size`.
+You provide a Hugging Face model, batches of padded pairs and a data loader for OLMo-core. isopref provides the policy,
+the collator, the train module, and gradients that do not depend on `rank_microbatch_size`.
 
     python examples/olmo_core_trainer.py /path/to/model out/           # one process
     torchrun --nproc_per_node 2 examples/olmo_core_trainer.py ...      # several processes
