@@ -1,9 +1,9 @@
-"""A run on many ranks, on paper: the real planner over real lengths, and the model of `isopref plan`.
+"""A run on many ranks, on paper: the real planner on real lengths, and the performance model of `isopref plan`.
 
     python benchmarks/scaling.py            # writes docs/scaling.md and its plots
 
-No GPU is used. Balance and planning time are computed by the planner that a run uses; network, MFU and memory are the
-model's, for a Llama of 8B with float32 master weights on H100s, eight to a machine.
+Needs no GPU. Balance and planning time come from the run's own planner; network, MFU and memory come from the
+performance model, for an 8B Llama with float32 master weights on H100s, eight per machine.
 """
 
 import platform
@@ -42,17 +42,18 @@ Series = dict[str, list[tuple[float, float]]]
 PAGE = """\
 # Many ranks, on paper
 
-What to expect of a run on 1 to 4,096 ranks, with global batches of 64 to 65,536 pairs. `python benchmarks/scaling.py`
-writes this page; nothing here was run on so many GPUs. Balance, microbatches and planning time come from the planner
-that a run uses, over the lengths of real chat pairs. Network, MFU and memory come from the model of `isopref plan`: a
-Llama of 8B with float32 master weights and bfloat16 compute, microbatches of {tokens:,} tokens, H100s, eight to a
-machine, NVLink between them (450 GB/s each way) and 400 Gb/s for each GPU to other machines.
-`isopref plan my.yaml --ranks 8,64,1024` gives the same for your own model and data.
+What to expect from a run on 1 to 4,096 ranks with global batches of 64 to 65,536 pairs. `python benchmarks/scaling.py`
+generates this page; nothing here was run on that many GPUs. Balance, microbatches and planning time come from the run's
+own planner, applied to the lengths of real chat pairs. Network, MFU and memory come from the performance model behind
+`isopref plan`, for an 8B Llama with float32 master weights and bfloat16 compute, microbatches of {tokens:,} tokens, and
+H100s: eight per machine, connected by NVLink (450 GB/s each way), with 400 Gb/s per GPU to other machines.
+`isopref plan my.yaml --ranks 8,64,1024` does the same for your own model and data.
 
 ## Balance
 
-Share of the time that ranks compute, where all wait for the slowest in every microbatch. Four pairs or more for each
-rank keep 97% or so; with one, the longest pair decides, and it is about half; with less, ranks stay idle.
+The share of time that ranks spend computing if all wait for the slowest in every microbatch. With four or more pairs
+per rank it stays around 97%. With one, the longest pair dominates and it drops to about half; with fewer, ranks sit
+idle.
 
 ![balance of ranks](scaling-balance.svg)
 
@@ -60,9 +61,10 @@ rank keep 97% or so; with one, the longest pair decides, and it is about half; w
 
 ## FSDP or HSDP
 
-Model FLOPs utilisation (MFU) of the whole run: useful operations over what the cards' data sheet promises. FSDP shards
-the model over all ranks, and so gathers and reduces it over all of them in every microbatch. HSDP shards it inside each
-machine (`layout.hsdp_shard: 8`), where links are fast, and adds up gradients between machines once a step.
+Model FLOPs utilisation (MFU) of the whole run: useful FLOPs divided by the data-sheet peak of all cards. FSDP shards
+the model over all ranks, so it gathers weights and reduces gradients across all of them in every microbatch. HSDP
+shards it within each machine (`layout.hsdp_shard: 8`), where links are fast, and reduces gradients between machines
+once per step.
 
 ![MFU with FSDP and HSDP](scaling-mfu.svg)
 
@@ -70,18 +72,20 @@ machine (`layout.hsdp_shard: 8`), where links are fast, and adds up gradients be
 
 {takeover}
 
-What one rank sends in a step (all-gathers, reductions), and how long it waits for that beyond what computing hides:
+How much one rank sends per step (all-gathers, reductions), and how long it waits for communication that compute does
+not hide:
 
 {network}
 
-The model behind it: rings gather and reduce, over machines one for each GPU in a machine; trees add up between copies;
-80% of a link's rate; 2 microseconds for a hop inside a machine, 5 between two; a gather runs beside the forward pass,
-the rest beside the backward pass. The hops are what ends FSDP: a ring over 4,096 ranks has 4,095 of them in each call.
+The model's assumptions: ring all-gathers and reductions, with one ring per GPU of a machine across machines; tree
+all-reduces between replicas; 80% of a link's bandwidth; 2 microseconds per hop within a machine, 5 between machines;
+gathers overlap with the forward pass, everything else with the backward pass. Hops are what limits FSDP: a ring over
+4,096 ranks has 4,095 of them in each call.
 
 ## Planning
 
-Every rank plans every step from the lengths alone. A thread makes the plan two steps ahead, while the device computes.
-Milliseconds of one core for one step's plan ({machine}, Python {python}), least of three:
+Every rank plans every step from the lengths alone. A background thread plans two steps ahead while the device computes.
+Milliseconds on one core to plan one step ({machine}, Python {python}), best of three:
 
 {planning}
 """
@@ -183,7 +187,7 @@ def main() -> None:
     (DOCS / "scaling-balance.svg").write_text(chart("Balance of ranks", named, x_label="ranks", y_label="global batch"))
     dashed = [name for name in lines if name.startswith("FSDP")]
     (DOCS / "scaling-mfu.svg").write_text(
-        chart("Expected MFU, 8B on H100", lines, x_label="ranks", y_label="pairs a step", dashed=dashed)
+        chart("Expected MFU, 8B on H100", lines, x_label="ranks", y_label="pairs per step", dashed=dashed)
     )
     (DOCS / "scaling.md").write_text(page(balances, points, sharded))
 
@@ -196,15 +200,15 @@ def page(
     some = [ranks for ranks in RANKS if log2(ranks) % 3 == 0]  # 1, 8, 64, 512, 4,096
     big = 16384
     first = {pairs: next(ranks for ranks in sharded if _faster(points, pairs, ranks)) for pairs in SHARDED_BATCHES}
-    wins = ", ".join(f"from {ranks:,} ranks on with {pairs:,} pairs a step" for pairs, ranks in first.items())
-    takeover = f"HSDP is the faster one by more than 2% {wins}. Below that FSDP is as fast or faster, with less memory."
+    wins = ", ".join(f"from {ranks:,} ranks up at {pairs:,} pairs per step" for pairs, ranks in first.items())
+    takeover = f"HSDP is faster by more than 2% {wins}. Below that, FSDP is as fast or faster and needs less memory."
     kinds = [(kind, ranks) for ranks in sharded for kind in ("fsdp", "hsdp") if (kind, big, ranks) in points]
     return PAGE.format(
         tokens=TOKENS,
         machine=platform.machine(),
         python=platform.python_version(),
         balance=table(
-            ["pairs a step", *(f"{ranks:,} ranks" for ranks in some)],
+            ["pairs per step", "1 rank", *(f"{ranks:,} ranks" for ranks in some[1:])],
             [[f"{pairs:,}", *(f"{dict(line)[ranks]:.1%}" for ranks in some)] for pairs, line in balances.items()],
         ),
         mfu=table(
@@ -223,7 +227,7 @@ def page(
         ),
         takeover=fill(takeover, 120),
         network=table(
-            [f"{big:,} pairs a step", "microbatches", "GB", "waits, s", "step, s", "pairs/s", "GiB of memory"],
+            [f"{big:,} pairs per step", "microbatches", "GB", "waits, s", "step, s", "pairs/s", "GiB of memory"],
             [
                 [
                     f"{ranks:,} {kind.upper()}",
@@ -238,7 +242,7 @@ def page(
             ],
         ),
         planning=table(
-            ["pairs a step", *(f"{ranks:,} ranks" for ranks in some)],
+            ["pairs per step", "1 rank", *(f"{ranks:,} ranks" for ranks in some[1:])],
             [[f"{pairs:,}", *(f"{planning_ms(pairs, ranks):.1f}" for ranks in some)] for pairs in BATCHES],
         ),
     )

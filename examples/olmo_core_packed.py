@@ -1,13 +1,13 @@
-"""Packed rows with shared prompts in a training script of your own, on OLMo-core's Trainer.
+"""Packed rows with shared prompts in your own training script, on OLMo-core's Trainer.
 
-ExampleLoader packs pairs into rows without padding, and a row holds the prompt of a pair once for both its answers. The
-gradient is that of padded batches (olmo_core_trainer.py); it only takes less time.
+ExampleLoader packs pairs into rows without padding, storing each prompt once for both answers. The gradient is the same
+as with padded batches (olmo_core_trainer.py), only faster.
 
     python examples/olmo_core_packed.py /path/to/model pairs.jsonl out/            # one process
-    torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # any number of them
+    torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # several processes
 
-A line of pairs.jsonl has the texts `prompt`, `chosen` and `rejected`. The script logs the metrics of every step, and
-leaves checkpoints and out/model, which `from_pretrained` loads.
+Each line of pairs.jsonl has the strings `prompt`, `chosen` and `rejected`. The script logs the metrics of every step
+and writes checkpoints and out/model, which `from_pretrained` loads.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from isopref import (
 
 
 def read_pairs(path: Path, tokenizer: Any) -> ExampleTable:
-    """Tokenise the pairs of a file: the prompt by the chat template, each answer with the token that ends it."""
+    """Tokenise the pairs in a file: the prompt with the chat template, each answer with an end token."""
 
     def tokens(text: str) -> np.ndarray:
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("pairs", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--microbatch-tokens", type=int, default=8192, help="of one rank; any number gives the same")
+    parser.add_argument("--microbatch-tokens", type=int, default=8192, help="per rank; does not affect the result")
     arguments = parser.parse_args()
     prepare_training_environment(seed=0, backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     device = get_default_device()

@@ -1,13 +1,13 @@
-"""isopref inside a training script of your own, on OLMo-core's Trainer and without isopref's command line.
+"""isopref in your own training script, on OLMo-core's Trainer and without isopref's command line.
 
-You bring: a Hugging Face model, batches of padded pairs, a data loader for OLMo-core. isopref brings: the policy, the
-collator, the train module, and gradients that do not depend on `rank_microbatch_size`.
+You provide a Hugging Face model, batches of padded pairs and a data loader for OLMo-core. isopref provides the policy,
+the collator, the train module, and gradients that do not depend on `rank_microbatch_size`.
 
     python examples/olmo_core_trainer.py /path/to/model out/           # one process
-    torchrun --nproc_per_node 2 examples/olmo_core_trainer.py ...      # any number of them
+    torchrun --nproc_per_node 2 examples/olmo_core_trainer.py ...      # several processes
 
-It logs the metrics of every step, and leaves checkpoints and out/model, which `from_pretrained` loads.
-The pairs here are random tokens, to keep the script short; what matters is their form.
+The script logs the metrics of every step and writes checkpoints and out/model, which `from_pretrained` loads.
+The pairs are random tokens to keep the script short; what matters is their format.
 """
 
 import argparse

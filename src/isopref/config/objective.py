@@ -33,28 +33,28 @@ class ObjectiveConfig(Section):
 
     loss: Name | Annotated[dict[Name, Positive], Field(min_length=1)] = Field(
         default="sigmoid",
-        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md tells them all apart. "
-        "Several are added with their weights, as in {sigmoid: 1.0, hinge: 0.5}.",
+        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md describes them all. "
+        "To add several with weights: {sigmoid: 1.0, hinge: 0.5}.",
     )
     nll_weight: float = _modifier("nll_weight")
     balance_weight: float = _modifier("balance_weight")
     ld_alpha: float = _modifier("ld_alpha")
     wpo: bool = Field(
         default=False,
-        description="Weigh the loss of each pair by how likely its answers are under the model as it is (WPO).",
+        description="Weight the loss of each pair by how likely its answers are under the current model (WPO).",
     )
     # Not strict: YAML has lists where Python has tuples. The two numbers in it stay strict.
     reference_moves: tuple[Count, Annotated[float, Field(gt=0, le=1)]] | None = Field(
         default=None,
         strict=False,
-        description="Move the reference towards the model as it trains (TR-DPO): [64, 0.6] is every 64 steps, 0.6 of "
-        "the way. Keeps a second model in memory. null: it stays where it is.",
+        description="Move the reference towards the model during training (TR-DPO): [64, 0.6] moves it every 64 steps, "
+        "0.6 of the way. Keeps a second model in memory. null: the reference stays fixed.",
     )
     weighting: Weighting = Field(
         default="example",
-        description="Weight of a pair in the batch's mean. example: 1, as in the DPO paper; completion: the tokens of "
-        "its two answers; token: the tokens of both its sequences, prompt included; gap: the difference between the "
-        "scores of its answers, which the data must have.",
+        description="Weight of a pair in the batch mean. example: 1, as in the DPO paper; completion: the number of "
+        "tokens in its two answers; token: the number of tokens in both its sequences, including the prompt; gap: the "
+        "difference between the scores of its answers, which the data must have.",
     )
 
     @model_validator(mode="wrap")

@@ -1,7 +1,7 @@
-"""What a run can be told: every field, its default and its meaning, once.
+"""The config schema: every field, its default and its meaning, defined once.
 
-Owns the shape of the config and the run id. Combinations that cannot work are conflicts.py's, reading files is
-load.py's, and turning a config into objects is build's. Imports no torch.
+Owns the structure of the config and the run id. conflicts.py checks combinations, load.py reads files, and build turns
+a config into objects. Imports no torch.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from isopref.config.objective import ObjectiveConfig
 from isopref.config.section import Count, Decay, NonNegative, PathText, Positive, Section
 from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 
-NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so the run id leaves them out
+NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so they are not part of the run id
 
 DType = Literal["float32", "bfloat16", "float64"]
 OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
@@ -32,74 +32,74 @@ class ModelConfig(Section):
     )
     reference: PathText | None = Field(
         default=None,
-        description="Model to compare with, named like path, with the same vocabulary. null: the model to start from.",
+        description="Reference model, in any form that path takes, with the same vocabulary. null: the starting model.",
     )
-    dtype: DType = Field(default="float32", description="Number type of the weights and of the optimizer's state.")
+    dtype: DType = Field(default="float32", description="Dtype of the weights and the optimizer state.")
     compute_dtype: DType | None = Field(
         default=None,
-        description="Number type of the forward and backward pass. null: the same as dtype. "
-        "Another one: mixed precision with master weights, which needs layout.parallel auto, fsdp or hsdp. Weights "
-        "that an adapter leaves frozen are held in this type.",
+        description="Dtype of the forward and backward pass. null: same as dtype. If it differs, training uses mixed "
+        "precision with master weights, which needs layout.parallel auto, fsdp or hsdp. With an adapter, frozen "
+        "weights are held in this dtype.",
     )
     adapter: AdapterConfig | None = Field(
         default=None,
-        description="Train an adapter on the frozen model, as in {kind: lora, rank: 16}; docs/config.md has "
-        "all it takes. null: train all weights.",
+        description="Train an adapter on the frozen model, e.g. {kind: lora, rank: 16}; docs/config.md lists its "
+        "fields. null: train all weights.",
     )
     native: bool = Field(
         default=False,
         description="Compute with OLMo-core's own modules instead of transformers': the same model, for llama, qwen3, "
-        "olmo2, olmo3 and gemma3 text. The result is written in both forms.",
+        "olmo2, olmo3 and gemma3 text. The result is written in both formats.",
     )
     trust_remote_code: bool = Field(
-        default=False, description="Run Python code that comes with the model. Only for sources you trust."
+        default=False, description="Run Python code that ships with the model. Only for sources you trust."
     )
 
     @property
     def is_mixed(self) -> bool:
-        """Whether compute and weights differ in their number type."""
+        """Whether the compute dtype differs from the weights' dtype."""
         return self.compute_dtype not in (None, self.dtype)
 
 
 class DataConfig(Section):
     train: Sources = Field(
-        description="Preference pairs to train on: a file (JSON lines, JSON, CSV, Parquet or Arrow), a pattern or a "
-        "folder of files, a folder written by save_to_disk, package:PACKAGE/FILE, or a hub name, also as in {path: "
-        "OWNER/NAME, name: CONFIG, split: train}. A list mixes several sources, as in [{path: a.jsonl, weight: 2}, "
+        description="Preference pairs to train on: a file (JSON Lines, JSON, CSV, Parquet or Arrow), a glob pattern, a "
+        "folder of files, a folder written by save_to_disk, package:PACKAGE/FILE, or a hub name, optionally as {path: "
+        "OWNER/NAME, name: CONFIG, split: train}. A list mixes several sources: [{path: a.jsonl, weight: 2}, "
         "{path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
         examples=["train.jsonl"],
     )
     eval: SourcesOrShare | None = Field(
         default=None,
-        description="Held-out pairs, evaluated before and after training. Sources in the form of train: pairs of train "
-        "with one of their prompts are not trained on. A number, as 0.05: that share of train's prompts, each with all "
-        "its pairs, chosen by the prompts alone. null: none.",
+        description="Held-out pairs, evaluated before and after training. Sources, in the same form as train: training "
+        "pairs that share a prompt with them are excluded. A number such as 0.05: hold out that share of train's "
+        "prompts, each with all its pairs, selected by the prompts alone. null: none.",
     )
     template: PathText | None = Field(
         default=None,
-        description="Chat template. null: the tokenizer's own; none: raw text, no template; "
-        "or the path of a .jinja file.",
+        description="Chat template. null: the tokenizer's own; none: raw text without a template; "
+        "or the path to a .jinja file.",
     )
     max_length: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="Most tokens of a prompt with its longer answer. null: no limit."
+        default=None, description="Maximum tokens in a prompt plus its longest answer. null: no limit."
     )
     truncation: Literal["drop", "keep_start", "keep_end"] = Field(
         default="drop",
-        description="What happens to a pair over max_length. drop: leave it out; "
-        "keep_start, keep_end: keep the first or the last tokens of the prompt, if whole answers leave room for one.",
+        description="What to do with a pair over max_length. drop: skip it; keep_start, keep_end: truncate the prompt "
+        "to its first or last tokens, provided the full answers leave room for at least one.",
     )
     on_bad: Literal["error", "drop"] = Field(
         default="error",
-        description="What happens to a record that cannot be used. error: stop; drop: leave it out.",
+        description="What to do with an unusable record. error: stop; drop: skip it and count it.",
     )
     compare: Literal["all", "best_worst", "best_rest", "adjacent"] = Field(
         default="all",
-        description="Which answers of a list are compared, where records have several answers with scores. all: every "
-        "two; best_worst: the best and the worst; best_rest: the best with each other one; adjacent: neighbours in the "
-        "order of scores. Each answer is computed once, however many comparisons it is in.",
+        description="Which answers to compare if records have several scored answers. all: every two; best_worst: the "
+        "best with the worst; best_rest: the best with each of the others; adjacent: neighbours in score order. Each "
+        "answer is computed once, however many comparisons it is in.",
     )
     min_gap: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Least difference between the scores of two answers that are compared."
+        default=0.0, description="Minimum score difference for two answers to be compared."
     )
     group_by_prompt: bool = Field(
         default=False,
@@ -109,176 +109,178 @@ class DataConfig(Section):
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="Names of the columns in your data where they differ from ours, as ours: yours, "
-        "for example {prompt: question}.",
+        description="Maps our column names to the ones in your data, as ours: yours. For example {prompt: question}.",
     )
 
     @property
     def eval_share(self) -> float | None:
-        """The share of train's prompts to hold out, if eval is one."""
+        """The share of train's prompts to hold out, if eval is a number."""
         return self.eval if isinstance(self.eval, float) else None
 
     @property
     def eval_sources(self) -> Sources | None:
-        """Where held-out pairs of their own are, if eval says so."""
+        """Sources of held-out pairs, if eval names any."""
         return None if isinstance(self.eval, float) else self.eval
 
 
 class OptimConfig(Section):
     kind: OptimKind = Field(
         default="adamw",
-        description="Optimizer. adamw; adamw_8bit: its state in 8 bits; adamw_sr, adamw_8bit_sr: the same, bfloat16 "
-        "weights rounded up or down at random, so that small updates count; adamw_skip: leaves out a step whose loss "
-        "or gradient stands out by six standard deviations; muon: orthogonal updates of the layers' matrices, AdamW "
-        "for the rest.",
+        description="Optimizer. adamw; adamw_8bit: with 8-bit state; adamw_sr, adamw_8bit_sr: the same with stochastic "
+        "rounding of bfloat16 weights, so small updates are not lost; adamw_skip: skips a step whose loss or gradient "
+        "norm is six standard deviations above recent steps; muon: orthogonalised updates for the layers' matrices, "
+        "AdamW for the rest.",
     )
-    lr: NonNegative = Field(default=1e-6, description="Highest learning rate, reached at the end of warm-up.")
+    lr: NonNegative = Field(default=1e-6, description="Peak learning rate, reached at the end of warmup.")
     # Not strict: YAML has lists where Python has tuples. The two numbers in it stay strict.
     betas: tuple[Decay, Decay] = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="Decay of AdamW's two running averages. muon: the first is its momentum.",
+        description="Decay rates of AdamW's two running averages. muon: the first is its momentum.",
     )
     eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
     schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear",
-        description="Learning rate after warm-up. linear, cosine: falls towards 0, reached one step after the last.",
+        description="Learning rate after warmup. linear, cosine: decays to 0, reached one step after the last.",
     )
     warmup: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="Fraction of all steps over which the learning rate rises from 0."
+        default=0.1, description="Fraction of all steps during which the learning rate rises from 0."
     )
     max_grad_norm: Positive | None = Field(
-        default=1.0, description="The gradient's norm is clipped to this. null: no clipping."
+        default=1.0, description="Clip the gradient norm to this value. null: no clipping."
     )
     batch_size: Count = Field(
         default=64,
-        description="Examples (preference pairs) per optimizer step, over all processes: the size of a global batch.",
+        description="Examples (preference pairs) per optimizer step, across all processes: the global batch size.",
     )
     epochs: Count = Field(default=1, description="Passes over the training pairs.")
     max_steps: Count | None = Field(
         default=None,
-        description="Stop after this many steps, even inside an epoch. null: when the epochs are done.",
+        description="Stop after this many steps, even in the middle of an epoch. null: after all epochs.",
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=0, description="Seed of all that is random, such as the order of the pairs."
+        default=0, description="Seed for everything random, such as the order of the pairs."
     )
 
 
 class LayoutConfig(Section):
     rows: Rows = Field(
         default="shared",
-        description="How pairs become sequences. shared: packed rows, the prompt computed once for both "
-        "answers; packed: packed rows, the prompt repeated; padded: chosen and rejected right-padded in one "
+        description="How pairs become sequences. shared: packed rows, with each prompt computed once for both "
+        "answers; packed: packed rows, with the prompt repeated; padded: chosen and rejected right-padded in one "
         "forward pass; padded_separate: the same in two.",
     )
     microbatch_tokens: Count | Literal["auto"] = Field(
         default="auto",
-        description="Tokens of one forward and backward pass on one rank: the main setting for memory. "
-        "auto: measured on a GPU, as many as fit and make it faster; on the CPU 4096, or the longest pair.",
+        description="Tokens per forward and backward pass on one rank: the main knob for memory. auto: on a GPU, "
+        "the most that fits, up to where speed stops improving; on the CPU, 4096 or the longest pair.",
     )
     parallel: Parallel = Field(
         default="auto",
-        description="How ranks work together. single: one process; ddp: a whole model on every rank; "
-        "fsdp: the model sharded over all ranks; hsdp: sharded inside groups, copied between them.",
+        description="How ranks share the work. single: one process; ddp: a full model on every rank; "
+        "fsdp: the model sharded over all ranks; hsdp: sharded within groups, replicated across them.",
     )
     hsdp_shard: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="Ranks in one shard group. With parallel: hsdp, and only then."
+        default=None, description="Ranks per shard group. Only with parallel: hsdp, which requires it."
     )
     tensor_parallel: Count = Field(
         default=1,
-        description="Ranks that compute every layer together, next to each other. With model.native, packed rows and "
-        "FSDP or HSDP over the groups of so many ranks. 1: each rank computes alone.",
+        description="Number of neighbouring ranks that compute every layer together. Needs model.native, packed rows "
+        "and FSDP or HSDP across these groups. 1: off.",
     )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
-        description="When ranks add up gradients, and FSDP gathers weights. last: once a step (fast); "
+        description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); "
         "every: for each microbatch (less memory with FSDP).",
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the decoder layers (torch.compile). null: CUDA, bfloat16 and packed rows, not native.",
+        description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows, not "
+        "native.",
     )
     checkpointing: Literal["auto", "none", "full"] = Field(
         default="auto",
         description="Recompute activations in the backward pass: less memory, more compute. full: in every layer; "
-        "auto: on a GPU in as many layers as memory asks for, which may be none; on the CPU in none.",
+        "auto: on a GPU, in as many layers as memory requires, possibly none; on the CPU, in none.",
     )
     offload: bool = Field(
         default=False,
-        description="Keep weights, gradients and the optimizer's state in the host's memory, and step there: less GPU "
-        "memory, slower. Needs CUDA and parallel auto, fsdp or hsdp.",
+        description="Keep weights, gradients and optimizer state in host memory and run the optimizer there: less GPU "
+        "memory, but slower. Needs CUDA and parallel auto, fsdp or hsdp.",
     )
     score_tokens: Count | None = Field(
         default=None,
-        description="Tokens of one forward-only microbatch (reference and evaluation). "
-        "null: twice microbatch_tokens; 16384 for a reference of its own that is scored before that is known.",
+        description="Tokens per forward-only microbatch (reference and evaluation). null: twice microbatch_tokens, or "
+        "16384 for a separate reference model, which is scored before microbatch_tokens is known.",
     )
 
 
 class RunConfig(Section):
     folder: PathText | None = Field(
         default=None,
-        description="Folder for checkpoints, metrics and the result. "
+        description="Folder for checkpoints, metrics and the tuned model. "
         "null: runs/NAME-ID, from the config file's name and the run id.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to compute. auto: a CUDA GPU where there is one, else the CPU."
+        default="auto", description="Where to compute. auto: a CUDA GPU if there is one, otherwise the CPU."
     )
-    log_every: Count = Field(default=1, description="Steps between two lines of metrics.")
+    log_every: Count = Field(default=1, description="Steps between lines of metrics.")
     loggers: list[Literal["tensorboard", "wandb", "comet"]] = Field(
         default_factory=list,
-        description="Where metrics go besides metrics.jsonl and the terminal. tensorboard: event files in the run's "
-        "folder; wandb: Weights & Biases (with WANDB_MODE=offline into that folder); comet: Comet. Each needs the "
-        "extra of its name.",
+        description="Where to send metrics, in addition to metrics.jsonl and the terminal. tensorboard: event files in "
+        "the run folder; wandb: Weights & Biases (in that folder with WANDB_MODE=offline); comet: Comet. Each needs "
+        "the extra of the same name.",
     )
-    save_every: Count = Field(default=250, description="Steps between two checkpoints.")
+    save_every: Count = Field(default=250, description="Steps between checkpoints.")
     save_minutes: Positive | None = Field(
-        default=None, description="Also save where this many minutes passed since the last checkpoint. null: do not."
+        default=None, description="Also save once this many minutes have passed since the last checkpoint. null: off."
     )
-    keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
+    keep: Count = Field(default=2, description="Number of checkpoints to keep; older ones are deleted.")
     keep_best: bool = Field(
         default=False,
-        description="Besides those, keep the one of the lowest eval/loss, saved when it is found; its model is "
-        "exported at the end too, as model_best. Needs eval_every.",
+        description="Also keep the checkpoint with the lowest eval/loss, saved when it is reached, and export its "
+        "model at the end as model_best. Needs eval_every.",
     )
     eval_every: Count | None = Field(
         default=None,
-        description="Steps between two evaluations on held-out pairs. null: only before training and at its end.",
+        description="Steps between evaluations on held-out pairs. null: only before and after training.",
     )
     samples: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="Held-out prompts that are answered before and after training, greedily and by a draw at "
-        "temperature 1 (needs run.export). null: 3 where that is possible; 0: none.",
+        description="Number of held-out prompts to answer before and after training, greedily and sampled at "
+        "temperature 1 (needs run.export). null: 3 if possible; 0: none.",
     )
     spot_checks: PathText | None = Field(
         default=None,
-        description="File of questions with known answers and of plain texts, measured before and after training to "
+        description="File of questions with known answers and of plain texts, checked before and after training to "
         'show what it cost (docs/reports.md). A record is {"prompt": ..., "expect": ...} or {"text": ...}. null: none.',
     )
     export: bool = Field(default=True, description="Write the tuned model as a Hugging Face folder at the end.")
 
 
 class Config(Section):
-    """A whole run. `model` and `data` have required fields; every other section may be left out."""
+    """A complete config. `model` and `data` have required fields; every other section is optional."""
 
-    model: ModelConfig = Field(description="The model to tune, and in which precision.")
-    data: DataConfig = Field(description="The preference pairs, and how they become tokens.")
+    model: ModelConfig = Field(description="The model to tune and its precision.")
+    data: DataConfig = Field(description="The preference data and how it becomes tokens.")
     objective: ObjectiveConfig = Field(
         default_factory=ObjectiveConfig, description="What is minimised over a global batch."
     )
     optim: OptimConfig = Field(
-        default_factory=OptimConfig, description="How each global batch moves the weights, and for how long."
+        default_factory=OptimConfig, description="How each global batch updates the weights, and for how long."
     )
     layout: LayoutConfig = Field(
         default_factory=LayoutConfig,
-        description="How a global batch is cut up to fit the hardware: speed and memory, never the result.",
+        description="How a global batch is split to fit the hardware: affects speed and memory, never the result.",
     )
-    run: RunConfig = Field(default_factory=RunConfig, description="Where it runs, and what it writes, logs and keeps.")
+    run: RunConfig = Field(
+        default_factory=RunConfig, description="Where the run happens, and what it writes, logs and keeps."
+    )
 
     @property
     def only_fsdp_for(self) -> str | None:
-        """What FSDP and HSDP alone can do, where the config asks for such."""
+        """The requested feature that only FSDP and HSDP support, if any."""
         if self.model.is_mixed:
             return "mixed precision"
         if self.layout.offload:
@@ -295,7 +297,7 @@ class Config(Section):
 
 
 def run_id(config: Config) -> str:
-    """Twelve hex digits that name the math of a run: the same whatever its layout and run sections say."""
+    """Twelve hex digits that identify the math of a run, independent of its layout and run sections."""
     math = config.model_dump(mode="json", exclude=set(NOT_MATH))
     canonical = json.dumps(math, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=6).hexdigest()

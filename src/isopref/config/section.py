@@ -1,4 +1,4 @@
-"""What all sections of a config have in common: how strict they are, and kinds of numbers."""
+"""What all config sections share: strictness and number types."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,13 +6,13 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-NO_PATH = "no_path"  # the kind of error for text that no file could be called; its message says what a path must be
-NAME_BYTES = 255  # the most that Linux takes
-PATH_BYTES = 3500  # Linux takes 4095, but there are files in a folder
+NO_PATH = "no_path"  # error type for text that cannot be a path; its message says what a path must be
+NAME_BYTES = 255  # Linux's limit
+PATH_BYTES = 3500  # Linux allows 4095; leave room for file names
 
 
 def path_must(text: str) -> str | None:
-    """What a path must be, where `text` is not such: no file could be called that. None: it may be one."""
+    """What a path must be, if `text` cannot be one. None: it can."""
     if "\0" in text:
         return "a path without NUL characters"
     if len(text.encode(errors="surrogatepass")) > PATH_BYTES:
@@ -34,7 +34,7 @@ def _check_path(text: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(_check_path)]  # a file, a folder, or a name on the hub
+PathText = Annotated[Text, AfterValidator(_check_path)]  # a file, a folder or a hub name
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -42,6 +42,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """One section: no unknown fields, no conversions (`yes` is not a number), no change after loading."""
+    """One section: rejects unknown fields, converts nothing (`yes` is not a number), immutable once loaded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

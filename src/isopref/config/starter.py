@@ -1,4 +1,4 @@
-"""Texts made from the schema: the starter file, the demo's file, and the reference for the docs."""
+"""Text generated from the schema: the starter file, the demo config and the config reference."""
 
 import re
 import textwrap
@@ -14,25 +14,25 @@ from isopref.config.objective import param_fields
 from isopref.config.schema import NOT_MATH, Config
 
 _HEAD = """\
-# A config of isopref. Every field is here, with its default. Set those marked "Required"; the rest may
-# be changed or deleted. Paths are relative to the folder you start isopref in.
+# An isopref config with every field at its default. Set the fields marked "Required"; change or delete
+# the rest as you like. Paths are relative to the folder in which you start isopref.
 #
-#   isopref data THIS_FILE                   shows the data as the model would see it
+#   isopref data THIS_FILE                   shows the data as the model sees it
 #   isopref train THIS_FILE                  trains
-#   isopref train THIS_FILE optim.lr=2e-6    trains with another value of a field
+#   isopref train THIS_FILE optim.lr=2e-6    trains with one field overridden
 """
-_MATH = "THE MATH: what is trained. Any change here makes another run, with another run id."
+_MATH = "THE MATH: what is trained. Any change here makes it a different run, with a different run id."
 _NOT_MATH = "NOT THE MATH: nothing below changes the trained weights, beyond rounding."
 
 _SOURCE = (
-    "What `train`, `eval` and a list in either hold, besides plain text, which is a source with nothing but a path. "
+    "An entry of `train` or `eval`, alone or in a list. A plain string is a source with only a path. "
     "`name`, `split` and `revision` are refused for files."
 )
 
-_ADAPTER = "What `adapter` holds. Every field may be left out: `adapter: {}` is LoRA of rank 16 on all linear layers."
+_ADAPTER = "The value of `adapter`. Every field is optional: `adapter: {}` means LoRA of rank 16 on all linear layers."
 
 _PARAMS = (
-    "What `objective` takes besides; each loss has its own defaults ([objectives](objectives.md)). A parameter that "
+    "`objective` also takes these; each loss has its own defaults ([objectives](objectives.md)). A parameter that "
     "the chosen loss does not take is refused, unless it is null."
 )
 
@@ -112,9 +112,9 @@ def _comment(text: str, indent: str = "") -> str:
 PAGE = """\
 # Config reference
 
-Every field of a config file. `make docs` writes this page from the schema; do not edit it. `isopref init` writes the
-same, but for what an adapter or a source holds, as a commented file. Only `layout` and `run` leave the math as it is;
-the run id is a hash of the other sections.
+Every field of a config file. `make docs` generates this page from the schema; do not edit it. `isopref init` writes the
+same information as a commented file, except for the fields of an adapter or a source. Only `layout` and `run` do not
+affect the math; the run id is a hash of the other sections.
 
 """
 

@@ -1,4 +1,4 @@
-"""What a field can hold beyond words and numbers: sources of data, an adapter. schema.py says what fields there are."""
+"""Structured field values: data sources and an adapter. schema.py defines the fields that hold them."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,41 +10,42 @@ HUB_FIELDS = ("name", "split", "revision")
 
 
 class SourceConfig(Section):
-    """A source in data.train or data.eval, where its path alone does not say it all."""
+    """A source in data.train or data.eval that needs more than a path."""
 
-    path: PathText = Field(description="Where the pairs are: what data.train takes as text.")
+    path: PathText = Field(description="Where the pairs are: anything that data.train takes as a string.")
     name: Text | None = Field(
-        default=None, description="Config of a hub data set, if it has several. null: the default one."
+        default=None, description="Config of a hub dataset, if it has several. null: the default one."
     )
     split: Text | None = Field(
         default=None,
-        description="Split of a hub data set, or of a folder that save_to_disk wrote; of the hub also a part, as in "
+        description="Split of a hub dataset or of a folder written by save_to_disk; for the hub, also a slice such as "
         "'train[:1000]'. null: train.",
     )
     revision: Text | None = Field(
-        default=None, description="Branch, tag or commit of a hub data set. null: the newest that is found."
+        default=None, description="Branch, tag or commit of a hub dataset. null: the latest available."
     )
     weight: Positive | None = Field(
         default=None,
-        description="Share of the mix, relative to the other sources; all of them have one or none has. The mix is "
-        "the largest in which no pair comes twice. null: every pair.",
+        description="Share of the mix, relative to the other sources; set it for all sources or for none. The mix is "
+        "the largest in which no pair is used twice. null: every pair.",
     )
     count: Count | None = Field(
-        default=None, description="Pairs taken, drawn by optim.seed. Not together with weight. null: as weight says."
+        default=None,
+        description="Number of pairs, selected by optim.seed. Cannot be combined with weight. null: use weight.",
     )
     columns: dict[str, str] | None = Field(
-        default=None, description="Names of this source's columns, in place of data.columns. null: data.columns."
+        default=None, description="Column names for this source, overriding data.columns. null: data.columns."
     )
 
     @model_serializer(mode="wrap")
     def _leave_out_hub_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is of the hub alone and not set: ids of runs stay what they were before there was such."""
+        """Omit unset hub fields, so run ids stay what they were before these fields existed."""
         values: dict[str, Any] = dump(self)
         return {name: value for name, value in values.items() if value is not None or name not in HUB_FIELDS}
 
 
-# A value takes one branch by its kind, so that an error is about the branch that was meant. The tags are not field
-# names: load.py takes them out of an error's place again.
+# The kind of a value selects one branch, so an error is about the branch the user meant. The tags are not field names:
+# load.py strips them from an error's location.
 IS_TEXT, IS_LIST, IS_SOURCE, IS_SOURCES, IS_SHARE = TAGS = ("<text>", "<list>", "<source>", "<sources>", "<share>")
 
 
@@ -69,29 +70,32 @@ SourcesOrShare = Annotated[
 
 
 class AdapterConfig(Section):
-    """What model.adapter holds."""
+    """The value of model.adapter."""
 
     kind: Literal["lora", "dora", "rslora"] | None = Field(
         default=None,
-        description="lora; dora: direction and length of each row apart; rslora: scaled by alpha / sqrt(rank), for "
-        "high ranks. null: lora, or the kind of path.",
+        description="lora; dora: direction and magnitude of each row learnt separately; rslora: scaled by alpha / "
+        "sqrt(rank), for high ranks. null: lora, or the kind of the adapter in path.",
     )
-    rank: Count | None = Field(default=None, description="Rank of the update. null: 16, or that of path.")
+    rank: Count | None = Field(
+        default=None, description="Rank of the update. null: 16, or the rank of the adapter in path."
+    )
     alpha: Positive | None = Field(
-        default=None, description="The update is scaled by alpha / rank. null: twice the rank, or that of path."
+        default=None,
+        description="The update is scaled by alpha / rank. null: twice the rank, or the alpha of the adapter in path.",
     )
     targets: Literal["auto"] | Annotated[list[Text], Field(min_length=1)] = Field(
         default="auto",
-        description="Layers that get an update, by the end of their names, as in [q_proj, v_proj]. auto: every linear "
-        "layer that text uses but the output head, experts and routers too, or those of path.",
+        description="Layers to adapt, by the end of their names, e.g. [q_proj, v_proj]. auto: every linear layer used "
+        "for text except the output head, including experts and routers, or the targets of the adapter in path.",
     )
     path: PathText | None = Field(
         default=None,
-        description="Folder of an adapter to go on with (peft format). The model with it is the reference. null: a new "
-        "one, which changes nothing before the first step.",
+        description="Folder of an existing adapter (peft format) to continue training. The reference is the model with "
+        "this adapter. null: a new adapter, which changes nothing before the first step.",
     )
     quantize: Literal["nf4"] | None = Field(
         default=None,
-        description="nf4: hold the linear layers under the adapter in 4 bits (QLoRA). The reference is that model. "
-        "null: in model.compute_dtype.",
+        description="nf4: hold the adapted linear layers in 4 bits (QLoRA); the reference is that 4-bit model. "
+        "null: keep them in model.compute_dtype.",
     )
