@@ -145,7 +145,7 @@ def _losses(
     found = np.zeros(len(lengths))
     for start in range(0, len(lengths), LISTS_AT_ONCE):
         some = lengths.answers_of(np.arange(start, min(start + LISTS_AT_ONCE, len(lengths))))
-        of = torch.from_numpy(lengths.answer[some]), torch.from_numpy(lengths.of_answer[some])
+        of = torch.from_numpy(lengths.trained[some]), torch.from_numpy(lengths.of_answer[some])
         both = (
             ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
         )

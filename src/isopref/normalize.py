@@ -19,15 +19,16 @@ Weighting = Literal["token", "completion", "example"]
 
 
 def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each comparison (M): its tokens, those of its answers alone, or its part of one; times its example's weight.
+    """w of each comparison (M): its tokens, the trained ones alone, or its part of one; times its example's weight.
 
-    The tokens of a comparison are those of its two sequences, the prompt counted in each. Comparisons of one example
+    `token` counts all tokens of the two sequences of a comparison, the prompt in each, context included; `completion`
+    counts the tokens of the two answers that are trained, each as one whatever its weight. Comparisons of one example
     share it equally.
     """
     example_M = lengths.of_comparison
     completion: FloatArray = lengths.compared_tokens.sum(axis=0, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
-        "token": completion + 2.0 * lengths.prompt[example_M],
+        "token": lengths.sequence[lengths.sides].sum(axis=0, dtype=np.float64),
         "completion": completion,
         "example": 1.0 / lengths.num_comparisons[example_M],
     }
@@ -35,8 +36,8 @@ def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray
 
 
 def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each list (N): the tokens of its sequences, those of its answers alone, or one; times its own weight."""
-    sums = {"token": lengths.sequence, "completion": lengths.answer}
+    """w of each list (N): the tokens of its sequences, its trained tokens, or one; times its own weight."""
+    sums = {"token": lengths.sequence, "completion": lengths.trained}
     if weighting == "example":
         return own_N
     tokens = np.bincount(lengths.of_answer, sums[weighting], minlength=len(lengths))

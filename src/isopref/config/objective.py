@@ -52,8 +52,8 @@ class ObjectiveConfig(Section):
     )
     weighting: Weighting = Field(
         default="example",
-        description="Weight of a pair in the batch's mean. example: 1, as in the DPO paper; completion: the tokens of "
-        "its two answers; token: the tokens of both its sequences, prompt included.",
+        description="Weight of a pair in the batch's mean. example: 1, as in the DPO paper; completion: the trained "
+        "tokens of its two answers; token: all tokens of both its sequences, prompt included.",
     )
 
     @model_validator(mode="wrap")

@@ -10,23 +10,24 @@ from typing import Any
 import numpy as np
 
 from isopref.examples import PAIR, PAIR_SCORES, Example
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 ID_BYTES = 16
 PROMPT_ID_BYTES = 8
 
 
 def example_id(example: Example) -> bytes:
-    """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
-    if example.comparisons == PAIR and example.scores == PAIR_SCORES:
+    """16 bytes over the tokens of prompt and answers, their weights, and what is compared. Nothing else goes in."""
+    weights = [_as_ints(one) for one in example.weights]
+    if example.comparisons == PAIR and example.scores == PAIR_SCORES and not weights:
         return _id(example.prompt, *example.answers)
     known = json.dumps([example.comparisons, example.scores]).encode()
-    return _id(example.prompt, *example.answers, np.frombuffer(known, np.uint8))
+    return _id(example.prompt, *example.answers, np.frombuffer(known, np.uint8), *weights)
 
 
-def answer_id(prompt: IntArray, answer: IntArray) -> bytes:
-    """16 bytes over the tokens of an answer and of what it answers."""
-    return _id(prompt, answer)
+def answer_id(prompt: IntArray, answer: IntArray, weights: FloatArray | None = None) -> bytes:
+    """16 bytes over the tokens of an answer, their weights (None: all are one), and the tokens of what it answers."""
+    return _id(prompt, answer) if weights is None else _id(prompt, answer, _as_ints(weights))
 
 
 def prompt_id(prompt: IntArray) -> bytes:
@@ -47,6 +48,11 @@ def _id(*parts: IntArray) -> bytes:
         digest.update(part.size.to_bytes(8, "little"))
         digest.update(_bytes(part))
     return digest.digest()
+
+
+def _as_ints(weights: FloatArray) -> IntArray:
+    """The bits of weights, in pairs of integers."""
+    return np.ascontiguousarray(weights, dtype="<f8").view("<i4")
 
 
 def _bytes(tokens: IntArray) -> bytes:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 11  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 12  # raise it when the same content would give other tokens or another file
 LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second

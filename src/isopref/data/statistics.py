@@ -81,7 +81,7 @@ class TableFigures:
 def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
     lengths = table.lengths
-    chosen, rejected = lengths.compared_tokens
+    chosen, rejected = lengths.answer[lengths.sides]
     pairs_alone = table.unit == "pair"
     tokens = _tokens(table)
     parts = {
