@@ -13,9 +13,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
-# What is known of the answers of a prompt: which of two is better, a score of each, or that one is good or bad.
 FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
 
 
@@ -23,7 +22,8 @@ class Example(NamedTuple):
     """Token ids of one prompt and its answers, each of which follows the prompt directly; and what is known of them.
 
     Comparisons are for objectives of pairs, scores for those of lists and labels. A labelled answer has the score 1.0
-    (good) or 0.0 (bad) and no comparison.
+    (good) or 0.0 (bad) and no comparison. The log-probability of an answer is the sum over its tokens of weight times
+    log p. Tokens of weight 0 are context: a tool result, a later user turn. The others are trained.
     """
 
     prompt: IntArray
@@ -31,6 +31,7 @@ class Example(NamedTuple):
     comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
     scores: tuple[float, ...] = ()  # of each answer, the higher the better; none at all where they are not known
     gaps: tuple[float, ...] = ()  # of each comparison: score of better minus worse, where `scores` do not say it
+    weights: tuple[FloatArray, ...] = ()  # of the tokens of each answer; none at all where all are one
 
     @property
     def parts(self) -> tuple[IntArray, ...]:
@@ -47,6 +48,22 @@ class Example(NamedTuple):
             return self.gaps
         return tuple(self.scores[better] - self.scores[worse] for better, worse in self.comparisons)
 
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """How many tokens of each answer are trained."""
+        if not self.weights:
+            return tuple(map(len, self.answers))
+        return tuple(int(np.count_nonzero(weights)) for weights in self.weights)
+
+    @property
+    def token_weights(self) -> tuple[FloatArray, ...]:
+        """The weights of the tokens of each answer, also where all are one."""
+        return self.weights or tuple(np.ones(len(answer)) for answer in self.answers)
+
+    def weights_of(self, answer: int) -> FloatArray | None:
+        """The weights of an answer's tokens; None where all are one."""
+        return None if not self.weights or (self.weights[answer] == 1).all() else self.weights[answer]
+
 
 PAIR = ((0, 1),)  # what is compared in a pair
 PAIR_SCORES = (1.0, 0.0)  # a pair is a ranked list of two, too
@@ -58,7 +75,7 @@ def is_plain_pair(example: Example) -> bool:
 
 
 class PairTokens(NamedTuple):
-    """Token ids of one pair: an example with two answers, the first of which is better."""
+    """Token ids of one pair: an example with two answers, the first of which is better; all of it is trained."""
 
     prompt: IntArray
     chosen: IntArray
@@ -75,6 +92,7 @@ class Lengths:
 
     prompt: IntArray  # N
     answer: IntArray  # A
+    trained: IntArray  # A: those of them that are trained, which are not context
     tree: IntArray  # N: tokens of the example as a prefix tree, in which every shared beginning counts once
     num_answers: IntArray  # N
     num_comparisons: IntArray  # N
@@ -87,6 +105,7 @@ class Lengths:
         return cls(
             prompt=_counts(len(one.prompt) for one in examples),
             answer=_counts(len(answer) for one in examples for answer in one.answers),
+            trained=_counts(count for one in examples for count in one.trained),
             tree=_counts(tree_tokens(one) for one in examples),
             num_answers=_counts(len(one.answers) for one in examples),
             num_comparisons=_counts(len(one.comparisons) for one in examples),
@@ -95,12 +114,13 @@ class Lengths:
 
     @classmethod
     def of_pairs(cls, lengths_N3: IntArray) -> Self:
-        """Those of pairs whose answers have no beginning in common: tokens of prompt, chosen and rejected."""
+        """Those of pairs without context in their answers, which begin differently: of prompt, chosen and rejected."""
         lengths = np.asarray(lengths_N3, np.int64)
         size = len(lengths)
         return cls(
             prompt=lengths[:, 0],
             answer=lengths[:, 1:].ravel(),
+            trained=lengths[:, 1:].ravel(),
             tree=lengths.sum(axis=1),
             num_answers=np.full(size, 2),
             num_comparisons=np.ones(size, np.int64),
@@ -116,6 +136,7 @@ class Lengths:
         return Lengths(
             prompt=self.prompt[index],
             answer=self.answer[self.answers_of(index)],
+            trained=self.trained[self.answers_of(index)],
             tree=self.tree[index],
             num_answers=self.num_answers[index],
             num_comparisons=self.num_comparisons[index],
@@ -178,8 +199,8 @@ class Lengths:
 
     @cached_property
     def compared_tokens(self) -> IntArray:
-        """Tokens of the better and the worse answer of each comparison: 2, M."""
-        return self.answer[self.sides]
+        """Trained tokens of the better and the worse answer of each comparison: 2, M."""
+        return self.trained[self.sides]
 
 
 def tree_tokens(example: Example) -> int:

@@ -35,9 +35,9 @@ def comparison_weights(
 ) -> FloatArray:
     """w of each comparison (M): its size by `weighting`, times the weight of its example.
 
-    token, completion: its tokens, or those of its answers alone. example: its part of one. gap: that of its scores.
-    The tokens of a comparison are those of its two sequences, the prompt counted in each. Under "example", comparisons
-    of one example share it equally.
+    `token` counts all tokens of its two sequences, the prompt in each, context included; `completion` counts the
+    trained tokens of its two answers, each as one whatever its weight; `gap` is the difference between its two scores.
+    Under `example`, the comparisons of one example share it equally.
     """
     example_M = lengths.of_comparison
     if weighting == "gap":
@@ -45,7 +45,7 @@ def comparison_weights(
         return gaps_M * own_N[example_M]
     completion: FloatArray = lengths.compared_tokens.sum(axis=0, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
-        "token": completion + 2.0 * lengths.prompt[example_M],
+        "token": lengths.sequence[lengths.sides].sum(axis=0, dtype=np.float64),
         "completion": completion,
         "example": 1.0 / lengths.num_comparisons[example_M],
     }
@@ -53,11 +53,11 @@ def comparison_weights(
 
 
 def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each list (N): the tokens of its sequences, those of its answers alone, or one; times its own weight.
+    """w of each list (N): the tokens of its sequences, its trained tokens, or one; times its own weight.
 
     A gap is between two answers, so "gap" is refused for losses of lists.
     """
-    sums = {"token": lengths.sequence, "completion": lengths.answer}
+    sums = {"token": lengths.sequence, "completion": lengths.trained}
     if weighting not in sums:
         return own_N
     tokens = np.bincount(lengths.of_answer, sums[weighting], minlength=len(lengths))
@@ -70,7 +70,7 @@ def label_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> 
     """
     sizes: dict[Weighting, FloatArray] = {
         "token": lengths.sequence.astype(np.float64),
-        "completion": lengths.answer.astype(np.float64),
+        "completion": lengths.trained.astype(np.float64),
         "example": 1.0 / lengths.num_answers[lengths.of_answer],
     }
     return sizes[weighting] * own_N[lengths.of_answer]

@@ -1,7 +1,7 @@
 """Value types shared by all layers. No behaviour beyond moving between devices, no I/O, no torch at import.
 
-Dimensions: A answers, M comparisons, P pairs, B sequences, T tokens of a sequence, C tokens of answers, S segments,
-Q sequences, K gathered keys, R times that something is taken at most.
+Dimensions: A answers, M comparisons, P pairs, B sequences, T tokens of a sequence, C trained tokens of answers,
+S segments, Q sequences, K gathered keys, R times that something is taken at most.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Readout(NamedTuple):
     A tuple, since FSDP looks for tensors in those, and not in dataclasses.
     """
 
-    logp: Tensor  # A: summed log-probability (natural log) of each answer; of a reward model, its reward
+    # A: log-probability (natural log) of each answer: the sum over its tokens of weight * log p. Of a reward model: its
+    # reward.
+    logp: Tensor
     head_logp: Tensor | None = None  # 2, M: the same of the first tokens of better and worse (Needs.heads)
     confidence: Tensor | None = None  # A: mean over tokens of log p(token) - log sum_v p(v)^2, without gradient
     routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
@@ -51,7 +53,7 @@ class Readout(NamedTuple):
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Summed log-probabilities (natural log) of the answers of P pairs, with their token counts.
+    """Summed log-probabilities (natural log) of the answers of P pairs, with the counts of their trained tokens.
 
     A comparison of two answers of an example is such a pair, whatever other answers the example has.
     """
@@ -68,7 +70,7 @@ class PairLogps:
 
 @dataclass(frozen=True)
 class ListLogps:
-    """Summed log-probabilities (natural log) of the A answers of some lists, with their token counts and scores."""
+    """Summed log-probabilities (natural log) of the A answers of some lists; their trained tokens and scores."""
 
     logp: Tensor  # A
     num_tokens: Tensor  # A
@@ -119,15 +121,16 @@ class Pass:
     input_ids: Tensor  # B, T
     position_ids: Tensor | None  # B, T
     segments: Segments | None
-    predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token
+    predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token, one of those trained
     predict_copies: Tensor  # R, B*T: where among the C each position is (see ops/take.py)
     target: Tensor  # C: the token
     answer: Tensor  # C: which answer it belongs to
-    place: Tensor  # C: its place in that answer
+    place: Tensor  # C: its place among the trained tokens of that answer
     times: Tensor  # B*T: of how many sequences the token is a part: 2 in the prompt of a pair, 0 in the padding
     last_index: Tensor  # Q: flat position of the last token of each sequence
     last_copies: Tensor  # R, B*T: where among the Q each position is (see ops/take.py)
     last_answer: Tensor  # Q: which answer the sequence ends with
+    weight: Tensor | None = None  # C: float64: what the token's log-probability counts for; None where all are one
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -138,7 +141,7 @@ class Microbatch:
     """What one forward and backward takes: whole examples, in one pass or in several. None at all make a filler."""
 
     passes: tuple[Pass, ...]
-    num_tokens: Tensor  # A: tokens of each answer
+    num_tokens: Tensor  # A: trained tokens of each answer
     example: Tensor  # A: which example of the microbatch it answers
     score: Tensor  # A: float64; NaN where there is none
     compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse

@@ -49,6 +49,7 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "wpo",
         "balance_weight",
         "collated",
+        "context",
     ):
         assert len({getattr(cell, name) for cell in cells}) > 1, name
     for parallel in matrix.SPREADS[ranks]:

@@ -35,6 +35,14 @@ def test_trees(name: str) -> None:
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 
 
+@pytest.mark.parametrize("name", mutations.CONTEXT)
+@pytest.mark.parametrize("trees", [False, True])
+def test_context(name: str, trees: bool) -> None:
+    cell = Cell(context="weights", trees=trees, objective="simpo")
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
 @pytest.mark.parametrize("name", mutations.LISTS)
 @pytest.mark.parametrize("objective", [case for case in LIST_CASES if case not in REWARD_CASES])
 def test_lists(name: str, objective: str) -> None:

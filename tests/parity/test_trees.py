@@ -13,6 +13,7 @@ from isopref.batch import rows
 from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.batch.terms import compared
+from isopref.examples import PairTokens
 from isopref.models.policy import Policy
 from isopref.score import score
 from isopref.testing import oracle
@@ -59,7 +60,8 @@ def test_comparisons_are_the_pairs_they_stand_for(kind: RowKind) -> None:
     policy = expected("gpt2")[0]
     needs = Needs(heads=True, confidence=True)
     trees = build_microbatch(EXAMPLES, kind)
-    alone = build_microbatch([pair.example for pair in oracle.comparisons(EXAMPLES)], "padded")
+    pairs = [PairTokens(*pair[:3]) for pair in oracle.comparisons(EXAMPLES)]
+    alone = build_microbatch([pair.example for pair in pairs], "padded")
     found, wanted = (compared(score(policy, one, needs), one) for one in (trees, alone))
     mix = torch.randn(2, len(wanted.chosen), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     gradients = []

@@ -13,8 +13,9 @@ from torch import Tensor
 from isopref.batch import rows, step, terms
 from isopref.data import schedule
 from isopref.engine import padded, train_module
+from isopref.examples import Lengths
 from isopref.ranks import num_ranks
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 
 @contextmanager
@@ -187,6 +188,56 @@ def _moved_last(move: Callable[[Any, int], Any]) -> Iterator[None]:
         yield
 
 
+# --- in answers with context -------------------------------------------------------------------------
+
+
+def _with_weights(change: Callable[[FloatArray], FloatArray]) -> Any:
+    """Rows are built with other weights of tokens than the examples have."""
+    own = rows._sequence
+
+    def changed(example: Any, *rest: Any) -> Any:
+        weights = tuple(change(one) for one in example.weights)
+        return own(example._replace(weights=weights), *rest)
+
+    return patch.object(rows, "_sequence", changed)
+
+
+@contextmanager
+def trained_tool_results() -> Iterator[None]:
+    """Turns of context are trained like the others."""
+    with _with_weights(lambda weights: np.where(weights == 0, 1.0, weights)):
+        yield
+
+
+@contextmanager
+def weights_of_other_turns() -> Iterator[None]:
+    """Each turn has the weight that belongs to another one of its answer."""
+    with _with_weights(lambda weights: weights[::-1]):
+        yield
+
+
+@contextmanager
+def weights_of_the_token_before() -> Iterator[None]:
+    """The weight of a token is applied where the token is read, not where it is predicted."""
+    with _with_weights(lambda weights: np.append(weights[1:], weights[-1])):
+        yield
+
+
+@contextmanager
+def means_over_context() -> Iterator[None]:
+    """Where a loss divides by the tokens of an answer, context is counted."""
+    own = rows.build_microbatch
+
+    def counted(examples: Any, *rest: Any, **more: Any) -> Any:
+        built = own(examples, *rest, **more)
+        lengths = Lengths.of(examples)
+        every = lengths.answer[rows.in_rounds(lengths, np.arange(len(lengths)))]
+        return replace(built, num_tokens=torch.from_numpy(every))
+
+    with patch.object(step, "build_microbatch", counted):
+        yield
+
+
 # --- in batches of a script's collator ---------------------------------------------------------------
 
 
@@ -237,6 +288,16 @@ GRADIENT = {
     )
 }
 TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
+CONTEXT = {
+    m.__name__: m
+    for m in (
+        trained_tool_results,
+        weights_of_other_turns,
+        weights_of_the_token_before,
+        means_over_context,
+        leaking_attention,
+    )
+}
 LISTS = {m.__name__: m for m in (list_of_a_microbatch, leaking_attention, reference_by_example)}
 REWARDS = {
     m.__name__: m
@@ -251,5 +312,5 @@ SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **LISTS, **REWARDS, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **CONTEXT, **LISTS, **REWARDS, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

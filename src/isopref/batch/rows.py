@@ -4,18 +4,20 @@ A packed row holds whole examples. In a `shared` row the sequences [prompt | ans
 the first one is there completely, and each later one leaves out what it shares with an earlier one. Its own tokens
 continue the positions of what they follow, and attend to that and to themselves, never to another answer.
 In a `packed` row all sequences follow one another, the first answers of all examples before the second ones.
+Only trained tokens are predicted: tokens of weight 0 are context, and cost nothing in the head.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from isopref.batch.packing import RowKind
 from isopref.examples import Example, Lengths, shared_tokens
-from isopref.types import IntArray, Microbatch, Pass, Segments
+from isopref.types import FloatArray, IntArray, Microbatch, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
 FEWEST_COPIES = 2  # rows of pairs have tables of one shape, shared or not
@@ -31,6 +33,8 @@ class _Sequence:
     prompt: IntArray
     own: IntArray
     tokens: IntArray  # of both
+    trained: IntArray  # places in `own` of the tokens that are trained
+    weights: FloatArray | None  # of those; None where all are one
 
 
 def build_microbatch(
@@ -59,7 +63,7 @@ def build_microbatch(
     compared = _compared(examples, sequences)
     return Microbatch(
         tuple(passes),
-        num_tokens=torch.tensor([len(one.own) for one in sequences], dtype=torch.long),
+        num_tokens=torch.tensor([len(one.trained) for one in sequences], dtype=torch.long),
         example=torch.tensor([one.example for one in sequences], dtype=torch.long),
         score=_scores(examples, sequences),
         compared=torch.from_numpy(compared),
@@ -83,11 +87,19 @@ def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence
         rounds.append([])
         for e, example in enumerate(examples):
             if k < len(example.answers):
-                own = example.answers[k]
-                tokens = np.concatenate([example.prompt, own])
-                rounds[-1].append(_Sequence(e, k, number, example.prompt, own, tokens))
+                rounds[-1].append(_sequence(example, e, k, number))
                 number += 1
     return rounds
+
+
+def _sequence(example: Example, place: int, k: int, number: int) -> _Sequence:
+    """Answer k of the example at that place of the microbatch."""
+    own, weights = example.answers[k], example.weights_of(k)
+    trained = np.arange(len(own)) if weights is None else np.flatnonzero(weights)
+    tokens = np.concatenate([example.prompt, own])
+    return _Sequence(
+        place, k, number, example.prompt, own, tokens, trained, None if weights is None else weights[trained]
+    )
 
 
 def _compared(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> IntArray:
@@ -121,11 +133,9 @@ class _Row:
         self.positions: list[IntArray] = []
         self.paths: list[IntArray] = []
         self.predict: list[IntArray] = []
-        self.target: list[IntArray] = []
-        self.answer: list[IntArray] = []
-        self.place: list[IntArray] = []
         self.last: list[tuple[int, int]] = []  # where a sequence ends, and the answer it ends with
         self.keys: list[IntArray] = []
+        self.sequences: list[_Sequence] = []
         self.query_bounds = [0]
         self.key_bounds = [0]
         self.length = 0
@@ -147,12 +157,9 @@ class _Row:
         path = seen_before
         if shared < len(tokens):
             path = np.append(path, self.segment(tokens[shared:], np.arange(shared, len(tokens)), seen_before))
-        start = len(sequence.prompt)
+        self.sequences.append(sequence)
         self.paths.append(path)
-        self.predict.append(path[start - 1 : -1])  # the last token before an answer predicts its first one
-        self.target.append(sequence.own)
-        self.answer.append(np.full(len(sequence.own), sequence.answer))
-        self.place.append(np.arange(len(sequence.own)))
+        self.predict.append(path[_before(sequence)])
         self.last.append((int(path[-1]), sequence.answer))
         return path
 
@@ -181,10 +188,8 @@ class _Row:
             ),
             predict_index=torch.from_numpy(predict),
             predict_copies=torch.from_numpy(copies_of(predict, self.length)),
-            target=_tensor(self.target),
-            answer=_tensor(self.answer),
-            place=_tensor(self.place),
             times=torch.from_numpy(np.bincount(_flat(self.paths), minlength=self.length)),
+            **_trained(self.sequences),
             **_last(self.last, self.length),
         )
 
@@ -196,6 +201,23 @@ def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, torch.Tensor]
         "last_index": torch.from_numpy(index.copy()),
         "last_copies": torch.from_numpy(copies_of(index, size)),
         "last_answer": torch.from_numpy(answer.copy()),
+    }
+
+
+def _before(one: _Sequence) -> IntArray:
+    """Where, among the tokens of a sequence, those stand that predict the trained ones: each one place before."""
+    return len(one.prompt) - 1 + one.trained
+
+
+def _trained(sequences: Sequence[_Sequence]) -> dict[str, Any]:
+    """What a pass says of the trained tokens of its sequences, one sequence after the other."""
+    weights = [np.ones(len(one.trained)) if one.weights is None else one.weights for one in sequences]
+    plain = all(one.weights is None for one in sequences)
+    return {
+        "target": _tensor([one.own[one.trained] for one in sequences]),
+        "answer": _tensor([np.full(len(one.trained), one.answer) for one in sequences]),
+        "place": _tensor([np.arange(len(one.trained)) for one in sequences]),
+        "weight": None if plain else torch.from_numpy(np.concatenate(weights)),
     }
 
 
@@ -243,7 +265,7 @@ def _padded(sequences: Sequence[_Sequence]) -> Pass:
         end = len(one.tokens)
         ids[b, :end] = one.tokens
         times[b, :end] = 1
-        predict.append(np.arange(b * width + len(one.prompt) - 1, b * width + end - 1))
+        predict.append(b * width + _before(one))
     where = _flat(predict)
     return Pass(
         input_ids=torch.from_numpy(ids),
@@ -251,10 +273,8 @@ def _padded(sequences: Sequence[_Sequence]) -> Pass:
         segments=None,
         predict_index=torch.from_numpy(where),
         predict_copies=torch.from_numpy(copies_of(where, ids.size)),
-        target=_tensor([one.own for one in sequences]),
-        answer=_tensor([np.full(len(one.own), one.answer) for one in sequences]),
-        place=_tensor([np.arange(len(one.own)) for one in sequences]),
         times=torch.from_numpy(times.ravel()),
+        **_trained(sequences),
         **_last([(b * width + len(one.tokens) - 1, one.answer) for b, one in enumerate(sequences)], ids.size),
     )
 

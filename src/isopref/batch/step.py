@@ -87,7 +87,7 @@ def build_step(
     weights, example = terms.weights(lengths, weighting, own, gaps), terms.example(lengths)
     loss_share = coefficients(weights.of_term, total=weights.total)
     side_share = terms.side_shares(lengths, scores)
-    nll_share = token_coefficients(terms.liked(lengths, scores, own), lengths.answer)
+    nll_share = token_coefficients(terms.liked(lengths, scores, own), lengths.trained)
     num_passes = int(lengths.num_answers.max())
 
     def work(group: IntArray) -> Work:

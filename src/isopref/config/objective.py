@@ -53,8 +53,8 @@ class ObjectiveConfig(Section):
     weighting: Weighting = Field(
         default="example",
         description="Weight of a pair in the batch mean. example: 1, as in the DPO paper; completion: the number of "
-        "tokens in its two answers; token: the number of tokens in both its sequences, including the prompt; gap: the "
-        "difference between the scores of its answers, which the data must have.",
+        "trained tokens in its two answers; token: the number of tokens in both its sequences, including the prompt; "
+        "gap: the difference between the scores of its answers, which the data must have.",
     )
 
     @model_validator(mode="wrap")

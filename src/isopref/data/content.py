@@ -10,25 +10,26 @@ from typing import Any
 import numpy as np
 
 from isopref.examples import Example, is_plain_pair
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 ID_BYTES = 16
 PROMPT_ID_BYTES = 8
 
 
 def example_id(example: Example) -> bytes:
-    """16 bytes over the tokens of prompt and answers and what is compared. Nothing else goes in."""
-    if is_plain_pair(example):
+    """16 bytes over the tokens of prompt and answers, their weights, and what is compared. Nothing else goes in."""
+    weights = [_as_ints(one) for one in example.weights]
+    if is_plain_pair(example) and not weights:
         return _id(example.prompt, *example.answers)
     known: list[Any] = [example.comparisons, example.scores]
     if example.score_gaps != example._replace(gaps=()).score_gaps:  # else the scores say it
         known.append(example.gaps)
-    return _id(example.prompt, *example.answers, np.frombuffer(json.dumps(known).encode(), np.uint8))
+    return _id(example.prompt, *example.answers, np.frombuffer(json.dumps(known).encode(), np.uint8), *weights)
 
 
-def answer_id(prompt: IntArray, answer: IntArray) -> bytes:
-    """16 bytes over the tokens of an answer and of what it answers."""
-    return _id(prompt, answer)
+def answer_id(prompt: IntArray, answer: IntArray, weights: FloatArray | None = None) -> bytes:
+    """16 bytes over the tokens of an answer, their weights (None: all are one), and the tokens of what it answers."""
+    return _id(prompt, answer) if weights is None else _id(prompt, answer, _as_ints(weights))
 
 
 def prompt_id(prompt: IntArray) -> bytes:
@@ -49,6 +50,11 @@ def _id(*parts: IntArray) -> bytes:
         digest.update(part.size.to_bytes(8, "little"))
         digest.update(_bytes(part))
     return digest.digest()
+
+
+def _as_ints(weights: FloatArray) -> IntArray:
+    """The bits of weights, in pairs of integers."""
+    return np.ascontiguousarray(weights, dtype="<f8").view("<i4")
 
 
 def _bytes(tokens: IntArray) -> bytes:

@@ -25,7 +25,7 @@ import numpy as np
 from isopref.data.shapes import BadPairError
 from isopref.data.table import ExampleTable, TableRow, TableStats, TableWriter, record_batch
 from isopref.examples import Example
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 VERSION = 1  # raise it when the same table would give another one
 
@@ -77,7 +77,9 @@ def merged(examples: Sequence[Example]) -> Example:
     if any(one.comparisons for one in examples):
         return _merged_pairs(examples)
     answers = tuple(answer for one in examples for answer in one.answers)
-    return Example(examples[0].prompt, answers, (), tuple(score for one in examples for score in one.scores))
+    scores = tuple(score for one in examples for score in one.scores)
+    weights = [weights for one in examples for weights in one.token_weights]
+    return Example(examples[0].prompt, answers, (), scores, weights=_unless_ones(weights))
 
 
 def _merged_pairs(pairs: Sequence[Example]) -> Example:
@@ -85,19 +87,26 @@ def _merged_pairs(pairs: Sequence[Example]) -> Example:
 
     Each comparison keeps the gap between scores that its record has, NaN if it has none.
     """
-    answers: dict[bytes, IntArray] = {}
+    answers: dict[bytes, tuple[IntArray, FloatArray]] = {}
     compared: list[tuple[bytes, bytes]] = []
     for pair in pairs:
-        chosen, rejected = (answer.tobytes() for answer in pair.answers)
+        both = list(zip(pair.answers, pair.token_weights, strict=True))
+        chosen, rejected = (answer.tobytes() + weights.tobytes() for answer, weights in both)
         compared.append((chosen, rejected))
-        for key, answer in zip((chosen, rejected), pair.answers, strict=True):
+        for key, answer in zip((chosen, rejected), both, strict=True):
             answers.setdefault(key, answer)
     numbers = {key: number for number, key in enumerate(answers)}
     comparisons = tuple((numbers[chosen], numbers[rejected]) for chosen, rejected in compared)
     better, worse = ({pair[side] for pair in comparisons} for side in (0, 1))
     scores = () if better & worse else tuple(float(number in better) for number in range(len(answers)))
     gaps = tuple(gap for pair in pairs for gap in pair.score_gaps or (math.nan,))
-    return Example(pairs[0].prompt, tuple(answers.values()), comparisons, scores, gaps)
+    tokens, weights = zip(*answers.values(), strict=True)
+    return Example(pairs[0].prompt, tokens, comparisons, scores, gaps, _unless_ones(weights))
+
+
+def _unless_ones(weights: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
+    """The weights of the tokens of some answers, as an example has them."""
+    return () if all((one == 1).all() for one in weights) else tuple(weights)
 
 
 def _with_one_weight(table: ExampleTable, group: IntArray, drop_bad: bool) -> IntArray:

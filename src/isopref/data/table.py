@@ -3,9 +3,9 @@
 Owns what is in the file and views on it. Does not know where examples come from: see pairs.build_table.
 
 N: examples of a table, A: their answers. Each chunk of records is two Arrow record batches, each a section with its own
-digest (see sections): the small columns, which are read and checked when the table is opened, and tokens and places,
-which are checked when an example of the chunk is first used. So a table of any size is written, read and checked piece
-by piece.
+digest (see sections): the small columns, which are read and checked when the table is opened, and tokens with their
+weights and places, which are checked when an example of the chunk is first used. So a table of any size is written,
+read and checked piece by piece.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from isopref.data.content import ID_BYTES, answer_id, example_id, prompt_id
 from isopref.data.sections import DamageError, Sections, SectionWriter
+from isopref.data.token_weights import Runs, from_runs, to_runs
 from isopref.errors import DataError, StartAgainError
 from isopref.examples import PAIR, Example, Lengths, PairTokens, tree_tokens
 from isopref.types import FloatArray, IntArray, Kind
@@ -35,6 +36,9 @@ SCHEMA = pa.schema(
     {
         "tokens": pa.list_(pa.int32()),  # the prompt and the answers, one after the other
         "lengths": pa.list_(pa.int32()),  # of those
+        "trained": pa.list_(pa.int32()),  # trained tokens of the answers; none where all are
+        "run_lengths": pa.list_(pa.int32()),  # of runs of answers' tokens with equal weights; none where all are one
+        "run_weights": pa.list_(pa.float64()),
         "tree": pa.int32(),  # see Lengths
         "compared": pa.list_(pa.int32()),  # better, worse, better, worse, ...: numbers of answers
         "scores": pa.list_(pa.float64()),  # of the answers, or none
@@ -48,7 +52,7 @@ SCHEMA = pa.schema(
         "place": pa.string(),  # inside the source (":12"); the source's name is not content
     }
 )
-TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "place")])
+TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "run_lengths", "run_weights", "place")])
 COLUMNS = pa.schema([field for field in SCHEMA if field.name not in TEXTS.names])
 
 
@@ -130,15 +134,23 @@ class TableRow(NamedTuple):
 
 def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
     """The examples of one chunk of one source."""
-    examples = [row.tokens for row in rows]
+    runs = [to_runs(row.tokens) for row in rows]
+    examples = [
+        row.tokens if len(one.lengths) else row.tokens._replace(weights=()) for row, one in zip(rows, runs, strict=True)
+    ]
     parts = [np.concatenate([one.prompt, *one.answers]) for one in examples]
     lengths = [np.array([len(one.prompt), *map(len, one.answers)]) for one in examples]
     compared = [np.array(one.comparisons, np.int32).ravel() for one in examples]
-    answer_ids = [[answer_id(one.prompt, answer) for answer in one.answers] for one in examples]
+    answer_ids = [
+        [answer_id(one.prompt, answer, one.weights_of(k)) for k, answer in enumerate(one.answers)] for one in examples
+    ]
     return pa.record_batch(
         [
             _lists(parts),
             _lists(lengths),
+            _lists([np.array(one.trained if one.weights else (), np.int32) for one in examples]),
+            _lists([one.lengths for one in runs]),
+            pa.array([one.weights for one in runs], SCHEMA.field("run_weights").type),
             pa.array([tree_tokens(one) for one in examples], pa.int32()),
             _lists(compared),
             pa.array([one.scores for one in examples], SCHEMA.field("scores").type),
@@ -178,10 +190,12 @@ class TableWriter:
 
 
 class _Texts(NamedTuple):
-    """Tokens and places of one chunk, where they lie in the file."""
+    """Tokens, their weights and places of one chunk, where they lie in the file."""
 
     offsets: IntArray
     tokens: IntArray
+    run_offsets: IntArray
+    runs: Runs
     places: pa.StringArray
 
 
@@ -217,9 +231,15 @@ class _Store:
         parts = cls._gather(batches, "lengths", np.int32)
         is_prompt = np.zeros(len(parts), np.bool_)
         is_prompt[np.cumsum(num_parts) - num_parts] = True
+        answer = parts[~is_prompt]
+        trained = answer.copy()
+        trained[np.repeat(cls._counts(batches, "trained") > 0, num_parts - 1)] = cls._gather(
+            batches, "trained", np.int32
+        )
         return Lengths(
             prompt=parts[is_prompt],
-            answer=parts[~is_prompt],
+            answer=answer,
+            trained=trained,
             tree=cls._gather(batches, "tree", np.int32),
             num_answers=num_parts - 1,
             num_comparisons=cls._counts(batches, "compared") // 2,
@@ -266,12 +286,14 @@ class _Store:
         prompt, *answer_tokens = np.split(texts.tokens[start:end], borders)
         compared = self.lengths.compared[self.lengths.comparisons_of(this)].tolist()
         scores, gaps = self.scores[self.lengths.answers_of(this)], self.gaps[self.lengths.comparisons_of(this)]
+        of_runs = slice(*texts.run_offsets[row : row + 2])
         return Example(
             prompt,
             tuple(answer_tokens),
             tuple((better, worse) for better, worse in compared),
             () if np.isnan(scores).any() else tuple(scores.tolist()),
             () if np.isnan(gaps).any() else tuple(gaps.tolist()),
+            from_runs(Runs(texts.runs.lengths[of_runs], texts.runs.weights[of_runs]), answers),
         )
 
     def place(self, index: int) -> str:
@@ -294,8 +316,11 @@ class _Store:
             except DamageError as error:
                 self._give_up(error)
             found = pa.ipc.read_record_batch(section, TEXTS)
-            tokens = found["tokens"]
-            texts = _Texts(tokens.offsets.to_numpy(), tokens.values.to_numpy(), found["place"])
+            tokens, lengths, weights = (found[name] for name in ("tokens", "run_lengths", "run_weights"))
+            runs = Runs(lengths.values.to_numpy(), weights.values.to_numpy())
+            texts = _Texts(
+                tokens.offsets.to_numpy(), tokens.values.to_numpy(), lengths.offsets.to_numpy(), runs, found["place"]
+            )
             self._texts[batch] = texts
         return texts
 

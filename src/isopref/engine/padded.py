@@ -1,7 +1,8 @@
 """Padded preference batches in the form OLMo-core scripts use: collated, cut into microbatches, turned into a Step.
 
 A batch is a dict of `{chosen,rejected}_{input_ids,attention_mask,labels}` (P, T; right-padded; labels are IGNORE_INDEX
-outside the completion), `index` (P), `token_count` (P) and, if pairs have weights of their own, `weight` (P).
+outside the completion, and at tokens inside that are context: tool results, later user turns), `index` (P),
+`token_count` (P) and, if pairs have weights of their own, `weight` (P).
 P: pairs, T: tokens.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isopref.batch.packing import padded_tokens
@@ -21,7 +23,7 @@ from isopref.batch.rows import build_microbatch
 from isopref.batch.step import Step, Work
 from isopref.batch.terms import TERMS, Terms
 from isopref.errors import ConfigError, DataError
-from isopref.examples import Lengths, PairTokens
+from isopref.examples import PAIR, PAIR_SCORES, Example, Lengths
 from isopref.normalize import Weighting, Weights, coefficients, token_coefficients, token_weight
 from isopref.ranks import num_ranks
 from isopref.types import FloatArray, IntArray, Kind
@@ -194,7 +196,7 @@ def padded_to_step(
     cut = split_batch_dpo(batch, max(1, rank_microbatch_size // (2 * width)))
     pieces = [piece for piece in cut if len(piece["index"])]  # a rank may have no pairs
     pairs = [_pairs(piece) for piece in pieces]
-    lengths = [Lengths.of([pair.example for pair in some]) for some in pairs]
+    lengths = [Lengths.of(some) for some in pairs]
     owns = [_own(piece) for piece in pieces]
     weights = [terms.weights(one, weighting, own) for one, own in zip(lengths, owns, strict=True)]
     chosen = sum(token_weight(own, one.compared_tokens[0]) for one, own in zip(lengths, owns, strict=True))
@@ -231,7 +233,7 @@ class _Totals(NamedTuple):
 
 def _work(
     piece: Mapping[str, Tensor],
-    pairs: Sequence[PairTokens],
+    pairs: Sequence[Example],
     place: Tensor,
     own: FloatArray,
     terms: Terms,
@@ -240,11 +242,11 @@ def _work(
 ) -> Work:
     """One microbatch of a padded batch. Its answers are those of all pairs that are chosen, then the rejected ones."""
     index, every = piece["index"], np.arange(len(pairs))
-    lengths = Lengths.of([pair.example for pair in pairs])
+    lengths = Lengths.of(pairs)
     some = terms.of(lengths, every)
     chosen = token_coefficients(own, lengths.compared_tokens[0], total=totals.chosen_tokens)
     return Work(
-        build_microbatch([pair.example for pair in pairs], "padded"),
+        build_microbatch(pairs, "padded"),
         index=index,
         answers=torch.cat([2 * index, 2 * index + 1]),
         comparisons=index,
@@ -310,32 +312,38 @@ def _filler() -> Work:
     )
 
 
-def _pairs(piece: Mapping[str, Tensor]) -> list[PairTokens]:
+def _pairs(piece: Mapping[str, Tensor]) -> list[Example]:
     sides = [_sequences(piece, side) for side in SIDES]
     out = []
-    for index, (prompt, chosen), (other, rejected) in zip(piece["index"].tolist(), *sides, strict=True):
+    for index, (prompt, *chosen), (other, *rejected) in zip(piece["index"].tolist(), *sides, strict=True):
         if len(prompt) != len(other) or not np.array_equal(prompt, other):
             raise DataError(
                 f"pair {index}: its two sides have different prompts ({len(prompt)} and {len(other)} tokens before "
                 "their labels begin). Both must start with the same tokens."
             )
-        out.append(PairTokens(prompt, chosen, rejected))
+        answers, trained = zip(chosen, rejected, strict=True)
+        weights = () if all(one.all() for one in trained) else tuple(one.astype(np.float64) for one in trained)
+        out.append(Example(prompt, answers, PAIR, PAIR_SCORES, weights))
     return out
 
 
-def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, IntArray]]:
+def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, IntArray, NDArray[np.bool_]]]:
+    """Prompt, answer, and which tokens of the answer are trained: those with a label."""
     ids, mask, labels = (piece[f"{side}_{name}"].cpu().numpy() for name in ("input_ids", "attention_mask", "labels"))
     out = []
     for row_ids, row_mask, row_labels in zip(ids, mask, labels, strict=True):
         length = int(row_mask.sum())
-        start = int((row_labels != IGNORE_INDEX).argmax())
-        whole = row_mask[:length].all() and (row_labels[start:length] == row_ids[start:length]).all()
+        has_label = row_labels != IGNORE_INDEX
+        start = int(has_label.argmax())
+        trained = has_label[start:length]
+        whole = row_mask[:length].all() and (row_labels == row_ids)[start:length][trained].all() and trained[-1:].any()
         if not whole or start == 0 or (row_labels[length:] != IGNORE_INDEX).any():
             raise DataError(
                 f"'{side}' must be right-padded, with labels of {IGNORE_INDEX} up to the completion and equal to the "
-                f"input ids from there to the end; a row has length {length} and labels from position {start}."
+                f"input ids from there to its last token, except at context in between, where they are {IGNORE_INDEX}; "
+                f"a row has length {length} and labels from position {start}."
             )
-        out.append((row_ids[:start], row_ids[start:length]))
+        out.append((row_ids[:start], row_ids[start:length], trained))
     return out
 
 

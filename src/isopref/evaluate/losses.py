@@ -58,7 +58,7 @@ def losses_of_lists(
     found = np.zeros(len(lengths))
     for start in range(0, len(lengths), LISTS_AT_ONCE):
         some = lengths.answers_of(np.arange(start, min(start + LISTS_AT_ONCE, len(lengths))))
-        of = torch.from_numpy(lengths.answer[some]), torch.from_numpy(lengths.of_answer[some] - start)
+        of = torch.from_numpy(lengths.trained[some]), torch.from_numpy(lengths.of_answer[some] - start)
         both = (
             ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
         )

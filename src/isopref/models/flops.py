@@ -49,7 +49,7 @@ class UsefulFlops:
         of_prompts = prompt * (prompt + 1) / 2
         of_answers = answer * (answer + 1) / 2 + answer * prompt[lengths.of_answer]
         seen = of_prompts.sum() + of_answers.sum()
-        tokens, predicted = lengths.tree.sum(), lengths.answer.sum()
+        tokens, predicted = lengths.tree.sum(), lengths.trained.sum()
         forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * seen
         return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
 

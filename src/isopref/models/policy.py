@@ -3,7 +3,7 @@
 FSDP gathers the parameters outside the decoder layers (embedding, final norm, head) only around the forward of the
 module it wraps, so that forward must be ours and include the head.
 
-Dimensions: A answers, M comparisons, B sequences, T tokens, C tokens of answers, D hidden width.
+Dimensions: A answers, M comparisons, B sequences, T tokens, C trained tokens of answers, D hidden width.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class Policy(nn.Module):
         for one in microbatch.passes:
             hidden_BTD, router_logits = self._hidden(one, needs.routing)
             logp_C, confidence_C = self._tokens(full(hidden_BTD).flatten(0, 1), one, needs.confidence)
+            if one.weight is not None:
+                logp_C = logp_C * one.weight.to(logp_C.dtype)
             logp_A = _plus(logp_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, logp_C))
             if confidence_C is not None:
                 confidence_A = _plus(confidence_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, confidence_C))
@@ -124,7 +126,7 @@ class Policy(nn.Module):
         return Readout(logp_A, head_2M, confidence_A, routes)
 
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
-        """Of each token of an answer the log-probability and, if wanted, how far it is above the mean of a sample."""
+        """Of each trained token the log-probability and, if wanted, how far it is above the mean of a sample."""
         head = self.model.get_output_embeddings()
         weight, bias = full(head.weight), getattr(head, "bias", None)
         scale, softcap, vocabulary = self.logits
@@ -202,7 +204,7 @@ def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _head_logps(logp_C: Tensor, one: Pass, microbatch: Microbatch) -> Tensor:
-    """Summed log-probabilities of the first tokens of better and worse, as many as the shorter one has: 2, M."""
+    """Summed log-probabilities of the first trained tokens of better and worse, as many as the shorter has: 2, M."""
     length_2M = microbatch.num_tokens[microbatch.compared].view(2, -1)
     shorter_M = length_2M.amin(dim=0)
     of_side = one.answer[None] == microbatch.compared[:, None]  # 2 M, C

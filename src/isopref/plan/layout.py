@@ -68,7 +68,7 @@ class Loads:
 
     tokens: FloatArray  # slots, padding included
     keys: FloatArray  # slots of keys, a shared prompt's once for each answer
-    predicted: FloatArray  # tokens of answers
+    predicted: FloatArray  # trained tokens of answers
     scores: FloatArray  # of queries with keys, computed in whole tiles
 
     @property
@@ -102,7 +102,7 @@ def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -
         slots = np.array([padded_tokens(lengths, group, kind) / max(1, len(group)) for group in groups])[of_group]
         count = examples.num_answers
         sizes = np.stack([slots, slots, count * tile_scores(slots / count, slots / count)])
-    sizes = np.vstack([sizes, _sums(examples, examples.answer)])
+    sizes = np.vstack([sizes, _sums(examples, examples.trained)])
     tokens, keys, scores, predicted = (
         np.bincount(of_group, size, minlength=len(groups)).astype(np.float64).reshape(len(plan), -1) for size in sizes
     )

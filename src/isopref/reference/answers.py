@@ -1,6 +1,7 @@
 """What a reference scores of a table: its answers and, for LD-DPO, beginnings of them; each once, by its prompt.
 
-A beginning of an answer has the log-probability of an answer that ends there, so that it is one like the others.
+A beginning of an answer has the log-probability of an answer that ends there, so that it is one like the others. It has
+the first trained tokens of the answer, as many as the comparison's other answer has.
 
 N: examples of a table, A: its answers, M: its comparisons, I: items, which are the A answers and 2 M heads.
 """
@@ -19,7 +20,7 @@ from isopref.data.content import ID_BYTES, answer_id
 from isopref.data.table import ExampleTable
 from isopref.examples import Example, Lengths
 from isopref.reference.store import as_keys
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 MOST_TOGETHER = 16  # answers that are scored as one example
 
@@ -47,12 +48,18 @@ class Items:
 
     @cached_property
     def num_tokens(self) -> IntArray:
-        """Tokens of each item: I."""
+        """Tokens of each item, context included: I."""
         lengths = self.table.lengths
         if not self.heads:
             return lengths.answer
-        shorter_M = lengths.compared_tokens.min(axis=0)
-        return np.concatenate([lengths.answer, shorter_M, shorter_M])
+        trained_M = lengths.compared_tokens.min(axis=0)
+        counts = np.concatenate([lengths.answer, trained_M, trained_M])
+        has_context = lengths.trained < lengths.answer
+        for item in (len(lengths.answer) + np.flatnonzero(has_context[lengths.sides.ravel()])).tolist():
+            _, _, weights = self._whole(item)
+            assert weights is not None, "it has context"
+            counts[item] = np.flatnonzero(weights)[counts[item] - 1] + 1
+        return counts
 
     @cached_property
     def ids(self) -> NDArray[np.uint8]:
@@ -63,8 +70,7 @@ class Items:
         found = whole[self.answer].copy()
         cut = np.flatnonzero(self.num_tokens < self.table.lengths.answer[self.answer])
         for item in cut.tolist():
-            prompt, tokens = self.tokens(item)
-            found[item] = np.frombuffer(answer_id(prompt, tokens), np.uint8, ID_BYTES)
+            found[item] = np.frombuffer(answer_id(*self.tokens(item)), np.uint8, ID_BYTES)
         return found
 
     @cached_property
@@ -76,12 +82,20 @@ class Items:
         """How many examples some items are of."""
         return len(np.unique(self.example[some]))
 
-    def tokens(self, item: int) -> tuple[IntArray, IntArray]:
-        """Prompt and answer."""
-        example = int(self.example[item])
-        prompt, answers = self.table.example(example)[:2]
-        number = int(self.answer[item] - self.table.lengths.first_answer[example])
-        return prompt, answers[number][: int(self.num_tokens[item])]
+    def tokens(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
+        """Prompt, answer and the weights of its tokens; None where all are one."""
+        prompt, answer, weights = self._whole(item)
+        end = int(self.num_tokens[item])
+        if weights is not None:
+            weights = None if (weights[:end] == 1).all() else weights[:end]
+        return prompt, answer[:end], weights
+
+    def _whole(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
+        """The same with the whole of its answer."""
+        number = int(self.example[item])
+        example = self.table.example(number)
+        k = int(self.answer[item] - self.table.lengths.first_answer[number])
+        return example.prompt, example.answers[k], example.weights_of(k)
 
     def origin(self, item: int) -> str:
         return self.table.origin(int(self.example[item]))
@@ -107,7 +121,9 @@ class Unscored:
 
     def example(self, index: int) -> Example:
         tokens = [self.items.tokens(item) for item in self._groups[index]]
-        return Example(tokens[0][0], tuple(answer for _, answer in tokens))
+        weights = tuple(np.ones(len(answer)) if own is None else own for _, answer, own in tokens)
+        plain = all(own is None for *_, own in tokens)
+        return Example(tokens[0][0], tuple(answer for _, answer, _ in tokens), weights=() if plain else weights)
 
     def origin(self, index: int) -> str:
         return self.items.origin(self._groups[index][0])
@@ -149,6 +165,7 @@ def _lengths(items: Items, groups: Sequence[Sequence[int]]) -> Lengths:
     return Lengths(
         prompt=prompt,
         answer=answer,
+        trained=answer,  # nothing is divided by it
         tree=prompt + np.bincount(of_group, answer, minlength=len(groups)).astype(np.int64),
         num_answers=count,
         num_comparisons=np.zeros(len(groups), np.int64),

@@ -42,11 +42,19 @@ from isopref.testing.equations import (
     lists_loss,
     reward,
 )
-from isopref.testing.models import random_pairs, tiny_model, tiny_reward_model, tree_examples, with_adapter
+from isopref.testing.models import (
+    random_pairs,
+    tiny_model,
+    tiny_reward_model,
+    tree_examples,
+    with_adapter,
+    with_context,
+)
 from isopref.types import PairLogps
 
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
+Context = Literal["none", "turns", "weights"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Cell:
     num_pairs: int = 8
     trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
     at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
+    context: Context = "none"  # turns of answers that are not trained; or turns with any weights
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -131,9 +140,13 @@ def tree_batch() -> tuple[list[Example], list[float]]:
 def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     """The batch of a cell."""
     if cell.trees:
-        return tree_batch()
-    pairs, own = batch(cell.num_pairs)
-    return _with_gaps([pair.example for pair in pairs]), own
+        examples, own = tree_batch()
+    else:
+        pairs, own = batch(cell.num_pairs)
+        examples = _with_gaps([pair.example for pair in pairs])
+    if cell.context != "none":
+        examples = with_context(examples, seed=6, fractions=cell.context == "weights")
+    return examples, own
 
 
 def _with_gaps(examples: list[Example]) -> list[Example]:
@@ -145,7 +158,8 @@ def _with_gaps(examples: list[Example]) -> list[Example]:
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees, cell.at_start),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
+        *(cell.at_start, cell.context),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -159,6 +173,7 @@ def _expected(
     num_pairs: int,
     trees: bool,
     at_start: bool,
+    context: Context,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -167,10 +182,10 @@ def _expected(
     adapter: Kind | None,
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
     is_reward = objective in REWARD_CASES
     model, whole, policy, ref, reference = _scored(
-        *(architecture, dtype, num_pairs, trees, at_start, ld_alpha, adapter, quantize, is_reward)
+        *(architecture, dtype, num_pairs, trees, at_start, context, ld_alpha, adapter, quantize, is_reward)
     )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
@@ -211,8 +226,8 @@ def _ranked(
     ref = iter(torch.from_numpy(reference.answers))
     return [
         [
-            (Answer(of(model, one.prompt, answer).double(), next(ref), len(answer)), score)
-            for answer, score in zip(one.answers, one.scores, strict=True)
+            (Answer(of(model, one.prompt, answer, weights).double(), next(ref), oracle.num_trained(weights)), score)
+            for answer, weights, score in zip(one.answers, oracle.token_weights(one), one.scores, strict=True)
         ]
         for one in examples
     ]
@@ -225,6 +240,7 @@ def _scored(
     num_pairs: int,
     trees: bool,
     at_start: bool,
+    context: Context,
     ld_alpha: float,
     adapter: Kind | None,
     quantize: bool,
@@ -234,7 +250,7 @@ def _scored(
 
     And what a table of the reference has: answers, and their heads.
     """
-    examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
     pairs = oracle.comparisons(examples)
     gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     if is_reward:
@@ -248,7 +264,11 @@ def _scored(
     _adapt(model, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
-        answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
+        answers = [
+            oracle.sequence_logp(other, one.prompt, answer, weights)
+            for one in examples
+            for answer, weights in zip(one.answers, oracle.token_weights(one), strict=True)
+        ]
         heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
     whole = replace(oracle.pair_logps(model, pairs), gap=gap)
@@ -315,19 +335,23 @@ def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
     share = [pair for group in plan(cell, lengths)[rank] for pair in group]
     longest = int(tokens_alone(lengths, "padded").max())
     module.rank_microbatch_size = {"pair": longest, "tokens": 180, "whole": 4096}[cell.cut]
-    return padded_batch(share, cell.num_pairs, own_weights=cell.own_weights)
+    return padded_batch(share, cell.num_pairs, own_weights=cell.own_weights, context=cell.context)
 
 
-def padded_batch(share: list[int], num_pairs: int, *, own_weights: bool = False) -> dict[str, Tensor]:
+def padded_batch(
+    share: list[int], num_pairs: int, *, own_weights: bool = False, context: Context = "none"
+) -> dict[str, Tensor]:
     """Some pairs of the batch, collated."""
-    pairs, own = batch(num_pairs)
+    examples, own = examples_of(Cell(num_pairs=num_pairs, context=context))
     instances = []
     for index in share:
-        pair = pairs[index]
+        example = examples[index]
         one: dict[str, Any] = {"index": index}
-        for side, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            one[f"{side}_input_ids"] = [*pair.prompt, *completion]
-            one[f"{side}_labels"] = [*([-100] * len(pair.prompt)), *completion]
+        sides = zip(("chosen", "rejected"), example.answers, oracle.token_weights(example), strict=True)
+        for side, completion, weights in sides:
+            labels = [token if weight else -100 for token, weight in zip(completion, weights, strict=True)]
+            one[f"{side}_input_ids"] = [*example.prompt, *completion]
+            one[f"{side}_labels"] = [*([-100] * len(example.prompt)), *labels]
         if own_weights:
             one["weight"] = own[index]
         instances.append(one)

@@ -47,6 +47,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_full(base)))
         found.update(dict.fromkeys(_one_by_one(base)))
         found.update(dict.fromkeys(_trees(base)))
+        found.update(dict.fromkeys(_context(base)))
         found.update(dict.fromkeys(_collated(base)))
         found.update(dict.fromkeys(_architectures(base)))
         found.update(dict.fromkeys(_native(base)))
@@ -111,6 +112,30 @@ def _trees(base: Cell) -> Iterator[Cell]:
     yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
     for dtype in ("float64", "float32"):
         yield replace(trees, architecture="llama", dtype=dtype, objective="lipo", at_start=True)
+
+
+def _context(base: Cell) -> Iterator[Cell]:
+    """Answers with turns that are not trained: every kind of row, cut and weighting, and whatever counts tokens."""
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    for n, rows in enumerate(KINDS):
+        kind = replace(base, rows=rows, context="weights")
+        for turn, cut in enumerate(cuts):
+            for weighting in weightings if base.ranks == 1 else [weightings[(n + turn) % len(weightings)]]:
+                yield replace(kind, cut=cut, weighting=weighting)
+        yield replace(kind, context="turns", objective="simpo", cut="pair")
+        yield replace(kind, nll_weight=0.7, ld_alpha=0.4, wpo=True, own_weights=True)
+        yield replace(kind, trees=True, cut=cuts[n % len(cuts)])
+        yield replace(kind, trees=True, objective=list(LIST_CASES)[n % len(LIST_CASES)], weighting="completion")
+        if base.ranks > 1:
+            yield replace(kind, split="uneven", nll_weight=0.7)
+            yield replace(kind, split="idle", context="turns")
+    yield replace(base, context="weights", architecture="mistral", checkpointing=True, trees=True)
+    yield replace(base, context="turns", architecture=MOE, dtype="float32", balance_weight=20.0)
+    yield replace(base, context="weights", architecture="llama", dtype="float32", native=True)
+    for cut in cuts:
+        yield replace(base, rows="padded", collated=True, context="turns", cut=cut, nll_weight=0.7)
+    yield replace(base, rows="padded", collated=True, context="turns", weighting="completion", own_weights=True)
 
 
 def _collated(base: Cell) -> Iterator[Cell]:
@@ -292,12 +317,12 @@ rows with and without a shared prompt, padded batches in one forward and in two;
 at all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on
 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
-recomputed; pairs in order and in reverse; weighted by token, completion, example and the gap between scores, with and
-without weights of their own; every objective in some of these layouts, also those that couple a batch; reward models in
-all kinds of rows; the likelihood of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all
-weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's
-own modules too, and with two ranks that compute every layer together; padded batches from a script's collator. The
-oracle computes one
+recomputed; pairs in order and in reverse; answers with turns of context that are not trained, and with turns of any
+weight; weighted by token, completion, example and the gap between scores, with and without weights of their own; every
+objective in some of these layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood
+of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter
+(LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's own modules too, and with two
+ranks that compute every layer together; padded batches from a script's collator. The oracle computes one
 sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
 sums by the definition.
 

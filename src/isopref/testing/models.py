@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isopref.examples import FEWEST_SHARED, Example, PairTokens
 from isopref.models.adapter import Kind, NewAdapter, add_adapter
 from isopref.models.hf import disable_dropout
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 VOCABULARY = 97
 
@@ -202,6 +202,25 @@ def tree_examples(*, seed: int = 0) -> list[Example]:
         nested(prompt),
         in_a_chain(2, tokens(20)),
     ]
+
+
+def with_context(some: Iterable[Example], *, seed: int = 0, fractions: bool = False) -> list[Example]:
+    """The examples with turns of context in their answers, which end with a turn that is trained.
+
+    With `fractions`, turns have other weights than 0 and 1, and the first one may be context. Each answer has weights
+    of its own, also where it shares its beginning with another.
+    """
+    rng = np.random.default_rng(seed)
+
+    def weights(count: int) -> FloatArray:
+        borders = np.sort(rng.choice(np.arange(1, count), size=min(count - 1, int(rng.integers(0, 5))), replace=False))
+        turns = np.diff([0, *borders, count])
+        trained = (np.arange(len(turns)) + rng.integers(2)) % 2 == 0 if fractions else np.arange(len(turns)) % 2 == 0
+        trained[-1] = True
+        sizes = rng.uniform(0.1, 2.0, len(turns)) if fractions else np.ones(len(turns))
+        return np.repeat(trained * sizes, turns)
+
+    return [one._replace(weights=tuple(weights(len(answer)) for answer in one.answers)) for one in some]
 
 
 CHATML = (

@@ -5,14 +5,24 @@ compared with this.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from isopref.examples import Example, PairTokens
-from isopref.types import IntArray, PairLogps
+from isopref.types import FloatArray, IntArray, PairLogps
+
+
+class Compared(NamedTuple):
+    """One comparison, with a weight for every token of its answers."""
+
+    prompt: IntArray
+    chosen: IntArray
+    rejected: IntArray
+    chosen_weights: list[float]
+    rejected_weights: list[float]
 
 
 def predictions(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
@@ -30,38 +40,56 @@ def token_logps(model: Any, prompt: IntArray, completion: IntArray) -> list[Tens
     return [logp_CV[i, int(token)] for i, token in enumerate(completion)]
 
 
-def sequence_logp(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
-    """log p(completion | prompt): the sum over its tokens."""
-    return torch.stack(token_logps(model, prompt, completion)).sum()
+def sequence_logp(
+    model: Any, prompt: IntArray, completion: IntArray, weights: Sequence[float] | FloatArray | None = None
+) -> Tensor:
+    """The sum over the tokens of a completion of weight * log p(token | all before it); a weight is 1 without."""
+    tokens = token_logps(model, prompt, completion)
+    weights = [1.0] * len(tokens) if weights is None else weights
+    return torch.stack([float(weight) * one for weight, one in zip(weights, tokens, strict=True)]).sum()
 
 
-def pair_logps(model: Any, pairs: Sequence[PairTokens], ld_alpha: float = 1.0) -> PairLogps:
+def num_trained(weights: Sequence[float] | FloatArray) -> int:
+    """Tokens that are not context."""
+    return sum(1 for weight in weights if weight != 0)
+
+
+def pair_logps(model: Any, pairs: Sequence[PairTokens | Compared], ld_alpha: float = 1.0) -> PairLogps:
     """Log-probabilities of both completions of every pair.
 
-    With `ld_alpha`, as LD-DPO has them (Liu et al. 2024): tokens up to the length of the shorter completion, and that
-    much of the others.
+    With `ld_alpha`, as LD-DPO has them (Liu et al. 2024): the first tokens that are trained, as many as the completion
+    with fewer of them has, and that much of the others.
     """
 
-    def logp(pair: PairTokens, completion: IntArray) -> Tensor:
-        common = min(len(pair.chosen), len(pair.rejected))
-        tokens = token_logps(model, pair.prompt, completion)
-        return torch.stack([one if i < common else ld_alpha * one for i, one in enumerate(tokens)]).sum()
+    def logp(prompt: IntArray, completion: IntArray, weights: list[float], common: int) -> Tensor:
+        discounted = []
+        for i, weight in enumerate(weights):
+            is_common = num_trained(weights[: i + 1]) <= common
+            discounted.append(weight if is_common else ld_alpha * weight)
+        return sequence_logp(model, prompt, completion, discounted)
 
+    chosen, rejected, num_chosen, num_rejected = [], [], [], []
+    for prompt, better, worse, of_better, of_worse in map(_compared, pairs):
+        common = min(num_trained(of_better), num_trained(of_worse))
+        chosen.append(logp(prompt, better, of_better, common))
+        rejected.append(logp(prompt, worse, of_worse, common))
+        num_chosen.append(num_trained(of_better))
+        num_rejected.append(num_trained(of_worse))
     return PairLogps(
-        chosen=torch.stack([logp(pair, pair.chosen) for pair in pairs]),
-        rejected=torch.stack([logp(pair, pair.rejected) for pair in pairs]),
-        num_chosen=torch.tensor([len(pair.chosen) for pair in pairs]),
-        num_rejected=torch.tensor([len(pair.rejected) for pair in pairs]),
+        chosen=torch.stack(chosen),
+        rejected=torch.stack(rejected),
+        num_chosen=torch.tensor(num_chosen),
+        num_rejected=torch.tensor(num_rejected),
     )
 
 
-def sequence_reward(model: Any, prompt: IntArray, answer: IntArray) -> Tensor:
-    """What a model for sequence classification gives a prompt with one answer."""
+def sequence_reward(model: Any, prompt: IntArray, answer: IntArray, _weights: Sequence[float] = ()) -> Tensor:
+    """What a model for sequence classification gives a prompt with one answer, whatever the weights of its tokens."""
     reward: Tensor = model(input_ids=torch.tensor([[*map(int, prompt), *map(int, answer)]])).logits[0, 0]
     return reward.to(torch.promote_types(reward.dtype, torch.float32))
 
 
-def pair_rewards(model: Any, pairs: Sequence[PairTokens]) -> PairLogps:
+def pair_rewards(model: Any, pairs: Sequence[PairTokens | Compared]) -> PairLogps:
     """The rewards of both answers of every pair, where others have log-probabilities."""
     return PairLogps(
         chosen=torch.stack([sequence_reward(model, pair.prompt, pair.chosen) for pair in pairs]),
@@ -71,25 +99,50 @@ def pair_rewards(model: Any, pairs: Sequence[PairTokens]) -> PairLogps:
     )
 
 
-def comparisons(examples: Sequence[Example]) -> list[PairTokens]:
+def _compared(pair: PairTokens | Compared) -> Compared:
+    return pair if isinstance(pair, Compared) else Compared(*pair, [1.0] * len(pair.chosen), [1.0] * len(pair.rejected))
+
+
+def comparisons(examples: Sequence[Example]) -> list[Compared]:
     """Every comparison as a pair of its own."""
     return [
-        PairTokens(example.prompt, example.answers[better], example.answers[worse])
+        Compared(
+            example.prompt,
+            example.answers[better],
+            example.answers[worse],
+            token_weights(example)[better],
+            token_weights(example)[worse],
+        )
         for example in examples
         for better, worse in example.comparisons
     ]
 
 
-@torch.no_grad()
-def wpo_weights(model: Any, pairs: Sequence[PairTokens]) -> list[float]:
-    """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over tokens of p(token) / sum of all p^2."""
+def token_weights(example: Example) -> list[list[float]]:
+    """The weight of every token of every answer."""
+    if not example.weights:
+        return [[1.0] * len(answer) for answer in example.answers]
+    return [list(map(float, weights)) for weights in example.weights]
 
-    def weight(prompt: IntArray, completion: IntArray) -> float:
+
+@torch.no_grad()
+def wpo_weights(model: Any, pairs: Sequence[PairTokens | Compared]) -> list[float]:
+    """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over tokens of p(token) / sum of all p^2.
+
+    The tokens are those that are trained.
+    """
+
+    def weight(prompt: IntArray, completion: IntArray, weights: list[float]) -> float:
         p_CV = predictions(model, prompt, completion).double().exp()
-        aligned = [float(p_CV[i, int(token)] / (p_CV[i] ** 2).sum()) for i, token in enumerate(completion)]
+        aligned = [
+            float(p_CV[i, int(token)] / (p_CV[i] ** 2).sum()) for i, token in enumerate(completion) if weights[i] != 0
+        ]
         return float(np.prod(aligned) ** (1 / len(aligned)))
 
-    return [weight(pair.prompt, pair.chosen) * weight(pair.prompt, pair.rejected) for pair in pairs]
+    return [
+        weight(prompt, chosen, of_chosen) * weight(prompt, rejected, of_rejected)
+        for prompt, chosen, rejected, of_chosen, of_rejected in map(_compared, pairs)
+    ]
 
 
 def balance(model: Any, examples: Sequence[Example]) -> Tensor:
@@ -116,18 +169,18 @@ def balance(model: Any, examples: Sequence[Example]) -> Tensor:
 
 
 def weights(
-    pairs: Sequence[PairTokens],
+    pairs: Sequence[PairTokens | Compared],
     weighting: str,
     own: Sequence[float] | None = None,
     gaps: Sequence[float] | None = None,
 ) -> list[float]:
-    """w_p by its definition."""
+    """w_p by its definition: all tokens of both sequences, the trained ones, one, or the gap between the scores."""
     each = []
-    for n, pair in enumerate(pairs):
-        completion = len(pair.chosen) + len(pair.rejected)
+    for n, pair in enumerate(map(_compared, pairs)):
+        sequences = len(pair.chosen) + len(pair.rejected) + 2 * len(pair.prompt)
+        completion = num_trained(pair.chosen_weights) + num_trained(pair.rejected_weights)
         gap = 1.0 if gaps is None else gaps[n]
-        sizes = {"token": completion + 2 * len(pair.prompt), "completion": completion, "example": 1, "gap": gap}
-        size = sizes[weighting]
+        size = {"token": sequences, "completion": completion, "example": 1, "gap": gap}[weighting]
         each.append(size * (1.0 if own is None else own[n]))
     return each
 
@@ -136,9 +189,9 @@ def list_weights(examples: Sequence[Example], weighting: str, own: Sequence[floa
     """w of each list by its definition."""
     each = []
     for example, weight in zip(examples, own, strict=True):
-        completion = sum(len(answer) for answer in example.answers)
-        prompts = len(example.answers) * len(example.prompt)
-        each.append({"token": completion + prompts, "completion": completion, "example": 1}[weighting] * weight)
+        completion = sum(map(num_trained, token_weights(example)))
+        sequences = sum(len(answer) + len(example.prompt) for answer in example.answers)
+        each.append({"token": sequences, "completion": completion, "example": 1}[weighting] * weight)
     return each
 
 
@@ -171,7 +224,7 @@ def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 def whole_batch(
     model: Any,
-    pairs: Sequence[PairTokens],
+    pairs: Sequence[PairTokens | Compared],
     loss: Callable[[PairLogps, PairLogps], Tensor],
     ref: PairLogps,
     weight_P: Sequence[float],

@@ -247,3 +247,27 @@ def test_ranks_run_as_many_passes_as_the_longest_list_needs(kind: RowKind) -> No
     short: list[Example] = [Example(array(1), (array(2),))]
     passes = [len(build_microbatch(some, kind, num_passes=4).passes) for some in (TREE, short, [])]
     assert passes == [4 if kind == "padded_separate" else 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "predict"), [("shared", [1, 3, 5, 6]), ("packed", [1, 3, 7, 8]), ("padded", [1, 3, 7, 8])]
+)
+def test_context_is_read_and_not_predicted(kind: RowKind, predict: list[int]) -> None:
+    # The sequences are 10 11 | 12 13 14, of which 13 is context, and 10 11 | 15 16 17, of which 15 is.
+    weights = (np.array([1, 0, 1.0]), np.array([0, 0.5, 2.0]))
+    answers = (np.array([12, 13, 14]), np.array([15, 16, 17]))
+    microbatch = build_microbatch([Example(np.array([10, 11]), answers, ((0, 1),), weights=weights)], kind)
+    (one,) = microbatch.passes
+    assert one.predict_index.tolist() == predict
+    assert one.target.tolist() == [12, 14, 16, 17]
+    assert one.answer.tolist() == [0, 0, 1, 1]
+    assert one.place.tolist() == [0, 1, 0, 1]
+    assert one.weight is not None
+    assert one.weight.tolist() == [1, 1, 0.5, 2]
+    assert microbatch.num_tokens.tolist() == [2, 2]
+
+
+def test_weights_of_one_are_none_at_all() -> None:
+    plain = examples(PAIRS)[0]
+    ones = plain._replace(weights=tuple(np.ones(len(answer)) for answer in plain.answers))
+    assert build_microbatch([ones], "shared").passes[0].weight is None

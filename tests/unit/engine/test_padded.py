@@ -177,8 +177,8 @@ def test_a_budget_below_one_pair_is_refused(size: int) -> None:
         ("chosen_labels", 0, [5, 6, 8, 9]),  # no prompt
         ("chosen_labels", 0, [IGNORE] * 4),  # no completion
         ("chosen_labels", 0, [IGNORE, IGNORE, 8, 1]),  # not what the input says
-        ("chosen_labels", 0, [IGNORE, 6, IGNORE, 9]),  # a hole
-        ("chosen_labels", 0, [IGNORE, IGNORE, 8, IGNORE]),  # ends early
+        ("chosen_labels", 0, [IGNORE, IGNORE, 8, IGNORE]),  # ends early, as where padding is EOS and masked
+        ("chosen_labels", 0, [IGNORE, IGNORE, IGNORE, 1]),  # not what the input says, after context
         ("chosen_labels", 1, [IGNORE, IGNORE, IGNORE, 0]),  # begins in the padding
         ("rejected_labels", 1, [IGNORE, 1, 2, IGNORE]),  # the other side too
     ],
@@ -188,6 +188,19 @@ def test_bad_masks_and_labels_are_refused(key: str, row: int, values: list[int])
     batch[key][row] = torch.tensor(values)
     with pytest.raises(DataError, match=f"'{key.split('_')[0]}' must be right-padded.*labels"):
         padded_to_step(batch, 100, "token", device=CPU)
+
+
+def test_labels_that_pause_inside_an_answer_are_context() -> None:
+    pair = PairTokens(*(np.array(part) for part in ([5, 6], [8, 9, 3, 4], [4])))
+    batch = collated([pair])
+    batch["chosen_labels"][0, 3:5] = IGNORE  # as the tokens 9 and 3 of a tool
+    step = padded_to_step(batch, 100, "completion", device=CPU)
+    microbatch = step.work[0].microbatch
+    assert microbatch.num_tokens.tolist() == [2, 1]
+    assert microbatch.passes[0].target.tolist() == [8, 4, 4]
+    assert microbatch.passes[0].predict_index.tolist() == [1, 4, 7]
+    assert microbatch.passes[0].place.tolist() == [0, 1, 0]
+    assert step.num_tokens == 6 + 3
 
 
 def test_two_prompts_are_refused() -> None:

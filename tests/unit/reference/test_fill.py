@@ -21,7 +21,7 @@ from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.store import Store, records
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.models import random_pairs
+from isopref.testing.models import random_pairs, with_context
 from support.filling import CPU, NUM_PAIRS, fill_pair_by_pair, open_store, policy, table, write_and_die
 
 BUDGET = Budget("shared", 4096)
@@ -62,6 +62,25 @@ def test_the_values_are_the_oracles(tmp_path: Path) -> None:
     assert count == 2 * NUM_PAIRS
     assert found.chosen == pytest.approx(expected.chosen.numpy(), rel=1e-10)
     assert found.rejected == pytest.approx(expected.rejected.numpy(), rel=1e-10)
+
+
+@pytest.mark.parametrize("fractions", [False, True])
+def test_answers_with_context_and_their_heads_are_the_oracles(tmp_path: Path, fractions: bool) -> None:
+    plain = [pair.example for pair in random_pairs(20, seed=5)]
+    examples = with_context(plain, fractions=fractions)
+    store = open_store(tmp_path)
+    filled(store, ExampleTable.from_tokens(plain))  # the same tokens, all trained: other answers
+    items = Items(ExampleTable.from_tokens(examples), heads=True)
+    known = find(store, items, device=CPU)
+    found = proven(fill(store, items, known, policy(), BUDGET, device=CPU), items)
+    compared = oracle.comparisons(examples)
+    with torch.no_grad(), policy().plain():
+        whole, heads = (oracle.pair_logps(policy().model, compared, alpha) for alpha in (1.0, 0.0))
+    assert found.chosen == pytest.approx(whole.chosen.numpy(), rel=1e-10)
+    assert found.rejected == pytest.approx(whole.rejected.numpy(), rel=1e-10)
+    assert found.heads is not None
+    assert found.heads[0] == pytest.approx(heads.chosen.numpy(), rel=1e-10)
+    assert found.heads[1] == pytest.approx(heads.rejected.numpy(), rel=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["shared", "packed", "padded", "padded_separate"])
