@@ -11,7 +11,7 @@ from isopref.testing.models import random_pairs, tree_examples, with_context
 
 def example(*weights: list[float]) -> Example:
     answers = (np.array([5, 6, 7]), np.array([8, 9]))
-    return Example(np.array([3, 4]), answers, PAIR, PAIR_SCORES, tuple(np.array(one) for one in weights))
+    return Example(np.array([3, 4]), answers, PAIR, PAIR_SCORES, weights=tuple(np.array(one) for one in weights))
 
 
 def test_runs_by_hand() -> None:
