@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isopref.objectives.parts import gains as log_ratios
 from isopref.types import Kind
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Formula = Callable[..., Tensor]  # (policy, ref, *, parameters) -> T
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
+
+Anchor = Literal["kl", "midpoint"]
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -79,6 +81,7 @@ class Objective:
     kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
     needs_gaps: bool  # it reads PairLogps.gap: the data must score both answers of every comparison
     coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
+    anchor: Anchor | None  # of a loss of labels: which of `Anchors` the formula is given as `anchor`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
         """One value for each term: T."""
@@ -100,13 +103,14 @@ def objective(
     kind: Kind = "pairs",
     needs_gaps: bool = False,
     coupled: bool = False,
+    anchor: Anchor | None = None,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
             *(formula.__name__, formula, params, equation, use, paper, gains),
-            *(needs_reference, kind, needs_gaps, coupled),
+            *(needs_reference, kind, needs_gaps, coupled, anchor),
         )
 
     return declared

@@ -333,4 +333,18 @@ LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
 }
-ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}
+# Their equations are in labels.py.
+LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    "kto": ("kto", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.8}),
+    "bco": ("bco", {"beta": 0.3}),
+    "several_labels": (
+        {"bco": 0.5, "kto": 1.0},
+        {"beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    ),
+}
+ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    **CASES,
+    **BATCH_CASES,
+    **LIST_CASES,
+    **LABEL_CASES,
+}

@@ -4,7 +4,7 @@ A `Cell` is one layout of one batch. `measure` runs it through DPOTrainModule as
 from the oracle. matrix.py says which cells there are.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, Group, RowKind, plan_step, tokens_alone
-from isopref.batch.step import build_step
+from isopref.batch.step import build_mismatched, build_step
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.train_module import DPOTrainModule
@@ -29,10 +30,21 @@ from isopref.models.policy import Policy, full
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
-from isopref.testing import oracle
-from isopref.testing.equations import ALL_CASES, LIST_CASES, Answer, answers, batch_loss, lists_loss, reward
-from isopref.testing.models import random_pairs, tiny_model, tree_examples, with_adapter
+from isopref.testing import labels, oracle
+from isopref.testing.equations import (
+    ALL_CASES,
+    LABEL_CASES,
+    LIST_CASES,
+    Answer,
+    answers,
+    batch_loss,
+    lists_loss,
+    reward,
+)
+from isopref.testing.models import labelled_trees, random_pairs, tiny_model, tree_examples, with_adapter
 from isopref.types import PairLogps
+
+REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
 
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
@@ -57,7 +69,7 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -119,7 +131,8 @@ def tree_batch() -> tuple[list[Example], list[float]]:
 def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     """The batch of a cell."""
     if cell.trees:
-        return tree_batch()
+        examples, own = tree_batch()
+        return labelled_trees(examples) if cell.objective in LABEL_CASES else examples, own
     pairs, own = batch(cell.num_pairs)
     return [pair.example for pair in pairs], own
 
@@ -148,7 +161,17 @@ def _expected(
     adapter: Kind | None,
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, objective=objective))
+    if objective in LABEL_CASES:
+        return labels.expected(
+            *_models(architecture, dtype, adapter, quantize, reference_seed=REFERENCE_OF_LABELS),
+            examples,
+            own if own_weights else [1.0] * len(own),
+            case=objective,
+            weighting=weighting,
+            nll_weight=nll_weight,
+            balance_weight=balance_weight,
+        )
     model, whole, policy, ref, reference = _scored(architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize)
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
@@ -197,8 +220,7 @@ def _scored(
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     pairs = oracle.comparisons(examples)
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
-    _adapt(model, adapter, quantize)
+    model, other = _models(architecture, dtype, adapter, quantize)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
@@ -206,6 +228,14 @@ def _scored(
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
     whole = oracle.pair_logps(model, pairs)
     return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
+
+
+def _models(
+    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """The policy and the reference."""
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
+    return _adapt(model, adapter, quantize), other
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
@@ -255,8 +285,13 @@ def _planned(cell: Cell, rank: int) -> dict[str, Any]:
     table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
     index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
     cut = plan(cell, table.lengths.select(index))
-    kind = pair_objective(cell.objective).kind
-    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=kind)}
+    loss = pair_objective(cell.objective)
+    step = build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=loss.kind)
+    if loss.needs_mismatched:
+        mismatched = Mismatched(table)
+        cut = plan(cell, mismatched.lengths.select(index))
+        step = replace(step, mismatched=build_mismatched(mismatched, index, cut, cell.rows, rank=rank))
+    return {"step": step}
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
