@@ -91,6 +91,14 @@ Logps = PairLogps | ListLogps | LabelLogps
 
 
 @dataclass(frozen=True)
+class Anchors:
+    """What losses of labels have to know of a global batch: gains in nats, each a number. None if not asked for."""
+
+    kl: Tensor | None = None  # mean gain of mismatched pairs, a prompt with another prompt's answer; at least 0
+    midpoint: Tensor | None = None  # of the mean gains of good and of bad answers so far, this batch included
+
+
+@dataclass(frozen=True)
 class Segments:
     """Which keys the queries of a packed row see.
 

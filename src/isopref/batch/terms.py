@@ -71,7 +71,7 @@ class Terms(Protocol):
         """What each of them counts for in the means over chosen, over rejected and over all: 3, S."""
         ...
 
-    def right(self, chosen_S: Tensor, rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
         """How far the gains are on the right side: 1, or 0, or one half for a tie: S."""
         ...
 
@@ -92,7 +92,7 @@ class _Comparisons:
     def side_shares(self, lengths: Lengths, _scores_A: FloatArray) -> FloatArray:
         return side_coefficients(np.ones((3, len(lengths.compared))))
 
-    def right(self, chosen_S: Tensor, rejected_S: Tensor, _microbatch: Microbatch, _threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, rejected_S: Tensor, _microbatch: Microbatch, _threshold: Tensor) -> Tensor:
         return _is_above(chosen_S - rejected_S)
 
 
@@ -173,9 +173,8 @@ class Labels:
         good_A = scores_A > 0
         return side_coefficients(np.stack([good_A, ~good_A, np.ones_like(good_A)]).astype(np.float64))
 
-    def right(self, chosen_S: Tensor, _rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, _rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
         """Good answers are to gain more than the loss's threshold, bad ones less."""
-        assert threshold is not None, "a loss of labels has a threshold"
         return _is_above(torch.where(microbatch.score > 0, 1, -1) * (chosen_S - threshold))
 
 

@@ -15,7 +15,7 @@ from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, DataError
 from isopref.models.parallel import GradSync, reshard, unwrap
 from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
@@ -97,14 +97,16 @@ def check_loader(
             f"{WHERE}: the objective is a loss of {objective.kind}, but the ExampleLoader builds batches for a loss of "
             f"{loader.loss_kind}. Pass the same objective to both: ExampleLoader(..., objective=objective)."
         )
-    if objective.kind == "lists" and np.isnan(loader.table.scores).any():
-        first = int(loader.table.lengths.of_answer[np.isnan(loader.table.scores).argmax()])
+    if objective.needs_mismatched and loader.mismatched is None:
         raise ConfigError(
-            f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
-            "Write Example(prompt, answers, comparisons, scores)."
+            f"{WHERE}: the objective needs mismatched pairs, which the ExampleLoader does not build. Pass the same "
+            "objective to both: ExampleLoader(..., objective=objective)."
         )
+    check_table(loader.table, objective)
     if objective.kind != "pairs" and weighting == "gap":
-        raise ConfigError(f"{WHERE}: weighting is 'gap', between two answers, but the objective is of lists.")
+        raise ConfigError(
+            f"{WHERE}: weighting is 'gap', between two answers, but the objective is a loss of {objective.kind}."
+        )
     if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)
     num_answers = len(loader.table.lengths.answer)
@@ -112,6 +114,40 @@ def check_loader(
         raise ConfigError(
             f"{WHERE}: reference has {num_references} answers, but the ExampleLoader's table has {num_answers}. Score "
             "the table that is trained on: score_table(policy, table, ...)."
+        )
+
+
+def check_table(table: ExampleTable, objective: Loss) -> None:
+    """Raise DataError for a table without what a loss of this kind learns from."""
+    names = ", ".join(one.objective.name for one in objective.summands)
+    if objective.kind == "labels":
+        _check_labels(table, names)
+        return
+    lonely = table.lengths.num_comparisons == 0
+    if lonely.any():
+        raise DataError(
+            f"{table.origin(int(lonely.argmax()))}: nothing to compare, and {names} is a loss of {objective.kind} "
+            f"({int(lonely.sum())} of {len(table)} examples have labelled answers alone). Use objective.loss: kto or "
+            "bco, or train on pairs."
+        )
+    if objective.kind == "lists" and np.isnan(table.scores).any():
+        first = int(table.lengths.of_answer[np.isnan(table.scores).argmax()])
+        raise DataError(
+            f"{table.origin(first)}: a loss of lists needs the scores of all answers, and there are none. Write "
+            "Example(prompt, answers, comparisons, scores)."
+        )
+
+
+def _check_labels(table: ExampleTable, names: str) -> None:
+    wrong = ~np.isin(table.scores, (0.0, 1.0))
+    if wrong.any():
+        first = int(wrong.argmax())
+        score = table.scores[first]
+        found = "an answer has none" if np.isnan(score) else f"an answer has a score of {score:g}"
+        raise DataError(
+            f"{table.origin(int(table.lengths.of_answer[first]))}: {names} needs a label for every answer, good (1) or "
+            f"bad (0), and {found}. Scores of a list are not labels: use a loss of lists, such as plackett_luce, a "
+            "loss of pairs, or give every answer a label."
         )
 
 

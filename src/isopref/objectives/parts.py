@@ -1,7 +1,7 @@
 """What formulas have in common: gains and margins, and functions that tensors have no method for.
 
 Torch is imported where a function needs it, and not before, so that declarations can be read without it (declare.py).
-All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers of lists.
+All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isopref.types import ListLogps, PairLogps
+    from isopref.types import LabelLogps, ListLogps, PairLogps
 
 EXP_LIMIT = 30.0  # above, e^x is continued by its tangent
 
@@ -55,6 +55,11 @@ def own_rewards(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Ten
 def list_gains(policy: ListLogps, ref: ListLogps) -> Tensor:
     """log(policy / reference) of every answer of some lists, in nats: A."""
     return policy.logp - ref.logp
+
+
+def label_margins(policy: LabelLogps, ref: LabelLogps, anchor: Tensor) -> Tensor:
+    """By how much each answer gained more than the anchor if it is good, and less if it is bad, in nats. Returns A."""
+    return (2 * policy.good.to(policy.logp.dtype) - 1) * (policy.logp - ref.logp - anchor)
 
 
 def margin(policy: PairLogps, ref: PairLogps) -> Tensor:

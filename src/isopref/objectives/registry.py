@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isopref.errors import ConfigError
-from isopref.objectives import coupled, lists, pairs, reference_free, rewards
+from isopref.objectives import coupled, labels, lists, pairs, reference_free, rewards
 from isopref.objectives.declare import Objective, Param, Reading, within
 from isopref.types import Kind
 
@@ -16,7 +16,7 @@ LossSpec = str | Mapping[Any, float]  # the name of an objective, or several wit
 
 OBJECTIVES: dict[str, Objective] = {
     one.name: one
-    for module in (pairs, coupled, reference_free, lists, rewards)
+    for module in (pairs, coupled, reference_free, lists, labels, rewards)
     for one in vars(module).values()
     if isinstance(one, Objective)
 }

@@ -394,9 +394,19 @@ LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lipo": ("lipo", {"beta": 0.3, "rank_temperature": 0.2}),
     "plackett_luce_reward": ("plackett_luce_reward", {}),
 }
-REWARD_CASES = (
-    "bradley_terry",
-    "bradley_terry_margin",
-    "plackett_luce_reward",
-)  # those that are computed with a reward model
-ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}
+REWARD_CASES = ("bradley_terry", "bradley_terry_margin", "plackett_luce_reward")  # computed with a reward model
+# Their equations are in labels.py.
+LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    "kto": ("kto", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.8}),
+    "bco": ("bco", {"beta": 0.3}),
+    "several_labels": (
+        {"bco": 0.5, "kto": 1.0},
+        {"beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    ),
+}
+ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    **CASES,
+    **BATCH_CASES,
+    **LIST_CASES,
+    **LABEL_CASES,
+}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, Group, RowKind, plan_step, tokens_alone
-from isopref.batch.step import build_step
+from isopref.batch.step import build_mismatched, build_step
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.train_module import DPOTrainModule
@@ -31,9 +32,10 @@ from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
-from isopref.testing import oracle
+from isopref.testing import labels, oracle
 from isopref.testing.equations import (
     ALL_CASES,
+    LABEL_CASES,
     LIST_CASES,
     REWARD_CASES,
     Answer,
@@ -43,6 +45,7 @@ from isopref.testing.equations import (
     reward,
 )
 from isopref.testing.models import (
+    labelled_trees,
     random_pairs,
     tiny_model,
     tiny_reward_model,
@@ -51,6 +54,8 @@ from isopref.testing.models import (
     with_context,
 )
 from isopref.types import PairLogps
+
+REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
 
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
@@ -76,7 +81,7 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
     at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
     context: Context = "none"  # turns of answers that are not trained; or turns with any weights
     objective: str = "sigmoid"  # of equations.ALL_CASES
@@ -141,9 +146,11 @@ def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     """The batch of a cell."""
     if cell.trees:
         examples, own = tree_batch()
+        examples = labelled_trees(examples) if cell.objective in LABEL_CASES else examples
     else:
         pairs, own = batch(cell.num_pairs)
-        examples = _with_gaps([pair.example for pair in pairs])
+        examples = [pair.example for pair in pairs]
+        examples = examples if cell.objective in LABEL_CASES else _with_gaps(examples)
     if cell.context != "none":
         examples = with_context(examples, seed=6, fractions=cell.context == "weights")
     return examples, own
@@ -182,7 +189,17 @@ def _expected(
     adapter: Kind | None,
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
+    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context, objective=objective))
+    if objective in LABEL_CASES:
+        return labels.expected(
+            *_models(architecture, dtype, adapter, quantize, reference_seed=REFERENCE_OF_LABELS),
+            examples,
+            own if own_weights else [1.0] * len(own),
+            case=objective,
+            weighting=weighting,
+            nll_weight=nll_weight,
+            balance_weight=balance_weight,
+        )
     is_reward = objective in REWARD_CASES
     model, whole, policy, ref, reference = _scored(
         *(architecture, dtype, num_pairs, trees, at_start, context, ld_alpha, adapter, quantize, is_reward)
@@ -254,14 +271,12 @@ def _scored(
     pairs = oracle.comparisons(examples)
     gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     if is_reward:
-        model = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
-        policy = replace(oracle.pair_rewards(model, pairs), gap=gap)
+        judge = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
+        policy = replace(oracle.pair_rewards(judge, pairs), gap=gap)
         nothing = torch.zeros_like(policy.chosen.detach())
         none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
-        return model, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
-    seeds = (0, 0 if at_start else 1)
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in seeds)
-    _adapt(model, adapter, quantize)
+        return judge, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
+    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=0 if at_start else 1)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
         answers = [
@@ -274,6 +289,14 @@ def _scored(
     whole = replace(oracle.pair_logps(model, pairs), gap=gap)
     policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
     return model, whole, policy, ref, reference
+
+
+def _models(
+    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """The policy and the reference."""
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
+    return _adapt(model, adapter, quantize), other
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
@@ -325,8 +348,13 @@ def _planned(cell: Cell, rank: int) -> dict[str, Any]:
     table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
     index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
     cut = plan(cell, table.lengths.select(index))
-    kind = pair_objective(cell.objective).kind
-    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=kind)}
+    loss = pair_objective(cell.objective)
+    step = build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=loss.kind)
+    if loss.needs_mismatched:
+        mismatched = Mismatched(table)
+        cut = plan(cell, mismatched.lengths.select(index))
+        step = replace(step, mismatched=build_mismatched(mismatched, index, cut, cell.rows, rank=rank))
+    return {"step": step}
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:

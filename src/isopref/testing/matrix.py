@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
-from isopref.testing.equations import ALL_CASES, LIST_CASES
+from isopref.testing.equations import ALL_CASES, LABEL_CASES, LIST_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
@@ -54,6 +55,7 @@ def cells(ranks: int) -> list[Cell]:
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
             found.update(dict.fromkeys(_tensor(base)))
         found.update(dict.fromkeys(_objectives(base)))
+        found.update(dict.fromkeys(_labels(base)))
         found.update(dict.fromkeys(_adapters(base)))
         found.update(dict.fromkeys(_rewards(base)))
     return list(found)
@@ -204,7 +206,7 @@ def _objectives(base: Cell) -> Iterator[Cell]:
     """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, objective in enumerate(ALL_CASES):
-        trees = objective in LIST_CASES
+        trees = objective in LIST_CASES or objective in LABEL_CASES
         for turn in range(3) if base.ranks == 1 else [n % 3]:
             yield replace(
                 base,
@@ -215,6 +217,26 @@ def _objectives(base: Cell) -> Iterator[Cell]:
                 weighting=WEIGHTINGS[(n + turn) % len(WEIGHTINGS)],
                 split="uneven" if base.ranks > 1 and turn == 2 else "plan",
             )
+
+
+def _labels(base: Cell) -> Iterator[Cell]:
+    """Losses of labels, on pairs and on labelled answers: every kind of row and cut, and whatever has a denominator."""
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    for n, (objective, rows) in enumerate(product(("kto", "bco"), KINDS)):
+        cell = replace(base, objective=objective, rows=rows)
+        for turn, cut in enumerate(cuts if base.ranks == 1 else [cuts[n % 3]]):
+            weighting = weightings[(n + turn) % 3]
+            yield replace(cell, cut=cut, weighting=weighting, trees=True, own_weights=turn == 1)
+            yield replace(cell, cut=cut, weighting=weighting, nll_weight=0.7, own_weights=turn != 1)
+        if base.ranks > 1:
+            yield replace(cell, split="uneven", trees=True)
+            yield replace(cell, split="idle", own_weights=True)
+    for objective in ("kto", "bco"):
+        trees = replace(base, objective=objective, trees=True)
+        yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
+        yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
+        yield replace(trees, architecture="llama", dtype="float32", native=True, checkpointing=True)
 
 
 def _adapters(base: Cell) -> Iterator[Cell]:

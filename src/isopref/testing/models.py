@@ -204,6 +204,14 @@ def tree_examples(*, seed: int = 0) -> list[Example]:
     ]
 
 
+def labelled_trees(examples: Sequence[Example]) -> list[Example]:
+    """The same with labels in place of comparisons and scores: the first answer is bad, and every third one after."""
+    return [
+        Example(one.prompt, one.answers, (), tuple(float((k + n) % 3 > 0) for k in range(len(one.answers))))
+        for n, one in enumerate(examples)
+    ]
+
+
 def with_context(some: Iterable[Example], *, seed: int = 0, fractions: bool = False) -> list[Example]:
     """The examples with turns of context in their answers, which end with a turn that is trained.
 
