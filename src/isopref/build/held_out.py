@@ -8,7 +8,7 @@ from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
-from isopref.report.figures import LABELS
+from isopref.report.figures import LABELS, OF_LISTS
 from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
@@ -72,6 +72,8 @@ def say_figures(run: Run, found: Evaluation, what: str) -> None:
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     figures = found.figures()
     for name, (label, sign) in LABELS.items():
+        if name in OF_LISTS and name not in figures:
+            continue
         yield label, _cell(figures[name], sign) if name in figures else "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)

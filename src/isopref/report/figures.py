@@ -17,7 +17,12 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "reward_margin_std": ("its spread (std)", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
+    # Of lists alone.
+    "top1_accuracy": ("best answer on top", ""),
+    "kendall_tau": ("Kendall's tau", "+"),
+    "ndcg": ("NDCG", ""),
 }
+OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
 MISSING = object()  # a config field that another version of isopref does not have
 
 Interval = dict[str, float]  # value, low, high

@@ -70,8 +70,8 @@ def test_lipo_is_not_decided_by_rounding() -> None:
         policy, ref = lists((1e-12 * torch.randn(5, generator=random, dtype=torch.float64)).tolist(), scores)
         loss = of_each("lipo", policy, ref).sum()
         found.append((float(loss.detach()), torch.autograd.grad(loss, policy.logp)[0]))
-    for loss, gradient in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-10)
+    for value, gradient in found[1:]:
+        assert value == pytest.approx(found[0][0], rel=1e-10)
         torch.testing.assert_close(gradient, found[0][1], rtol=1e-10, atol=0)
     assert found[0][1].abs().min() > 1e-4  # and it trains
 
