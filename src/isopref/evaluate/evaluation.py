@@ -31,7 +31,8 @@ class Evaluation:
     loss: Figure
     length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
     by_length: tuple[Bucket, ...]
-    # Of lists, every one of which counts once; None where all examples are pairs.
+    # Of lists, every one of which counts once; none where all examples are pairs.
+    lists: int = 0
     top1_accuracy: Figure | None = None  # share of lists whose answer with the largest reward has the best score
     kendall_tau: Figure | None = None  # mean over lists of the rank correlation of rewards and scores
     ndcg: Figure | None = None  # mean over lists: how much of the gain of the best order is near the top
@@ -145,6 +146,7 @@ def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
         length_correlation=correlation(*moments),
         by_length=tuple(buckets(pairs)),
         by_source=by_source,
+        lists=0 if parts.lists is None else len(parts.lists.example),
         **({} if parts.lists is None else parts.lists.figures()),
     )
 

@@ -115,7 +115,7 @@ def final_figures(run: RunRecord) -> dict[str, float | None]:
         "training accuracy": "train/accuracy",
         "training margin": "train/margin",
         "gradient norm": "optim/grad_norm",
-        "pairs/s": "speed/pairs_per_s",
+        "examples/s": "speed/pairs_per_s",
     }
     return {"steps": run.last_step, **{label: run.last(name) for label, name in metrics.items()}, **held_out}
 

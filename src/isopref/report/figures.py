@@ -56,6 +56,16 @@ class Entry(NamedTuple):
     style: str
 
 
+def held_out_title(pairs: int, lists: int) -> str:
+    """What was evaluated: "40 held-out pairs", or "199 comparisons of 40 held-out lists"."""
+    return f"{pairs:,} comparisons of {lists:,} held-out lists" if lists else f"{pairs:,} held-out pairs"
+
+
+def unit(run: RunRecord) -> str:
+    """What an example of a run is called: "pair" or "list"."""
+    return str(run.start("unit") or "pair")
+
+
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:
     """Runs under short names, all different."""
     short = [run.name for run in runs]

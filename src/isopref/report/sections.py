@@ -18,9 +18,11 @@ from isopref.report.figures import (
     duration,
     field_rows,
     figure_rows,
+    held_out_title,
     is_default,
     range_text,
     shown,
+    unit,
 )
 from isopref.runs.read import Rewards, RunRecord, Series
 
@@ -46,7 +48,7 @@ def _about(run: RunRecord) -> Html:
     parts = [
         str(run.config.get("model", {}).get("path", "")),
         f"{objective.get('loss', '')}, weighting by {objective.get('weighting', '')}",
-        f"{pairs:,} {run.start('unit') or 'pair'}s" if pairs else "",
+        f"{pairs:,} {unit(run)}s" if pairs else "",
         run.status,
     ]
     error = element("p", f"It failed: {run.state.error}") if run.state is not None and run.state.error else None
@@ -69,7 +71,7 @@ def _tiles(run: RunRecord) -> Html:
     speed, mfu = (run.metrics.get(name) for name in ("speed/pairs_per_s", "speed/mfu"))
     if speed is not None:
         note = "" if mfu is None else f"MFU {100 * _median(mfu):.0f}%, "
-        tiles.append(_tile("pairs per second", number(_median(speed)), f"{note}median of all steps"))
+        tiles.append(_tile(f"{unit(run)}s per second", number(_median(speed)), f"{note}median of all steps"))
     steps = run.state.steps if run.state is not None else run.last_step
     took = f", {duration(run.state.seconds)}" if run.state is not None and run.state.seconds else ""
     since = " since the last start" * bool(took and len(run.starts) > 1)
@@ -121,8 +123,8 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
             body.append(_figure_row(label if len(every) == 1 else _key(entry), row, entry.style, low, high))
     columns = element("tr", *(element("th", text) for text in ("", "before", "after", "")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    what = "comparisons" if evaluated[0].run.start("unit") == "list" else "pairs"
-    title = f"{evaluated[0].run.evaluation['after']['pairs']:,} held-out {what}"
+    after = evaluated[0].run.evaluation["after"]
+    title = held_out_title(after["pairs"], after.get("lists", 0))
     return join(element("h2", title), element("div", table, class_="wide"))
 
 
