@@ -20,13 +20,13 @@ class Curve(NamedTuple):
 
 CURVES = (
     Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out"))),
-    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share of pairs"),
+    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share of comparisons"),
     Curve("Margin", (("train/margin", "margin"),), "nats, without beta"),
     Curve("Log-probabilities", (("train/logps_chosen", "chosen"), ("train/logps_rejected", "rejected")), "nats"),
     Curve("Rewards", (("train/rewards_chosen", "chosen"), ("train/rewards_rejected", "rejected")), "nats times beta"),
     Curve("Gradient norm", (("optim/grad_norm", "norm"),), "before clipping"),
     Curve("Learning rate", (("optim/lr", "rate"),), noisy=False),
-    Curve("Speed", (("speed/pairs_per_s", "pairs/s"),), "pairs per second"),
+    Curve("Speed", (("speed/pairs_per_s", "per second"),), "pairs or lists per second"),
     Curve("MFU", (("speed/mfu", "MFU"),), "useful share of the hardware"),
     Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank", noisy=False),
 )
@@ -69,10 +69,12 @@ def _lines(curve: Curve, every: Sequence[Entry]) -> Iterator[Line]:
             if series is None:
                 continue
             held_out = metric.startswith("eval/")
+            start = entry.run.figure(metric.removeprefix("eval/"), "before") if held_out else None
+            before = [] if start is None else [start["value"]]
             yield Line(
                 side if not several else entry.label if len(curve.metrics) == 1 else f"{entry.label}, {side}",
-                series.steps,
-                series.values,
+                [0] * len(before) + series.steps,
+                before + series.values,
                 entry.style if several else f"slot{place}",
                 dashed=several and place > 0,
                 marks=held_out,
