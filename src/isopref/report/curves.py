@@ -19,8 +19,8 @@ class Curve(NamedTuple):
 
 
 CURVES = (
-    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out"))),
-    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share of comparisons"),
+    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out")), "as it is minimised"),
+    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share won"),
     Curve("Margin", (("train/margin", "margin"),), "nats, without beta"),
     Curve("Log-probabilities", (("train/logps_chosen", "chosen"), ("train/logps_rejected", "rejected")), "nats"),
     Curve("Rewards", (("train/rewards_chosen", "chosen"), ("train/rewards_rejected", "rejected")), "nats times beta"),
@@ -46,7 +46,7 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     if not figures:
         return None, data
     longest = max(len(series.steps) for entry in every for series in entry.run.metrics.values())
-    hints = ["Point at a chart, or use the arrow keys, for values."]
+    hints = []
     if longest >= charts.TREND_FROM:
         hints.append("A bold line is the mean around each step.")
     if longest > charts.MOST_POINTS:
@@ -55,7 +55,13 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     return join(
         element("h2", "Over steps"),
         element("p", *runs, class_="runs") if len(every) > 1 else None,
-        element("p", " ".join(hints), class_="soft"),
+        element(
+            "p",
+            element("span", "Point at a chart, or use the arrow keys, for values. ", class_="mouse"),
+            element("span", "Tap a chart for values. ", class_="touch"),
+            " ".join(hints),
+            class_="soft",
+        ),
         element("div", *figures, class_="charts"),
     ), data
 
