@@ -8,6 +8,7 @@ from isopref import __version__
 from isopref.engine.display import visible
 from isopref.report.compare import final_figures, math_that_differs
 from isopref.report.cost import cost_of
+from isopref.report.degeneration import signs
 from isopref.report.elements import fixed, number
 from isopref.report.figures import (
     Entry,
@@ -31,6 +32,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
     every = entries(runs)
     lines = [f"## {_text(every[0].label)}" if len(every) == 1 else f"## {len(every)} runs", ""]
     lines += [f"{_text(entry.label)}: {_text(_about(entry.run))}  " for entry in every]
+    lines += [f"**Warning, {_text(entry.label)}:** {_text(sign)}  " for entry in every for sign in signs(entry.run)]
     lines += ["", *_finals(every), ""]
     for entry in every:
         if entry.run.evaluation:

@@ -9,6 +9,7 @@ import numpy as np
 from isopref.report import charts, compare
 from isopref.report.charts import Side
 from isopref.report.cost import cost_of
+from isopref.report.degeneration import signs
 from isopref.report.elements import Html, element, fixed, join, number
 from isopref.report.figures import (
     LABELS,
@@ -53,7 +54,8 @@ def _about(run: RunRecord) -> Html:
         run.status,
     ]
     error = element("p", f"It failed: {run.state.error}") if run.state is not None and run.state.error else None
-    return join(element("p", " · ".join(part for part in parts if part), class_="soft"), error)
+    warnings = (element("p", one, class_="warning") for one in signs(run))
+    return join(element("p", " · ".join(part for part in parts if part), class_="soft"), error, *warnings)
 
 
 def _tiles(run: RunRecord) -> Html:
