@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,12 @@ def test_what_a_run_says_of_lists(lists: Project) -> None:
     assert "data  train.jsonl: 23 lists (jsonl, list)\n" in outcome.out
     assert "train 5 steps: 23 lists, 5 a step, 1 epoch\n" in outcome.out
     assert " lists/s" in outcome.out
-    assert "held-out comparisons, with 95% intervals" in outcome.out
+    assert re.search(r"\d+ comparisons of 8 held-out lists, with 95% intervals", outcome.out)
+    assert all(name in outcome.out for name in ("best answer on top", "Kendall's tau", "NDCG"))
     page = (lists.folder / "run" / "report.html").read_text()
     assert "23 lists" in page
-    assert "held-out comparisons" in page
+    assert "comparisons of 8 held-out lists" in page
+    assert "lists per second" in page
 
 
 def test_an_answer_is_scored_once_by_the_reference(lists: Project) -> None:

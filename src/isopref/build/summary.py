@@ -6,6 +6,7 @@ from pathlib import Path
 from isopref.build.run import Run
 from isopref.models import hf
 from isopref.places import write_whole
+from isopref.report.degeneration import signs
 from isopref.report.html import page
 from isopref.runs.files import LOG_FILE, METRICS_FILE, REPORT_FILE
 from isopref.runs.read import read_run
@@ -18,7 +19,10 @@ def write_report(run: Run) -> None:
     if not run.env.is_first:
         return
     try:
-        write_whole(run.folder / REPORT_FILE, page([read_run(run.folder)]).encode())
+        record = read_run(run.folder)
+        for sign in signs(record):
+            run.display.say(f"warning: {sign}")
+        write_whole(run.folder / REPORT_FILE, page([record]).encode())
     except Exception as error:
         log.exception("the report could not be made")
         run.display.say(

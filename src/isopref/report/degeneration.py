@@ -1,0 +1,56 @@
+"""Signs that a run taught its preference and spoilt the model: what a held-out accuracy of 1.00 does not show.
+
+They come from what every run leaves: training metrics, and answers to held-out prompts before and after.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from isopref.report.elements import fixed
+from isopref.runs.read import RunRecord
+
+FALL = 0.15  # of the chosen answers' log-probability, as a share of what it was
+REPEATED = 0.3  # share of an answer's word triples that it has had before
+MORE_REPEATED = 0.2  # than the answers before training
+SHORT = 4  # words: so short an answer has nothing to repeat
+AT_EACH_END = 10  # one part in so many of the logged steps, at least one, is averaged
+
+
+def signs(run: RunRecord) -> Iterator[str]:
+    """One sentence for each sign of degeneration."""
+    yield from _less_likely(run)
+    before, after = ([sample[f"greedy_{when}"] for sample in run.samples] for when in ("before", "after"))
+    if not after:
+        return
+    old, new = _mean_repetition(before), _mean_repetition(after)
+    if new > REPEATED and new > old + MORE_REPEATED:
+        yield (
+            f"Answers repeat themselves: {100 * new:.0f}% of their word triples come a second time, up from "
+            f"{100 * old:.0f}% before training."
+        )
+    empty, was_empty = (sum(not text.strip() for text in texts) for texts in (after, before))
+    if empty > was_empty:
+        yield f"{empty} of {len(after)} answers are empty, up from {was_empty} before training."
+
+
+def _less_likely(run: RunRecord) -> Iterator[str]:
+    series = run.metrics.get("train/logps_chosen")
+    if series is None or len(series.values) < 2:
+        return
+    part = max(1, len(series.values) // AT_EACH_END)
+    first, last = (sum(some) / part for some in (series.values[:part], series.values[-part:]))
+    if last < first - FALL * abs(first):
+        yield (
+            f"Chosen answers became less likely: their mean log-probability in training fell from {fixed(first, 1)} to "
+            f"{fixed(last, 1)} nats. A loss of the margin allows that; objective.nll_weight holds against it."
+        )
+
+
+def _mean_repetition(texts: Sequence[str]) -> float:
+    return sum(map(repetition, texts)) / len(texts)
+
+
+def repetition(text: str) -> float:
+    """The share of a text's word triples that it has had before: 0 where all are new, or where it is short."""
+    words = text.lower().split()
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(triples)) / len(triples) if len(words) >= SHORT else 0.0

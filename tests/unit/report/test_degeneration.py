@@ -1,0 +1,60 @@
+"""Signs that a run spoilt its model, by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from isopref.report.degeneration import repetition, signs
+from isopref.report.html import page
+from isopref.report.markdown import markdown
+from isopref.runs.read import read_run
+from support.runs import make_run
+
+PLAIN = "The capital of Russia is Moscow, a city on the river Moskva."
+LOOP = "A volcano is " + "a volcano is " * 9
+
+
+def found(folder: Path, chosen: list[float], answers: list[tuple[str, str]]) -> list[str]:
+    metrics = [{"step": step, "train/logps_chosen": value} for step, value in enumerate(chosen, start=1)]
+    samples = [{"prompt": "why?", "greedy_before": before, "greedy_after": after} for before, after in answers]
+    run = read_run(make_run(folder, metrics, samples=samples))
+    told = list(signs(run))
+    assert page([run]).count('<p class="warning">') == len(told)
+    assert markdown([run]).count("**Warning, ") == len(told)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (PLAIN, 0.0),
+        ("", 0.0),
+        ("no no no", 0.0),  # too short to tell
+        ("no no no no no", 2 / 3),  # three triples, one of them new
+        ("a b c a b c", 1 / 4),  # abc, bca, cab, abc
+    ],
+)
+def test_repetition_by_hand(text: str, share: float) -> None:
+    assert repetition(text) == pytest.approx(share)
+
+
+def test_a_healthy_run_has_no_signs(tmp_path: Path) -> None:
+    assert found(tmp_path / "run", [-100.0, -105.0, -114.0], [(PLAIN, PLAIN), (LOOP, PLAIN)]) == []
+    assert found(tmp_path / "looped", [-100.0], [(LOOP, LOOP)]) == []  # it did so before
+
+
+def test_chosen_answers_that_become_less_likely(tmp_path: Path) -> None:
+    (sign,) = found(tmp_path / "run", [-100.0, -90.0, -116.0], [])
+    assert "fell from \N{MINUS SIGN}100.0 to \N{MINUS SIGN}116.0 nats" in sign
+
+
+def test_answers_that_repeat_themselves(tmp_path: Path) -> None:
+    (sign,) = found(tmp_path / "run", [-100.0, -100.0], [(PLAIN, LOOP), (PLAIN, LOOP)])
+    assert sign.startswith("Answers repeat themselves: 89% of their word triples")  # 28 triples, 3 of them new
+    assert sign.endswith("up from 0% before training.")
+
+
+def test_empty_answers(tmp_path: Path) -> None:
+    assert found(tmp_path / "run", [-1.0], [(PLAIN, " "), ("", ""), (PLAIN, PLAIN)]) == [
+        "2 of 3 answers are empty, up from 1 before training."
+    ]
