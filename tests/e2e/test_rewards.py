@@ -100,7 +100,7 @@ def test_a_reward_model_learns_and_its_run_speaks_of_rewards(
     for text in (outcome.out, (run / "report.html").read_text()):
         assert "log-prob" not in text.lower()
         assert "implicit" not in text.lower()
-    assert "reference" not in outcome.out
+    assert " reference" not in outcome.out
 
 
 def test_it_goes_on_where_it_was_stopped(project: Project) -> None:

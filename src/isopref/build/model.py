@@ -215,7 +215,9 @@ def say_unused(run: Run, policy: Policy) -> None:
 def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:
     """See that transformers reads rewards where this run does: at the last token of an answer. Raises ModelError."""
     model, stops = run.config.model, hf.stop_tokens(tokenizer.name_or_path)
-    if reward.is_reward_model(model.path, trust_remote_code=model.trust_remote_code):
+    if adapter.is_adapter(Path(model.path)):
+        reward.adopt_padding(policy.model, tokenizer)  # that was chosen for the head, not for the base
+    elif reward.is_reward_model(model.path, trust_remote_code=model.trust_remote_code):
         reward.check_padding(policy.model, {*stops, tokenizer.eos_token_id}, name=f"model.path: {model.path}")
     elif not reward.set_padding(policy.model, tokenizer, stops):
         run.display.say(

@@ -66,15 +66,16 @@ def open_store(run: Run, policy: Policy, path: str) -> Store:
         "written_by": f"isopref {isopref.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, on {platform.node()}",
     }
-    return Store.open(reference_folder(), _identity(run, policy), hints)
+    return Store.open(reference_folder(), policy_identity(run, policy), hints)
 
 
 def frozen_identity(run: Run, policy: Policy) -> Identity | None:
     """What makes the model that an adapter is to be trained on, which no checkpoint will hold."""
-    return None if run.config.model.adapter is None else _identity(run, policy)
+    return None if run.config.model.adapter is None else policy_identity(run, policy)
 
 
-def _identity(run: Run, policy: Policy) -> dict[str, Any]:
+def policy_identity(run: Run, policy: Policy) -> dict[str, Any]:
+    """What a model that is whole on this rank is, by content."""
     with policy.plain() as model:  # its config must not name our attention
         return identity(model, compute_dtype=run.compute_dtype, narrow=policy.narrow)
 

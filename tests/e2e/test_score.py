@@ -1,0 +1,123 @@
+"""`isopref score`: the same scores as transformers, in the order of the file, also where it was killed half-way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from isopref.build import score
+from isopref.testing.oracle import sequence_logp, sequence_reward
+from support.project import SCRIPT, TIMEOUT_S, Project, make_pairs
+
+FLOAT64 = "model.dtype=float64"
+
+
+@pytest.fixture
+def reward(project: Project) -> Path:
+    """The folder of a reward model."""
+    return project.train("run", "objective.loss=bradley_terry", "optim.epochs=1", "optim.lr=1e-2") / "model"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tokens(tokenizer: Any, record: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
+    """A prompt and its answer, up to the token that ends it."""
+    question = [{"role": "user", "content": record["prompt"]}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, f"{answer}<|im_end|>")]
+    return ids[0], ids[1]
+
+
+@torch.no_grad()
+def test_rewards_are_transformers_own(project: Project, reward: Path) -> None:
+    outcome = project.isopref("score", "eval.jsonl", "--model", str(reward), FLOAT64)
+    assert outcome.code == 0, outcome.err
+    found = lines(project.folder / "eval.scores.jsonl")
+    model = AutoModelForSequenceClassification.from_pretrained(reward, dtype="auto").eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward)
+    records = lines(project.folder / "eval.jsonl")
+    assert len(found) == len(records)
+    for number, (line, record) in enumerate(zip(found, records, strict=True)):
+        assert (line["index"], line["origin"]) == (number, f"eval.jsonl:{number + 1}")
+        for given, side in zip(line["rewards"], ("chosen", "rejected"), strict=True):
+            ids = tokens(tokenizer, record, record[side])
+            assert given == pytest.approx(float(sequence_reward(model, *ids)), abs=1e-9)
+
+
+@torch.no_grad()
+def test_a_language_model_gives_log_probabilities_of_lists(project: Project) -> None:
+    record = {"prompt": "why?", "responses": ["because", "because it is", "no"], "scores": [2, 3, 1]}
+    project.write_pairs("lists.jsonl", [record])
+    outcome = project.isopref("score", "lists.jsonl", "--model", str(project.model), "--out", "found.jsonl", FLOAT64)
+    assert outcome.code == 0, outcome.err
+    (line,) = lines(project.folder / "found.jsonl")
+    model = AutoModelForCausalLM.from_pretrained(project.model, dtype="auto").eval()
+    tokenizer = AutoTokenizer.from_pretrained(project.model)
+    expected = [float(sequence_logp(model, *tokens(tokenizer, record, one))) for one in record["responses"]]
+    assert line["logps"] == pytest.approx(expected, abs=1e-9)
+    assert line["tokens"] == [len(tokens(tokenizer, record, one)[1]) for one in record["responses"]]
+
+
+@pytest.mark.parametrize("torn", ["", '{"index": 8, "orig', '{"index": 8}\n{"index": 9}\n'])
+def test_it_goes_on_where_it_was_killed(project: Project, reward: Path, torn: str) -> None:
+    project.write_pairs("many.jsonl", make_pairs(23, seed=3))
+    with mock.patch.object(score, "CHUNK", 4):
+        outcome = project.isopref("score", "many.jsonl", "--model", str(reward), "--out", "whole.jsonl")
+        assert outcome.code == 0, outcome.err
+        append, written = score.Unfinished.append, []
+
+        def killed(self: score.Unfinished, text: str) -> None:
+            if len(written) == 2:
+                append(self, torn)
+                raise MemoryError("killed")
+            written.append(text)
+            append(self, text)
+
+        arguments = ("score", "many.jsonl", "--model", str(reward), "--out", "again.jsonl")
+        with mock.patch.object(score.Unfinished, "append", killed), pytest.raises(MemoryError):
+            project.isopref(*arguments)
+        assert not (project.folder / "again.jsonl").exists()
+        outcome = project.isopref("score", "many.jsonl", "--model", str(project.model), "--out", "again.jsonl")
+        assert "with another model or other data" in outcome.err
+        outcome = project.isopref(*arguments)
+    assert outcome.code == 0, outcome.err
+    assert "resume after 8 of 23 pairs" in outcome.out
+    assert (project.folder / "again.jsonl").read_bytes() == (project.folder / "whole.jsonl").read_bytes()
+    assert not list(project.folder.glob(".again*"))
+
+
+def test_two_processes(project: Project, reward: Path) -> None:
+    command = [str(SCRIPT), "score", "eval.jsonl", "--model", str(reward), FLOAT64, "--out"]
+    for out, more in (("one.jsonl", []), ("two.jsonl", ["--nproc", "2"])):
+        env = {**project.env, "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(
+            [*command, out, *more], cwd=project.folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (lines(project.folder / name) for name in ("one.jsonl", "two.jsonl"))
+    assert [line["origin"] for line in one] == [line["origin"] for line in two]
+    for a, b in zip(one, two, strict=True):
+        assert a["rewards"] == pytest.approx(b["rewards"], abs=1e-12)
+
+
+def test_what_is_refused(project: Project) -> None:
+    (project.folder / "there.jsonl").write_text("")
+    model = ("--model", str(project.model))
+    for arguments, message in (
+        (("eval.jsonl", *model, "--out", "there.jsonl"), "there.jsonl exists already"),
+        (("eval.jsonl", *model, "--out", "no/folder/out.jsonl"), "is not there or cannot be written to"),
+        (("none.jsonl", *model), "none.jsonl"),
+        (("eval.jsonl", *model, "optim.lr=1"), "takes settings of model, data, layout, run"),
+    ):
+        outcome = project.isopref("score", *arguments)
+        assert outcome.code == 1
+        assert message in outcome.err
