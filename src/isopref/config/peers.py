@@ -56,13 +56,14 @@ _BETAS = "optim.betas takes both, as in [0.9, 0.95]"
 _DIVERGENCE = "objective.divergence takes the kind, or the alpha of the alpha-divergence as a number"
 _EVAL_EVERY = "Set run.eval_every to the steps between two; without it, before training and at its end"
 _HALF = "Set model.compute_dtype: bfloat16 to compute in it, or model.dtype: bfloat16 to hold the weights in it too"
+_LABEL_WEIGHTS = "The loss kto takes it as desirable_weight for good and undesirable_weight for bad answers"
 _MOVES = "objective.reference_moves takes steps and share, as in [64, 0.6]"
 _NLL = "objective.nll_weight is the weight of that term, per token over the global batch"
 _SHARDED = "Set layout.parallel: fsdp, and layout.offload for the host's memory"
 _SHARE = "data.eval takes a share of the prompts, as 0.05, or held-out data of its own"
 _SOURCES = "data.train takes files, patterns, folders or hub names; a list mixes them"
 _HUB = "A source takes name, split and revision, as in data.train: {path: OWNER/NAME, name: CONFIG, split: train}"
-_STAGE = "Nothing to set: isopref train trains, on pairs"
+_STAGE = "Nothing to set: objective.loss says what is trained"
 _TARGETS = "model.adapter.targets takes a list, as in [q_proj, v_proj]; auto is every linear layer"
 _WORKERS = "Nothing to set: all cores tokenise, and steps are built ahead"
 
@@ -80,6 +81,7 @@ OTHERWISE: dict[str, str] = {
     "dataset_train_split": _HUB,
     "datasets": _SOURCES,
     "deepspeed": _SHARDED,
+    "desirable_weight": _LABEL_WEIGHTS,
     "do_train": _STAGE,
     "eval_strategy": _EVAL_EVERY,
     "f_alpha_divergence_coef": _DIVERGENCE,
@@ -91,6 +93,9 @@ OTHERWISE: dict[str, str] = {
     "gamma_beta_ratio": "objective.gamma is that ratio times beta",
     "gradient_accumulation_steps": _BATCH,
     "gradient_checkpointing": "layout.checkpointing takes auto, none or full",
+    "kto_chosen_weight": _LABEL_WEIGHTS,
+    "kto_ftx": _NLL,
+    "kto_rejected_weight": _LABEL_WEIGHTS,
     "load_best_model_at_end": "run.keep_best writes that model too, as model_best beside the last one",
     "load_in_4bit": "Set model.adapter.quantize: nf4",
     "lora_dropout": "Nothing to set: there is no dropout, whose draw would depend on the layout",
@@ -117,6 +122,7 @@ OTHERWISE: dict[str, str] = {
     "stage": _STAGE,
     "sync_ref_model": _MOVES,
     "truncation_mode": "data.truncation is its counterpart, and cuts prompts only",
+    "undesirable_weight": _LABEL_WEIGHTS,
     "use_peft": _ADAPTER,
     "val_set_size": _SHARE,
     "val_size": _SHARE,
@@ -142,7 +148,11 @@ VALUES: dict[str, dict[str, str]] = {
     "model.dtype": _DTYPES,
     "model.compute_dtype": _DTYPES,
     "model.adapter": {"lora": "{kind: lora}", "dora": "{kind: dora}", "qlora": "{kind: lora, quantize: nf4}"},
-    "objective.loss": {"dpo": "sigmoid", "sigmoid_norm": "dpo_norm"},
+    "objective.loss": {
+        "apo_zero_unpaired": "apo_zero, on pairs, or a loss of labelled answers",
+        "dpo": "sigmoid",
+        "sigmoid_norm": "dpo_norm",
+    },
     "objective.weighting": {"pair": "example"},  # of earlier versions
     "optim.kind": {
         "adamw_torch": "adamw",
