@@ -191,7 +191,7 @@ def test_a_damaged_token_table_is_named_and_built_again(
     verified = project.isopref("cache", "verify")
     assert verified.code == 1
     assert f"{table.stem[:12]}  damaged  token table\n" in verified.out
-    assert verified.err == f"error: {damage}. Delete it: a run that needs it builds it again\n"
+    assert verified.err == f"error: {damage}. Delete it; a run that needs it will rebuild it\n"
 
     if in_use:
         starts: list[Any] = []
@@ -423,8 +423,8 @@ def test_ls_verify_rm(project: Project) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rm"], "give the KEY of a store, or --all"),
-        (["rm", "abc", "--all"], "give the KEY of a store, or --all"),
+        (["rm"], "pass the KEY of a store, or --all"),
+        (["rm", "abc", "--all"], "pass the KEY of a store, or --all"),
         (["rm", "abc"], "no store 'abc' in "),
         (["verify", "abc"], "no store 'abc' in "),
         (["--nproc", "2", "nowhere.yaml"], "nowhere.yaml: there is no such file"),

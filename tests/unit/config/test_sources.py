@@ -151,7 +151,7 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
         ),
         (
             "  train:\n  - weight: 1\n",
-            "c.yaml:4: data.train[0].path: is required. Where the pairs are: what data.train takes as text.",
+            "c.yaml:4: data.train[0].path: is required. Where the pairs are: any string that data.train takes.",
         ),
         (
             "  train: [{path: a,\n    weight: 0}]\n",
