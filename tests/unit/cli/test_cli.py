@@ -135,7 +135,7 @@ def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option:
     result = isopref("train", config_file.name, option, "1e-5")
     assert result.returncode == 2
     assert result.stderr.endswith(
-        f"Error: No such option: {option}. To set a config field, write section.field=value, as in "
+        f"Error: No such option: {option}. To set a config field, write section.field=value, e.g. "
         "optim.lr=1e-6. Did you mean optim.lr=value?\n"
     )
     assert "section.field" not in isopref("ls", option).stderr  # no config there
@@ -191,7 +191,7 @@ def test_user_error_is_one_message_and_exit_code_1(isopref: Isopref, config_file
     result = isopref("train", "nowhere.yaml")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: nowhere.yaml: there is no such file. To write a starter: isopref init nowhere.yaml\n"
+        "error: nowhere.yaml: no such file. To create a starter config: isopref init nowhere.yaml\n"
     )
     result = isopref("train", config_file.name, "optim.lr=fast")
     assert result.returncode == 1
