@@ -1,25 +1,25 @@
-"""The errors a user can cause. Each prints as one message, without a traceback, and ends with a non-zero exit.
+"""The errors a user can cause. Each prints as one message, without a traceback, and exits with a non-zero code.
 
-A message says where, what, the value found, and the way out. What is a fault of ours stays an ordinary exception.
+A message says where, what is wrong, the value found and how to fix it. Our own bugs remain ordinary exceptions.
 """
 
 from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Base of everything that the command line prints as one message."""
+    """Base class of everything that the command line prints as one message."""
 
 
 class ConfigError(UserError):
-    """A config file, a command-line override or an argument that cannot be used."""
+    """An unusable config file, command-line override or argument."""
 
 
 class DataError(UserError):
-    """A data file or a record in it that cannot be used."""
+    """An unusable data file or record."""
 
 
 class ModelError(UserError):
-    """A model or tokenizer that cannot be loaded, or cannot be trained in the layout asked for."""
+    """A model or tokenizer that cannot be loaded, or cannot be trained in the requested layout."""
 
 
 class CacheError(UserError):
@@ -27,15 +27,15 @@ class CacheError(UserError):
 
 
 class RunError(UserError):
-    """A run that cannot start, go on or be trusted."""
+    """A run that cannot start, continue or be trusted."""
 
 
 class StartAgainError(RunError):
-    """A run that had to stop, and goes on when it is started again: at once, unless it was asked to stop anyway."""
+    """A run that had to stop and continues when restarted: immediately, unless it was asked to stop anyway."""
 
     at_once = True
-    exit_code = 75  # "try again", in sysexits.h; tells the launcher to
-    variable = "ISOPREF_STARTED_AGAIN"  # which it sets for the ranks that it then starts
+    exit_code = 75  # "try again" in sysexits.h; tells the launcher to restart
+    variable = "ISOPREF_STARTED_AGAIN"  # set by the launcher for restarted ranks
 
 
 class FirstStepError(RunError):
@@ -43,17 +43,17 @@ class FirstStepError(RunError):
 
     def __init__(self, what: str, way_out: str):
         super().__init__(f"{what} {way_out}")
-        self.what = what  # the way out depends on who asks: a script, or a config
+        self.what = what  # the fix differs between a script and a config
 
 
 def shorter_pairs(limit: int | None = None) -> str:
-    """What `data.max_length` does for pairs that are too long: the same words wherever it is a way out."""
+    """What `data.max_length` does with overlong pairs, worded the same in every message."""
     setting = "data.max_length" if limit is None else f"data.max_length: {limit}"
-    return f"{setting} drops longer pairs; with data.truncation: keep_end or keep_start it cuts their prompts."
+    return f"{setting} drops longer pairs; with data.truncation: keep_end or keep_start it truncates their prompts."
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what caused it, what caused that, and so on."""
+    """An exception, its cause, the cause of that, and so on."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -61,6 +61,6 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception only says that another rank is gone, which is not what a user should read."""
+    """Whether an exception only says that another rank is gone, which does not help the user."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ProcessGroup")
     return any(sign in str(one) for one in chain_of(error) for sign in signs)

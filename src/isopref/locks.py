@@ -1,16 +1,16 @@
-"""Locks between processes, on files. The system frees a lock when its process ends, however it ends."""
+"""File locks between processes. The OS releases a lock when its process ends, however it ends."""
 
 import fcntl
 
 
 class FileLock:
-    """The lock of an open file, by its descriptor; closing the file frees it."""
+    """The lock of an open file descriptor; closing the file releases it."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
 
     def take(self) -> bool:
-        """Take the lock unless another has it; returns whether it was free. Raises OSError if there are no locks."""
+        """Take the lock if it is free; returns whether it was. Raises OSError on a file system without locks."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -18,11 +18,11 @@ class FileLock:
         return True
 
     def wait(self) -> None:
-        """Take the lock as soon as it is free. Raises OSError on a file system without locks."""
+        """Wait for the lock and take it. Raises OSError on a file system without locks."""
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)
 
     def is_taken(self) -> bool:
-        """Whether another has the lock. True on a file system without locks, where nobody can tell."""
+        """Whether another process holds the lock. True on a file system without locks, where it is unknown."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -1,4 +1,4 @@
-"""Where isopref keeps what it may need again (it can all be computed anew), and how it writes a file whole."""
+"""Cache locations (everything in them can be recomputed), and atomic file writes."""
 
 import os
 import uuid
@@ -6,22 +6,22 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The folder for what is kept between runs: ISOPREF_CACHE, or ~/.cache/isopref."""
+    """The cache folder: ISOPREF_CACHE, or ~/.cache/isopref."""
     return Path(os.environ.get("ISOPREF_CACHE") or "~/.cache/isopref").expanduser()
 
 
 def reference_folder() -> Path:
-    """Where the stores of reference log-probabilities are, one folder for each."""
+    """Stores of reference log-probabilities, one folder each."""
     return cache_folder() / "reference"
 
 
 def table_folder() -> Path:
-    """Where token tables are, one file for each."""
+    """Token tables, one file each."""
     return cache_folder() / "tables"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Give a file this content: after a crash it is there whole, or not there."""
+    """Write a file atomically: after a crash it is either complete or absent."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:

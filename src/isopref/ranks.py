@@ -1,10 +1,10 @@
-"""Which rank this process is, and of how many: 0 of 1 where there is no process group."""
+"""This process's rank and the number of ranks: 0 of 1 without a process group."""
 
 import torch.distributed as dist
 
 
 def own_rank(group: dist.ProcessGroup | None = None) -> int:
-    """The number of this process in a group; None: in that of all."""
+    """The rank of this process in a group; None: the default group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 

@@ -3,11 +3,11 @@
 import os
 import sys
 
-# About a tenth of a millisecond. GNU OpenMP's default of 300,000 is longer than a scheduler's time slice: when another
-# program takes one core, the thread on the other core spins its whole slice away, and training slows down many times.
-# benchmarks/busy_cores.py measures this value alone and beside busy processes.
+# About a tenth of a millisecond. GNU OpenMP's default of 300,000 exceeds a scheduler time slice: if another program
+# takes one core, the thread on the other core wastes its entire slice spinning, and training slows down many times
+# over. benchmarks/busy_cores.py measures this value on an idle machine and next to busy processes.
 SPINS = 3000
-SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # either one is the user's own choice
+SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # if either is set, the user has chosen
 
 
 def limit_spinning() -> None:

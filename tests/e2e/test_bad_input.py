@@ -77,7 +77,7 @@ MISTAKES = {
         ("train.jsonl: none of 23 records gave a pair", "too_long"), ("data.max_length=5",)
     ),
     "unknown field": Mistake(
-        ("override 'optim.epoch=2': optim.epoch: there is no such field", "Did you mean optim.epochs?"),
+        ("override 'optim.epoch=2': optim.epoch: no such field", "Did you mean optim.epochs?"),
         ("optim.epoch=2",),
     ),
     "wrong type": Mistake(
@@ -109,7 +109,7 @@ MISTAKES = {
         ("layout.parallel=hsdp", "layout.hsdp_shard=2"),
     ),
     "settings at odds": Mistake(
-        ("layout.hsdp_shard", "does nothing with layout.parallel: auto", "remove hsdp_shard"), ("layout.hsdp_shard=2",)
+        ("layout.hsdp_shard", "has no effect with layout.parallel: auto", "remove hsdp_shard"), ("layout.hsdp_shard=2",)
     ),
     "no GPU": Mistake(
         ("run.device: cuda, but torch sees no CUDA device here", "Set run.device: auto or cpu"), ("run.device=cuda",)

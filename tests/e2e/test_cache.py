@@ -191,7 +191,7 @@ def test_a_damaged_token_table_is_named_and_built_again(
     verified = project.isopref("cache", "verify")
     assert verified.code == 1
     assert f"{table.stem[:12]}  damaged  token table\n" in verified.out
-    assert verified.err == f"error: {damage}. Delete it: a run that needs it builds it again\n"
+    assert verified.err == f"error: {damage}. Delete it; a run that needs it will rebuild it\n"
 
     if in_use:
         starts: list[Any] = []
@@ -366,7 +366,7 @@ def test_an_objective_without_a_reference_scores_none(
     first = read_metrics(project.folder / "run")[0]
     assert first["train/rewards_chosen"] == pytest.approx(0.2 * first["train/logps_chosen"], rel=1e-6)
     message = project.refused("other", *NO_EVAL, *REFERENCE_FREE, f"model.reference={project.model}")
-    assert message.endswith("does nothing with objective.loss: cpo: no reference. Remove it.")
+    assert message.endswith("has no effect with objective.loss: cpo, which uses no reference. Remove it.")
     outcome = project.isopref("cache", "my.yaml", *REFERENCE_FREE)
     assert outcome.code == 1
     assert "nothing to fill" in outcome.err
@@ -423,12 +423,12 @@ def test_ls_verify_rm(project: Project) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rm"], "give the KEY of a store, or --all"),
-        (["rm", "abc", "--all"], "give the KEY of a store, or --all"),
+        (["rm"], "pass the KEY of a store, or --all"),
+        (["rm", "abc", "--all"], "pass the KEY of a store, or --all"),
         (["rm", "abc"], "no store 'abc' in "),
         (["verify", "abc"], "no store 'abc' in "),
-        (["--nproc", "2", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
-        (["nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["--nproc", "2", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["nowhere.yaml"], "nowhere.yaml: no such file"),
         (["my.yaml", "model.reference=3"], "model.reference: must be non-empty text or null; found 3"),
     ],
 )

@@ -157,10 +157,10 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     assert [line.removeprefix("warning: ") for line in lines_of(outcome.out) if line.startswith("warning: ")] == [
         "2 pairs are longer than the model's context length, 256 tokens; the longest, train.jsonl:3, has 264 in "
         "prompt and longest answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
-        "data.truncation: keep_end or keep_start it cuts their prompts.",
+        "data.truncation: keep_end or keep_start it truncates their prompts.",
         "1 pair is longer than the model's context length, 256 tokens; the longest, eval.jsonl:2, has 263 in "
         "prompt and longest answer. isopref train refuses that. data.max_length: 256 drops longer pairs; with "
-        "data.truncation: keep_end or keep_start it cuts their prompts.",
+        "data.truncation: keep_end or keep_start it truncates their prompts.",
     ]
     found = report(no_weights)
     longest = {"origin": "train.jsonl:3", "prompt": 259, "answers": {"chosen": 4, "rejected": 5}}
@@ -194,7 +194,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
         ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
         ("data.max_length=5", "train.jsonl: none of 23 records gave a pair; dropped: 23 too_long."),
         ("model.path=/nowhere/model", "model.path: there is no folder /nowhere/model"),
-        ("data.train[0]=x", "data.train[0]: there is no such field. Did you mean data.train?"),
+        ("data.train[0]=x", "data.train[0]: no such field. Did you mean data.train?"),
     ],
 )
 def test_a_mistake_is_one_message(no_weights: Project, argument: str, says: str) -> None:

@@ -161,7 +161,7 @@ def test_a_missing_package_is_named(project: Project, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     message = project.refused("run", f"run.loggers=[{name}]", NO_DATA, *SHORT)
     assert message.startswith(f"run.loggers names {name}, which needs the package '{module}'")
-    assert message.endswith(f"Install it: pip install 'isopref[{name}]'")
+    assert message.endswith(f"Try: pip install 'isopref[{name}]'")
     assert not (project.folder / "run" / "config.yaml").exists()
 
 

@@ -105,7 +105,7 @@ def test_a_rank_that_dies_ends_the_others_and_one_process_goes_on(
     os.kill(command.rank(1), signal.SIGKILL)
     code, _, err = command.end()
     assert code == 128 + signal.SIGKILL
-    assert "error: rank 1 was ended by signal 9.\n" in err
+    assert "error: rank 1 was killed by signal 9.\n" in err
     assert command.family() == {}
     assert not (project.folder / "run" / "model").exists()
 

@@ -111,10 +111,10 @@ def test_ls(project: Project, run: Path, tmp_path: Path) -> None:
     assert found[1:3] == ["finished", f"{STEPS}/{STEPS}"]
     assert float(found[3]) == pytest.approx(figures["train/loss"], rel=1e-3)
     assert float(found[5]) == pytest.approx(figures["eval/accuracy"], rel=1e-3)
-    assert project.isopref("ls", str(tmp_path)).out == f"No run in {tmp_path}.\n"
+    assert project.isopref("ls", str(tmp_path)).out == f"No runs in {tmp_path}.\n"
     nowhere = project.isopref("ls", "nowhere")
     assert (nowhere.code, nowhere.err) == (
-        1, "error: nowhere: there is no such folder. Name one that holds runs: isopref ls FOLDER\n",
+        1, "error: nowhere: no such folder. Pass a folder that contains runs: isopref ls FOLDER\n",
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_compare_runs_of_other_math(project: Project, run: Path, other: Path) ->
     assert [line.split() for line in out.splitlines() if line.strip().startswith("optim.lr")] == [
         ["optim.lr", "0.001", "0.002"]
     ]
-    assert "The losses part at step 2: " in out  # the first update moves them apart
+    assert "The losses diverge at step 2: " in out  # the first update moves them apart
 
 
 def test_compare_layouts_of_the_same_math(project: Project, run: Path) -> None:
@@ -139,7 +139,7 @@ def test_report_command(project: Project, run: Path, other: Path) -> None:
     assert "### 8 held-out pairs, with 95% intervals" in text
     outcome = project.isopref("report", str(run), str(other))
     assert (outcome.code, outcome.err) == (
-        1, "error: isopref report: several runs need a file for their page. Say where: --out FILE\n",
+        1, "error: isopref report: several runs need an output file. Try: --out FILE\n",
     )  # fmt: skip
     assert project.isopref("report", str(run), str(other), "--out", "new/both.html").out == "Wrote new/both.html.\n"
     assert (project.folder / "new/both.html").read_text().count("<h1>2 runs</h1>") == 1

@@ -122,7 +122,9 @@ def test_an_interrupt_saves_and_returns(inside: Project) -> None:
 
 def test_a_mapping_holds_what_a_file_may(inside: Project) -> None:
     settings = {"model": {"path": "m"}, "data": {"train": Path("a.jsonl")}}
-    with pytest.raises(ConfigError, match=r"config: PosixPath\('a\.jsonl'\) is no value of a config\..*str\(path\)"):
+    with pytest.raises(
+        ConfigError, match=r"config: PosixPath\('a\.jsonl'\) is not a valid config value\..*str\(path\)"
+    ):
         isopref.train(settings)
     with pytest.raises(ConfigError, match=r"^config: optim\.lr: must be .*found \"fast\""):
         isopref.train({"model": {"path": "m"}, "data": {"train": "a.jsonl"}, "optim": {"lr": "fast"}})

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and how a command starts on several processes."""
+"""Arguments shared by several commands, and how a command starts several processes."""
 
 import os
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Values to use instead of the file's, written as in YAML. For one field, the last one wins.",
+        help="Values that override the file's, in YAML syntax. If a field is given twice, the last one wins.",
         show_default=False,
     ),
 ]
 NumProcesses = Annotated[
     int,
-    typer.Option("--nproc", min=1, metavar="N", help="Processes to start on this machine, usually one for each GPU."),
+    typer.Option("--nproc", min=1, metavar="N", help="Processes to start on this machine, usually one per GPU."),
 ]
 
 
 def check_path(option: str, path: str | None) -> None:
-    """Raise ConfigError for the value of an option that cannot be a path."""
+    """Raise ConfigError if the value of an option cannot be a path."""
     must = None if path is None else path_must(path)
     if must is not None:
         raise ConfigError(f"{option}: must be {must}; found {path!r}.")
 
 
 def start_processes(nproc: int, arguments: Sequence[str]) -> None:
-    """Run this very command in so many processes and end with their exit code; for one process, go on here."""
+    """Run this command in `nproc` processes and exit with their exit code; with one process, continue here."""
     if nproc > 1:
         if "RANK" in os.environ:
-            raise ConfigError(f"--nproc {nproc}: torchrun has started this process already. Leave --nproc out.")
+            raise ConfigError(f"--nproc {nproc}: this process was started by torchrun. Remove --nproc.")
         raise typer.Exit(launch(torchrun(nproc, "isopref.cli.main", arguments)))
     quiet_engine()

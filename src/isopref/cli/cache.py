@@ -1,5 +1,7 @@
-"""`isopref cache`: the stores of reference log-probabilities, and a check of all that is kept. Only filling one imports
-torch."""
+"""`isopref cache`: stores of reference log-probabilities, and a check of everything cached.
+
+Only filling a store imports torch.
+"""
 
 import sys
 import time
@@ -36,12 +38,12 @@ app = typer.Typer(cls=_FillByDefault, no_args_is_help=True, rich_markup_mode=Non
 def cache() -> None:
     """Precompute reference log-probabilities and manage the cache.
 
-    The reference's log-probabilities are kept between runs, under a key made of the model's numbers and the
-    pairs' tokens. Any later run with the same model finds them, whatever its layout, learning rate or folder.
+    Reference log-probabilities are cached between runs, keyed by the model's weights and the pairs' tokens. Any later
+    run with the same reference hits the cache, whatever its layout, learning rate or folder.
 
     \b
     Examples:
-      isopref cache my.yaml --nproc 8     score what is not known yet
+      isopref cache my.yaml --nproc 8     score what is not cached yet
       isopref cache ls                    list stores
       isopref cache verify                check every byte
       isopref cache rm 3f9a               remove a store
@@ -50,7 +52,7 @@ def cache() -> None:
 
 @app.command(FILL)
 def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcesses = 1) -> None:
-    """Score the pairs of a config with its reference. `isopref cache CONFIG` is the same.
+    """Score the pairs of a config with its reference. Short form: `isopref cache CONFIG`.
 
     You can stop it at any time; it resumes where it left off.
     """
@@ -63,7 +65,7 @@ def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcess
 
 @app.command("ls")
 def list_stores() -> None:
-    """List the stores: key, answers, size, last use, and the model they were first made for."""
+    """List the stores: key, answers, size, last use, and the model they were created for."""
     root = reference_folder()
     every = stores(root)
     if not every:
@@ -81,21 +83,19 @@ def list_stores() -> None:
 def verify(
     key: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KEY", help="A store, or the beginning of its key. Default: all stores, and all token tables."
-        ),
+        typer.Argument(metavar="KEY", help="Key of a store, or a prefix of it. Default: all stores and token tables."),
     ] = None,
 ) -> None:
-    """Check every byte of the stores and of the token tables. If anything is damaged, name it and exit with 1.
+    """Check every byte of the stores and token tables. If anything is damaged, name it and exit with 1.
 
-    Nothing is changed. A run that needs a damaged shard removes it and scores its pairs again; one that needs a damaged
-    token table builds it again.
+    Changes nothing. A run that needs a damaged shard removes it and rescores its pairs; one that needs a damaged token
+    table rebuilds it.
     """
     root = reference_folder()
     chosen = stores(root) if key is None else [find_store(root, key)]
     tables = sorted(table_folder().glob("*.arrow")) if key is None else []
     for old in (path for path in tables if _is_of_earlier_version(path)):
-        print(f"{old.stem[:12]}  unused: a token table of an earlier version. To remove it: rm {old}")
+        print(f"{old.stem[:12]}  unused: a token table from an earlier version. To remove it: rm {old}")
     tables = [path for path in tables if not _is_of_earlier_version(path)]
     problems = [_verdict(store.key, store.problems()) for store in chosen]
     problems += [_verdict(path.stem, _table_problems(path), "  token table") for path in tables]
@@ -106,7 +106,7 @@ def verify(
 
 
 def _verdict(name: str, problems: list[str], kind: str = "") -> bool:
-    """Say whether a store or a table is damaged, and how."""
+    """Print whether a store or a table is damaged, and how."""
     print(f"{name[:12]}  {'damaged' if problems else 'intact'}{kind}")
     for text in problems:
         print(f"error: {text}", file=sys.stderr)
@@ -114,7 +114,7 @@ def _verdict(name: str, problems: list[str], kind: str = "") -> bool:
 
 
 def _is_of_earlier_version(path: Path) -> bool:
-    """Whether a table is a plain Arrow file, as tables were before they had digests."""
+    """Whether a table is a plain Arrow file, the format before digests."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(6) == b"ARROW1"
     return False
@@ -126,23 +126,24 @@ def _table_problems(path: Path) -> list[str]:
     try:
         ExampleTable.open(path, []).check()
     except DamagedTableError as error:
-        return [f"{error}. Delete it: a run that needs it builds it again"]
+        return [f"{error}. Delete it; a run that needs it will rebuild it"]
     except OSError as error:
-        return [f"{path}: cannot be read ({error.strerror})"]
+        return [f"{path}: read failed ({error.strerror})"]
     return []
 
 
 @app.command("rm")
 def remove(
     key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="A store, or the beginning of its key.", show_default=False)
+        str | None, typer.Argument(metavar="KEY", help="Key of a store, or a prefix of it.", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all stores.")] = False,
 ) -> None:
-    """Remove a store, or all of them. What is needed again is scored again."""
+    """Remove a store, or all of them. Later runs rescore what they need."""
     if (key is None) == (not everything):
-        raise ConfigError("isopref cache rm: give the KEY of a store, or --all. See: isopref cache ls")
-    # Locks of pair tables stay: who waits on a removed one would build beside who makes it anew, and lose its file.
+        raise ConfigError("isopref cache rm: pass the KEY of a store, or --all. To list them: isopref cache ls")
+    # Keep the locks of token tables: a process waiting on a removed lock would build its table concurrently with one
+    # that recreated the lock, and lose its file.
     root = reference_folder()
     for store in stores(root) if key is None else [find_store(root, key)]:
         store.remove()

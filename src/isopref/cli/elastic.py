@@ -1,8 +1,8 @@
-"""torchrun as a run needs it: a signal lets ranks finish their step, and a failure is told by the rank that failed.
+"""torchrun as a run needs it: after a signal, ranks finish their step; a failure is reported by the rank that failed.
 
-torchrun itself ends ranks thirty seconds after a signal, exits with 1 however they end, and prints a traceback of its
-own. `python -m isopref.cli.elastic` takes torchrun's arguments. Its exit code is 128 + N if signal N stopped or killed
-the ranks. Ranks that exit with StartAgainError.exit_code are restarted.
+torchrun itself kills ranks thirty seconds after a signal, always exits with 1, and prints its own traceback.
+`python -m isopref.cli.elastic` takes torchrun's arguments. Its exit code is 128 + N if signal N stopped or killed the
+ranks. Ranks that exit with StartAgainError.exit_code are restarted.
 """
 
 import logging
@@ -17,11 +17,11 @@ from types import FrameType
 from isopref.cli.launch import PARENT, end_with_parent, stop_signals
 from isopref.errors import StartAgainError
 
-SIGNALS = 128  # exit codes above it: a signal
+SIGNALS = 128  # exit codes above this mean a signal
 
 
 def pass_on(signum: int, _frame: FrameType | None) -> None:
-    """Ask every rank to stop: they save, and end by themselves. Before there are ranks, end."""
+    """Ask every rank to save and stop. If there are no ranks yet, exit."""
     ranks = list(children())
     if not ranks:
         signal.signal(signum, signal.SIG_DFL)
@@ -32,7 +32,7 @@ def pass_on(signum: int, _frame: FrameType | None) -> None:
 
 
 def children() -> Iterator[int]:
-    """The processes that this one started."""
+    """Processes started by this one."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             parent = path.read_text().rpartition(")")[2].split()[1]
@@ -41,7 +41,7 @@ def children() -> Iterator[int]:
 
 
 def main() -> None:
-    """Run torchrun. Its modules, which import torch, take seconds: a signal meanwhile ends the process."""
+    """Run torchrun. Importing it (and torch) takes seconds; a signal during that time ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would print a traceback
     end_with_parent()
     os.environ[PARENT] = str(os.getpid())  # of the ranks
@@ -53,18 +53,18 @@ def main() -> None:
         signal.signal(one, pass_on)
     while True:
         try:
-            torchrun(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # those that stop are handled here
+            torchrun(["--signals-to-handle", "SIGQUIT", *sys.argv[1:]])  # stop signals are handled here
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if failure.exitcode == StartAgainError.exit_code:  # each time with smaller microbatches, down to one pair
                 os.environ[StartAgainError.variable] = "1"
                 continue
-            # A rank that a signal stopped has said so. The others may have been killed for it meanwhile.
+            # A rank stopped by a signal has said so; the others may have been killed because of it.
             stopped = [one.exitcode for one in failed.failures.values() if one.exitcode > SIGNALS]
             if stopped:
                 sys.exit(stopped[0])
-            if failure.exitcode < 0:  # it could not say why itself
-                sys.stderr.write(f"error: rank {rank} was ended by signal {-failure.exitcode}.\n")
+            if failure.exitcode < 0:  # it could not report the cause itself
+                sys.stderr.write(f"error: rank {rank} was killed by signal {-failure.exitcode}.\n")
                 sys.exit(SIGNALS - failure.exitcode)
             sys.exit(1)
         break

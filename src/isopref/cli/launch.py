@@ -1,4 +1,4 @@
-"""Processes on this machine: several, started by torchrun, or one, started again. Knows nothing of what they run."""
+"""Starts processes on this machine: several via torchrun, or a restart of this one. Independent of what they run."""
 
 import ctypes
 import os
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-PARENT = "ISOPREF_PARENT"  # names, to a process that is started, the one it must not outlive
+PARENT = "ISOPREF_PARENT"  # tells a child process which process it must not outlive
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def torchrun(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs `python -m module arguments` in so many processes of one group."""
+    """The command that runs `python -m module arguments` in `num_processes` processes of one group."""
     launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node"]
     return [*launcher, str(num_processes), "-m", module, *arguments]
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run a command, passing signals on. Returns its exit code, or 128 + N if signal N killed it."""
+    """Run a command, forwarding signals. Returns its exit code, or 128 + N if signal N killed it."""
     child: subprocess.Popen[bytes] | None = None
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -29,7 +29,7 @@ def launch(command: Sequence[str]) -> int:
 
     before = {signum: signal.signal(signum, forward) for signum in stop_signals()}
     try:
-        # A process group of its own: Ctrl-C in a terminal goes to a whole group; the child must get it once.
+        # Its own process group: Ctrl-C in a terminal goes to the entire group, and the child must get it only once.
         child = subprocess.Popen(command, process_group=0, env={**os.environ, PARENT: str(os.getpid())})
         code = child.wait()
     finally:
@@ -39,27 +39,28 @@ def launch(command: Sequence[str]) -> int:
 
 
 def start_again(environment: Mapping[str, str]) -> NoReturn:
-    """Put a new process with the same command in the place of this one, of which nothing is left."""
+    """Replace this process with a new one running the same command."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop. One that nohup took away, for a run to outlive its terminal, is not."""
+    """The signals that ask a run to stop. SIGHUP is not one of them under nohup."""
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that PARENT names ends, however it does. Linux only.
+    """Have this process killed when the process named by PARENT ends, however it ends. Linux only.
 
-    A launcher that is killed can tell nobody, and ranks that go on without it hold their GPUs.
+    A killed launcher cannot notify its ranks, and ranks that keep running without it would hold their GPUs.
     """
     parent = os.environ.pop(PARENT, None)
     if parent is None or sys.platform != "linux":
         return
-    # The kernel takes the thread that started this process for its parent; here and in torchrun it is the main one.
+    # The kernel treats the thread that started this process as its parent; here and in torchrun that is the main
+    # thread.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The commands. They read arguments and print; isopref.build, imported when a run starts, does the work.
+"""The commands. They parse arguments and print; isopref.build, imported when a run starts, does the work.
 
-`isopref --help` must stay quick: nothing here may import torch.
+`isopref --help` must stay fast: nothing here may import torch.
 """
 
 import errno
@@ -25,19 +25,19 @@ from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
 from isopref.threads import limit_spinning
 
-FIRST_RANK_WAIT_S = 20  # for the first rank to meet the same error
+FIRST_RANK_WAIT_S = 20  # for the first rank to hit the same error
 END_WAIT_S = 60  # for the launcher to end this rank once the first one has failed
 ECHO_WAIT_S = 15
 
 
 class Commands(TyperGroup):
-    """The group of commands; says what to write where a field of the config was given as an option."""
+    """The command group; explains how to set a config field that was passed as an option."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # By name: it is click's class, or in newer versions of typer that of a click of its own.
+            # By name: the class is click's, or that of the click bundled with newer versions of typer.
             if type(error).__name__ == "NoSuchOption":
                 _explain_overrides(error)
             raise
@@ -46,8 +46,8 @@ class Commands(TyperGroup):
 def _explain_overrides(error: Any) -> None:
     takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
     name = error.option_name.lstrip("-").replace("-", "_")
-    if takes_overrides and (homes(name) or not error.possibilities):  # it is no option that is misspelt
-        error.message = f"{error.message.rstrip('.')}. To set a field of the config, {override_form(name)}"
+    if takes_overrides and (homes(name) or not error.possibilities):  # not a misspelt option
+        error.message = f"{error.message.rstrip('.')}. To set a config field, {override_form(name)}"
         error.possibilities = []  # --lr is like --help
 
 
@@ -68,7 +68,7 @@ app.command("score")(score.score)
 
 
 def main() -> None:
-    """Run the command line. A user's error is one message and exit code 1; any other keeps its traceback."""
+    """Run the command line. A user error is one message and exit code 1; any other error keeps its traceback."""
     environment = dict(os.environ)
     end_with_parent()
     limit_spinning()
@@ -80,7 +80,7 @@ def main() -> None:
         code = StartAgainError.exit_code if again else 1
         if rank != "0" and _first_rank_reports():
             sys.exit(code)
-        alone = "RANK" not in environment  # else the launcher starts again
+        alone = "RANK" not in environment  # otherwise the launcher restarts it
         word = "warning" if again and alone else "error"
         print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
         if again and alone:
@@ -90,18 +90,18 @@ def main() -> None:
         if isinstance(error, OSError) and _is_of_argument(error):
             sys.exit(f"error: {error.filename}: {error.strerror}. Choose another path.")
         if "RANK" in os.environ and is_echo(error):
-            time.sleep(ECHO_WAIT_S)  # the rank that is gone ends this one first, and has said why
+            time.sleep(ECHO_WAIT_S)  # the failed rank has said why, and usually ends this one first
         raise
 
 
 def _is_of_argument(error: OSError) -> bool:
-    """Whether the system refuses a path that the command line names: too long, or in a folder that is closed."""
+    """Whether the OS rejects a path from the command line: too long, or in a folder without access."""
     refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
     return refused and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
 
 
 def _first_rank_reports() -> bool:
-    """Whether the first rank meets this error too and reports it; its end usually ends this process in here."""
+    """Whether the first rank hits this error too and reports it; its exit usually ends this process in here."""
     from isopref.engine.spokesman import first_rank_failed
 
     if not first_rank_failed(within_s=FIRST_RANK_WAIT_S):
@@ -123,9 +123,9 @@ def isopref(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Tune a language model on preference pairs (DPO and its family).
+    """Tune a language model on preference pairs (DPO and related objectives).
 
-    The result depends on the global batch only, never on how it is laid out on the hardware.
+    The result depends only on the global batch, never on how it is laid out on the hardware.
 
     \b
     A first run, on any machine:
@@ -162,7 +162,7 @@ def train(
 
     On SIGTERM or Ctrl-C, the run saves a checkpoint and exits with 143 or 130.
 
-    To train on several machines, launch it on each of them with torchrun:
+    To train on several machines, run torchrun on each of them:
 
     \b
       torchrun --nnodes 2 --nproc_per_node 8 ... -m isopref train my.yaml
@@ -183,21 +183,22 @@ def evaluate(
     overrides: Overrides = None,
     *,
     model: Annotated[
-        str, typer.Option(metavar="PATH", help="Model to evaluate, named like model.path.", show_default=False)
+        str,
+        typer.Option(metavar="PATH", help="Model to evaluate, in any form that model.path takes.", show_default=False),
     ],
     reference: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Model to compare it with. Default: the config's reference."),
+        typer.Option(metavar="PATH", help="Reference model. Default: the config's reference."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this file.")
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
     """Evaluate a model on the config's held-out pairs (data.eval).
 
-    Preference accuracy, reward margins, loss and length bias, with 95% intervals. The reference's side comes
-    from the cache where it was scored before.
+    Prints preference accuracy, reward margins, loss and length bias with 95% intervals. Reference log-probabilities
+    come from the cache if they have been scored before.
 
     \b
     Examples:
@@ -218,19 +219,19 @@ def evaluate(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A run with an adapter, or an adapter's folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to write, which does not exist yet.", show_default=False)],
+    adapter: Annotated[Path, typer.Argument(help="A run with an adapter, or an adapter folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist yet.", show_default=False)],
     dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float64. Default: the base model's own.")
+        str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float64. Default: the base model's dtype.")
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the base model.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code that ships with the base model.")
     ] = False,
 ) -> None:
-    """Write an adapter and its base model as one model.
+    """Merge an adapter into its base model.
 
-    The base model is where the adapter's folder says. What comes out is a Hugging Face folder like any other. A base
-    model that was trained in 4 bits is merged in full precision: close to what was trained, not the same.
+    The adapter folder names its base model. The result is an ordinary Hugging Face folder. If the adapter was trained
+    on a 4-bit base, it is merged into the full-precision weights: close to what was trained, but not identical.
 
     \b
     Example:
@@ -249,12 +250,12 @@ def merge(
 def data(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:
-    """Show what a config's data is, as the model would see it.
+    """Show a config's data as the model would see it.
 
-    Tokenises the data as train would, and prints what was found in each source, what was dropped and why, the lengths,
-    the longest pairs, those over the model's context length, and three pairs as they are tokenised. Loads the model's
+    Tokenises the data as train would, and prints what each source contains, what was dropped and why, length
+    statistics, the longest pairs, pairs over the model's context length, and three tokenised pairs. Loads the model's
     tokenizer and config, not its weights.
 
     \b
@@ -282,27 +283,28 @@ def plan(
     config_file: ConfigFile,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs of the run, eight to a machine.")] = 1,
-    card: Annotated[str, typer.Option(metavar="NAME", help="Which GPU: H200, H100, A100, L40S, ...")] = "H100",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Number of GPUs, eight per machine.")] = 1,
+    card: Annotated[str, typer.Option(metavar="NAME", help="GPU model: H200, H100, A100, L40S, ...")] = "H100",
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Its memory where that differs, as in 40GB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="GPU memory, if it differs from the card's usual size, e.g. 40GB."),
     ] = None,
-    network: Annotated[float, typer.Option(min=1, metavar="GBIT", help="Gb/s of each GPU to other machines.")] = 400,
+    network: Annotated[float, typer.Option(min=1, metavar="GBIT", help="Gb/s per GPU to other machines.")] = 400,
     ranks: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Also plan the run on so many GPUs, as in 8,64,1024.")
+        str | None, typer.Option(metavar="N,N,...", help="Also plan the run on these numbers of GPUs, e.g. 8,64,1024.")
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Take lengths from a .npy file (prompt, chosen, rejected), not from the data."
+            metavar="FILE", help="Read lengths from a .npy file (prompt, chosen, rejected) instead of the data."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Estimate a run's memory, speed and duration; needs no GPU.
 
-    Memory by part, rows and balance, expected speed and hours, and what fits where it does not. Tokenises the data as
-    train would, and reads the model's config, not its weights.
+    Prints a memory breakdown, row fill and balance, expected speed and hours, and overrides that fit if the run does
+    not. Tokenises the data as train would, and reads the model's config, not its weights.
 
     \b
     Examples:
@@ -342,7 +344,7 @@ def init(
 ) -> None:
     """Write a config file to start from.
 
-    It has every field with its default and its meaning. A file that exists is never overwritten.
+    It lists every field with its default and its meaning. Existing files are never overwritten.
 
     \b
     Examples:
@@ -353,7 +355,7 @@ def init(
         path = path or Path("isopref.yaml")
         _refuse_existing(path)
         _write(path, starter())
-        print(f"Wrote {path}. Set model.path and data.train in it, look at the data: isopref data {path}")
+        print(f"Wrote {path}. Set model.path and data.train in it, then check the data: isopref data {path}")
         print(f"Then: isopref train {path}")
         return
 
@@ -369,10 +371,10 @@ def init(
 
 @app.command()
 def config(config_file: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a config file and print it in full.
+    """Check a config file and print it with all defaults filled in.
 
-    Prints YAML with every default filled in, under the run id: the name of the math. Configs that differ
-    only in the sections layout and run have the same run id, and train the same model.
+    Prints YAML, preceded by the run id, which identifies the math. Configs that differ only in the layout and run
+    sections have the same run id and train the same model.
 
     \b
     Example:
@@ -386,7 +388,7 @@ def config(config_file: ConfigFile, overrides: Overrides = None) -> None:
 def _refuse_existing(*paths: Path) -> None:
     for path in paths:
         if path.exists():
-            raise ConfigError(f"{path}: exists already, and is not overwritten. Choose another name, or remove it.")
+            raise ConfigError(f"{path}: already exists and will not be overwritten. Choose another name, or remove it.")
 
 
 def _write(path: Path, text: str) -> None:
@@ -394,7 +396,7 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
+        raise ConfigError(f"{path}: cannot be written ({error}). Choose another location.") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How `isopref plan` shows a plan: memory, a step, time, what else would fit, and the run on more ranks."""
+"""How `isopref plan` prints a plan: memory, step, time, alternatives that fit, and scaling to more ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PARTS = {
     "gathered": "weights gathered by FSDP",
     "gradients": "gradients",
     "optimizer": "optimizer",
-    "activations": "activations of a microbatch",
-    "logits": "logits, or a layer's backward",
+    "activations": "activations per microbatch",
+    "logits": "logits, or one layer's backward",
     "cache": "reference cache",
 }
 
@@ -32,7 +32,7 @@ def parse_ranks(text: str) -> list[int]:
     """Numbers of ranks from "8,64,1024". Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"--ranks {text}: write whole numbers from 1 on with commas between, as in 8,64,1024.")
+        raise ConfigError(f"--ranks {text}: must be positive whole numbers separated by commas, e.g. 8,64,1024.")
     return [int(part) for part in parts]
 
 
@@ -42,23 +42,23 @@ def to_json(plan: RunPlan) -> str:
 
 
 def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
-    """The plan for people."""
+    """Print the plan for people."""
     run = plan.run
     takes = f"{plan.largest_fit:,}" if plan.largest_fit else "none"
     console.print(Text(f"{plan.parameters / 1e9:.2f} B parameters on {hardware.gpus} x {hardware.card_name}", "bold"))
     _show_memory(plan, hardware, console)
     _lines(
         console,
-        f"a step of {run.batch_size:.0f} {plan.unit}s",
+        f"one step of {run.batch_size:.0f} {plan.unit}s",
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
-            "microbatches": f"{run.microbatches:.1f} a rank, the largest of {run.largest_tokens:,.0f} tokens "
-            f"(limit {plan.microbatch_tokens:,}; memory takes {takes})",
+            "microbatches": f"{run.microbatches:.1f} per rank, the largest with {run.largest_tokens:,.0f} tokens "
+            f"(limit {plan.microbatch_tokens:,}; memory allows {takes})",
             "row fill": f"{run.fill:.1%}",
             "prompt sharing": f"computes {plan.saved_by_sharing:.0%} fewer tokens (layout.rows: shared)",
-            "balance of ranks": f"{run.balance:.1%}",
+            "rank balance": f"{run.balance:.1%}",
             "useful work": f"{run.flops / 1e12:,.3g} TFLOP" if run.flops < 1e15 else f"{run.flops / 1e15:,.3g} PFLOP",
-            "sent by a rank": f"{run.sent_bytes / 1e9:.2f} GB",
+            "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB",
         },
     )
     if plan.hours is None:
@@ -73,14 +73,14 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
 
 def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     memory = plan.run.memory
-    table = Table("memory of a rank", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table("memory per rank", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("GiB", justify="right")
     for name, label in PARTS.items():
         table.add_row(label, f"{getattr(memory, name) / GIB:.2f}")
     table.add_section()
     table.add_row("peak", f"{memory.total / GIB:.1f}")
-    table.add_row("while it is loaded", f"{plan.run.loading / GIB:.1f}")
-    table.add_row(f"of {hardware.card.memory / GIB:.1f}, to be used", f"{plan.usable / GIB:.1f}")
+    table.add_row("during loading", f"{plan.run.loading / GIB:.1f}")
+    table.add_row(f"usable, of {hardware.card.memory / GIB:.1f}", f"{plan.usable / GIB:.1f}")
     console.print(table)
     fits = plan.run.fits
     console.print(Text("it fits" if fits else "it does not fit", "green" if fits else "bold red"))
@@ -92,19 +92,19 @@ def _show_way_out(plan: RunPlan, console: Console) -> None:
         told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.examples_per_s:.1f} {plan.unit}s/s)"
         console.print(told, markup=False)
     if not plan.alternatives:
-        console.print("  no layout on up to 1,024 GPUs does; use shorter data (data.max_length) or a smaller model")
+        console.print("  no layout on up to 1,024 GPUs fits; use shorter data (data.max_length) or a smaller model")
 
 
 def _show_time(plan: RunPlan, hours: float, console: Console) -> None:
     time = plan.run.time
     shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
     lines = {
-        "a step": f"{time.total:.3f} s: {shares}",
+        "one step": f"{time.total:.3f} s: {shares}",
         "speed": f"{plan.run.examples_per_s:,.1f} {plan.unit}s/s, MFU {plan.run.mfu:.1%}",
         "the run": f"{_duration(3600 * hours)} for {plan.steps:,} steps over {plan.examples:,} {plan.unit}s",
     }
     if plan.score_hours:
-        lines["before it"] = f"{_duration(3600 * plan.score_hours)} to score the reference, if the cache lacks it"
+        lines["before it"] = f"{_duration(3600 * plan.score_hours)} to score the reference, unless it is cached"
     _lines(console, "time", lines)
 
 
@@ -128,9 +128,9 @@ def _show_scale(points: list[Forecast], unit: str, console: Console) -> None:
             f"{point.memory.total / GIB:.1f}",
         )
     console.print(table)
-    console.print("rows: microbatches of a rank; wait: for the network, where computing does not hide it")
+    console.print("rows: microbatches per rank; wait: network time not hidden by compute")
     if not all(point.fits for point in points):
-        console.print("-: it does not fit")
+        console.print("-: does not fit")
 
 
 def _duration(seconds: float) -> str:

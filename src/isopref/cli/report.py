@@ -1,4 +1,4 @@
-"""`isopref report`, `ls` and `compare`: what runs have left in their folders. None imports torch."""
+"""`isopref report`, `ls` and `compare`, based on what runs wrote to their folders. None imports torch."""
 
 import sys
 from collections.abc import Sequence
@@ -24,27 +24,28 @@ from isopref.runs.folder import find_runs
 from isopref.runs.read import RunRecord, read_run
 
 ANY_WIDTH = 10_000
-NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # columns of `isopref ls` that stand on the right
-# What a narrow terminal lacks, the first first: some columns, the middle of names, and then other columns too.
+NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # right-aligned columns of `isopref ls`
+# What a narrow terminal omits, in this order: some columns, the middle of names, then more columns.
 SPARE, LAST = ("started", "accuracy"), ("loss", "held-out\naccuracy", "step")
-LEAST_NAME = 24  # characters of a name that are shown
+LEAST_NAME = 24  # characters of a name that are always shown
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"Where to write it. Default: {REPORT_FILE} in the folder of a single run."),
+        typer.Option(metavar="FILE", help=f"Output file. Default: {REPORT_FILE} in the run folder, for a single run."),
     ] = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Write Markdown, for a pull request. Default place: the terminal.")
+        bool,
+        typer.Option("--markdown", help="Write Markdown, for a pull request; to the terminal unless --out is given."),
     ] = False,
 ) -> None:
-    """Show runs as one HTML page: curves, held-out figures, answers, config. Several runs are laid over each other.
+    """Write an HTML report of one or more runs: curves, held-out metrics, answers, config. Several runs are overlaid.
 
-    The page needs no network and can be sent as it is. A run that goes on can be looked at too.
+    The page is a single self-contained file. It also works for runs that are still in progress.
 
     \b
     Examples:
@@ -57,14 +58,14 @@ def report(
         sys.stdout.write(markdown(records))
         return
     if out is None and len(runs) > 1:
-        raise RunError("isopref report: several runs need a file for their page. Say where: --out FILE")
+        raise RunError("isopref report: several runs need an output file. Try: --out FILE")
     path = out or runs[0] / REPORT_FILE
     text = markdown(records) if as_markdown else page(records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:
-        raise RunError(f"--out: {path} cannot be written ({error}). Choose another place.") from error
+        raise RunError(f"--out: {path} cannot be written ({error}). Choose another location.") from error
     print(f"Wrote {path}.")
 
 
@@ -79,10 +80,10 @@ def list_runs(
       isopref ls experiments
     """
     if not folder.is_dir():
-        raise RunError(f"{folder}: there is no such folder. Name one that holds runs: isopref ls FOLDER")
+        raise RunError(f"{folder}: no such folder. Pass a folder that contains runs: isopref ls FOLDER")
     found = list(find_runs(folder))
     if not found:
-        print(f"No run in {folder}.")
+        print(f"No runs in {folder}.")
         return
     rows = []
     for place in found:
@@ -97,7 +98,7 @@ def list_runs(
 
 
 def compare(a: RunFolder, b: RunFolder) -> None:
-    """Say whether two runs have the same math, where their curves part, and how each ended.
+    """Tell whether two runs have the same math, where their curves diverge, and how each ended.
 
     \b
     Example:
@@ -110,9 +111,9 @@ def compare(a: RunFolder, b: RunFolder) -> None:
         print(f"Different math, in {len(differing)} {'place' if len(differing) == 1 else 'places'}:")
         _show(("", *labels), [[row.name, *map(shown, row.values)] for row in differing])
     else:
-        print("Same math: model, data, objective and optimizer are alike, so only rounding may differ.")
+        print("Same math: model, data, objective and optimizer match, so the runs may differ only by rounding.")
         if not all(run.starts for run in runs):
-            print("(By their configs alone: a run of an older version noted neither its pairs nor its reference.)")
+            print("(Based on the configs alone: a run from an older version did not record its pairs and reference.)")
     print(_parting_text(runs))
     ends = [final_figures(run) for run in runs]
     rows = [
@@ -121,7 +122,7 @@ def compare(a: RunFolder, b: RunFolder) -> None:
     _show(("at the end", *labels), [["state", *(run.status for run in runs)], *rows], right=labels)
     windows = [last_window(run) for run in runs]
     if all(windows) and windows[0] != windows[1]:
-        print(f"Training figures are means since the line before (run.log_every): {windows[0]} and {windows[1]} steps.")
+        print(f"Training metrics are means since the last line (run.log_every): {windows[0]} and {windows[1]} steps.")
 
 
 def _cells(run: RunRecord) -> dict[str, str]:
@@ -137,7 +138,7 @@ def _cells(run: RunRecord) -> dict[str, str]:
 
 
 def _show_runs(rows: list[dict[str, str]]) -> None:
-    """A line for each run. A file or a pipe has all of it; a terminal as much as its width takes."""
+    """One line per run: complete in a file or pipe, as much as fits on a terminal."""
     columns, console = list(rows[0]), _console()
     longest = max(len(row["run"]) for row in rows)
 
@@ -156,14 +157,14 @@ def _show_runs(rows: list[dict[str, str]]) -> None:
     notes = [f"Not shown in {console.width} columns: {', '.join(told)}."] if told else []
     if console.is_terminal and size < longest:
         rows = [{**row, "run": _shortened(row["run"], size)} for row in rows]
-        notes.append("Names are whole in a pipe: isopref ls | cat")
+        notes.append("To see full names: isopref ls | cat")
     Console(highlight=False, width=max(width(), console.width)).print(table())
     for note in notes:
         print(note)
 
 
 def _shortened(name: str, size: int) -> str:
-    """A name without its middle, where it has more than so many characters."""
+    """A name shortened in the middle to at most `size` characters."""
     end = size // 2
     return name if len(name) <= size else f"{name[: size - end - 1]}…{name[-end:]}"
 
@@ -171,7 +172,7 @@ def _shortened(name: str, size: int) -> str:
 def _parting_text(runs: list[RunRecord]) -> str:
     found = parting(runs[0], runs[1])
     if found is None:
-        return "The two have no logged step in common, so their curves cannot be compared."
+        return "The two runs have no logged step in common, so their curves cannot be compared."
     kinds = " and ".join(dict.fromkeys(compute_dtype(run) for run in runs))
     rounding = f"{found.tolerance:g}, rounding in {kinds}"
     if found.step is None or found.losses is None:
@@ -181,7 +182,7 @@ def _parting_text(runs: list[RunRecord]) -> str:
         )
     first, second = (f"{loss:.6g}" for loss in found.losses)
     return (
-        f"The losses part at step {found.step}: {first} and {second} (more than {rounding}; largest difference "
+        f"The losses diverge at step {found.step}: {first} and {second} (more than {rounding}; largest difference "
         f"{found.largest:.1e}, over {found.num_steps} steps that both logged)."
     )
 
@@ -201,6 +202,6 @@ def _table(columns: Sequence[str], rows: list[list[str]], right: Sequence[str]) 
 
 def _console() -> Console:
     console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe takes lines of any length
+    if not console.is_terminal:  # files and pipes take lines of any length
         console = Console(highlight=False, width=max(console.width, 200))
     return console

@@ -1,4 +1,4 @@
-"""`--resume`, an option that may have a value: what it may be, and how it is read."""
+"""`--resume`, an option with an optional value."""
 
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -9,10 +9,10 @@ Resume = Literal["no", "must", "auto"]
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
-    """`--resume` as an option with a value, which a command line cannot have beside one without."""
+    """Rewrite a bare `--resume` as `--resume=must`: the parser does not support optional values."""
 
     def is_value(after: str) -> bool:
-        # A config would be a file, and an override has an equals sign.
+        # A config is an existing file, and an override has an equals sign.
         return after == "auto" or (after.isalnum() and not Path(after).exists())
 
     following = [*arguments, ""][1:]
@@ -21,10 +21,10 @@ def spelled_out(arguments: list[str]) -> list[str]:
 
 
 def parse_resume(told: str) -> Resume:
-    """Not as the option's own parser, to which some versions of typer hand None in place of the default."""
+    """Not the option's own parser, because some versions of typer pass None to that instead of the default."""
     if told not in get_args(Resume):
         raise ConfigError(
-            f'--resume: takes no value, or auto; found "{told}". Alone it resumes from the last intact checkpoint; '
+            f'--resume: takes no value or "auto"; found "{told}". --resume resumes from the last intact checkpoint; '
             "--resume auto resumes the run if it exists and starts it otherwise."
         )
     return cast(Resume, told)

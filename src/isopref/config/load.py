@@ -1,6 +1,6 @@
-"""YAML file and command-line overrides -> Config, all problems of both reported at once; and back to YAML.
+"""YAML file and command-line overrides -> Config, reporting all problems at once; and back to YAML.
 
-Owns the reading and the wording of what is wrong. What is allowed is schema.py's.
+Owns parsing and the wording of errors. schema.py defines what is allowed.
 """
 
 import json
@@ -23,13 +23,13 @@ from isopref.config.section import NO_PATH
 from isopref.config.values import IS_LIST, IS_SOURCE, TAGS
 from isopref.errors import ConfigError
 
-Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a place in a list
+Keys = tuple[str | int, ...]  # ("optim", "lr"), ("data", "train", 1, "weight"): a number is a list index
 
 MERGE = "tag:yaml.org,2002:merge"  # the key <<
 DATA_FILES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow")  # .json may be a config: it is YAML too
-ADAPTER = ("model", "adapter")  # a field that has fields of its own
+ADAPTER = ("model", "adapter")  # a field with its own fields
 MOST_LEVELS = 20  # of nesting; PyYAML would fail at some hundreds
-TOO_DEEP = f"nested over {MOST_LEVELS} levels deep, and a config has at most 6"
+TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep; a config has at most 6"
 
 # YAML 1.1 reads 1e-6 as text, because it has no dot.
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML that quotes text which _Loader would take for a number."""
+    """Safe YAML that quotes text which _Loader would read as a number."""
 
 
 for _class in (_Loader, _Dumper):
@@ -55,7 +55,7 @@ for _class in (_Loader, _Dumper):
 
 @dataclass
 class _Draft:
-    """Values on their way to a config: where each one was written, and what is wrong so far."""
+    """Values on their way to a config, with the location of each and the problems so far."""
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -63,19 +63,19 @@ class _Draft:
     problems: list[str] = field(default_factory=list)
 
     def place(self, keys: Keys) -> str:
-        """Where `keys` were written: their own place, else that of what they are part of."""
+        """Where `keys` were written: their own location, or that of the enclosing value."""
         return next((self.places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.places), self.source)
 
     def report(self, keys: Keys, what: str, inner: Keys = ()) -> None:
-        """Note a problem of the section or field `keys`; `inner` are the keys of the wrong part of it."""
+        """Record a problem with the section or field `keys`; `inner` are the keys of the offending part."""
         self.problems.append(f"{self.place(inner or keys)}: {_name(keys)}: {what}")
 
 
 def load_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply overrides (`section.field=value`, the last one wins) and check the result.
 
-    A mapping is taken as the file's content. Raises ConfigError, with one line for each problem, for a file or an
-    override that cannot be used.
+    A mapping is treated as the file's content. Raises ConfigError, with one line per problem, for an unusable file or
+    override.
     """
     draft = _read(source) if isinstance(source, Path) else _copy(source)
     for override in overrides:
@@ -89,12 +89,12 @@ def load_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ())
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a config file as they stand there, unchecked: it may be of another version."""
+    """The raw values of a config file, unchecked: it may be from another version."""
     return _read(path).values
 
 
 def dump_config(config: Config, notes: Sequence[str] = ()) -> str:
-    """The resolved config as YAML that load_config reads back to an equal one, under notes for people."""
+    """The resolved config as YAML, preceded by notes as comments; load_config reads it back to an equal one."""
     head = "".join(f"# {line}\n" for note in notes for line in textwrap.wrap(note, 100))
     return head + yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -106,8 +106,8 @@ def to_yaml(value: Any) -> str:
 
 
 def override_form(name: str, text: str = "") -> str:
-    """How a field is set on the command line, and which one `name`, without a section, may stand for."""
-    form = "write section.field=value, as in optim.lr=1e-6."
+    """How to set a field on the command line, and which fields `name`, without a section, may refer to."""
+    form = "write section.field=value, e.g. optim.lr=1e-6."
     if name in ADVICE:
         return f"{form} {ADVICE[name]}."
     if near := [f"{home}={instead(home, text) or text or 'value'}" for home in homes(name)]:
@@ -116,7 +116,7 @@ def override_form(name: str, text: str = "") -> str:
 
 
 def homes(name: str) -> list[str]:
-    """The fields called `name`, here or by other trainers, with their sections."""
+    """The fields called `name`, here or in other trainers, with their sections."""
     own = [f"{section}.{name}" for section in sections() if name in fields(section)]
     return [*own, SAME[name]] if name in SAME else own
 
@@ -125,67 +125,67 @@ def _read(path: Path) -> _Draft:
     draft = _Draft(str(path))
     if path.suffix in DATA_FILES:
         raise ConfigError(
-            f"{path}: is data, and a config is wanted: isopref init my.yaml, and in it data.train: {path}"
+            f"{path}: expected a config, found a data file. Try: isopref init my.yaml, then set data.train: {path}"
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file. To write a starter: isopref init {path}") from None
+        raise ConfigError(f"{path}: no such file. To create a starter config: isopref init {path}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text ({error}). Name a YAML file in UTF-8.") from error
+        raise ConfigError(f"{path}: cannot be read as text ({error}). Pass a YAML file in UTF-8.") from error
     node, values = _parse(text, draft.source)
     if not isinstance(values, dict | None):
         raise ConfigError(
             f"{path}: expected sections with fields ({', '.join(sections())}), found {_show(values)}. "
-            "To write a starter: isopref init"
+            "To create a starter config: isopref init"
         )
     for keys, line, first_line in _lines(node):
         draft.places[keys] = f"{path}:{line}"
         if first_line:
-            draft.report(keys, f"given twice, the first time in line {first_line}. Remove one of the two.")
+            draft.report(keys, f"given twice, first on line {first_line}. Remove one of them.")
     draft.values = values or {}
     return draft
 
 
 def _copy(content: Mapping[str, Any]) -> _Draft:
-    """A draft of a mapping, through YAML: it may hold what a file may, and is not written into."""
+    """A draft from a mapping, via YAML: it may contain what a file may, and is not modified."""
     try:
         _, values = _parse(yaml.dump(dict(content), Dumper=_Dumper), "config")
     except RecursionError as error:
         raise ConfigError(f"config: {TOO_DEEP}.") from error
     except yaml.representer.RepresenterError as error:
         raise ConfigError(
-            f"config: {error.args[-1]!r} is no value of a config. Use text, numbers, true or false, None, lists and "
-            "dicts; for a path its text, str(path)."
+            f"config: {error.args[-1]!r} is not a valid config value. Use strings, numbers, booleans, None, lists and "
+            "dicts; for a path, str(path)."
         ) from error
     return _Draft("config", values)
 
 
 def _parse(text: str, source: str) -> tuple[yaml.Node | None, Any]:
-    """YAML text -> its nodes, which know their lines, and its value. Raises ConfigError naming `source`."""
+    """YAML text -> its nodes, which have line numbers, and its value. Raises ConfigError naming `source`."""
     try:
         _check_depth(text)
         node = _Loader(text).get_single_node()
-        return node, _Loader(text).get_single_data()  # from nodes of its own: it puts merge keys (<<) into them
+        return node, _Loader(text).get_single_data()  # from separate nodes: it expands merge keys (<<) in place
     except (yaml.YAMLError, ValueError) as error:  # ValueError: `!!int abc`
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        if problem and problem.startswith("but "):  # of a second document; the sentence begins in the context
+        if problem and problem.startswith("but "):  # for a second document, the sentence starts in the context
             problem = f"{getattr(error, 'context', '')}, {problem}"
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
-        way_out = " Use spaces in place of the tab." if problem and r"'\t'" in problem else _quotes(error)
+        way_out = " Use spaces instead of tabs." if problem and r"'\t'" in problem else _quotes(error)
         problem = problem or " ".join(str(error).split())
         raise ConfigError(f"{source}{line}: not valid YAML: {problem}.{way_out}") from error
 
 
 def _quotes(error: Exception) -> str:
-    """The way out where text begins with a sign of YAML's, as far as the error tells; else nothing."""
+    """The fix if text starts with a YAML special character, as far as the error reveals; otherwise empty."""
     words = {"alias": "*", "anchor": "&", "for the tag '!": "!", "character '@'": "@", "character '`'": "`"}
     sign = next((sign for word, sign in words.items() if word in str(error)), None)
-    return f' Text that begins with {sign} needs quotes: "{sign}...".' if sign else ""
+    return f' Quote text that starts with {sign}: "{sign}...".' if sign else ""
 
 
 def _check_depth(text: str) -> None:
-    """Raise YAMLError for text that is nested too deep for PyYAML, which makes nodes and values by recursion."""
+    """Raise YAMLError for text nested too deeply for PyYAML, which is recursive."""
     level = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -209,7 +209,7 @@ def _lines(node: yaml.Node | None, above: Keys = ()) -> Iterator[tuple[Keys, int
     first_lines: dict[str, int] = {}
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
-        if key.tag == MERGE:  # its fields are put in where they are not given
+        if key.tag == MERGE:  # its fields apply unless given explicitly
             yield from _lines(value, above)
             continue
         yield (*above, name), line, first_lines.get(name)
@@ -249,17 +249,17 @@ def _apply(override: str, draft: _Draft) -> None:
     for inner, _, first_line in _lines(node, keys):
         draft.places[inner] = source
         if first_line:
-            draft.report(inner, "given twice. Remove one of the two.")
+            draft.report(inner, "given twice. Remove one of them.")
 
 
 def _is_text(text: str) -> bool:
-    """Whether an override's value begins with a sign that means something to YAML, but nothing there: *.jsonl."""
+    """Whether an override's value starts with a YAML special character but is plain text: *.jsonl."""
     return text.startswith(("*", "&", "!", "@", "`", "%", "#")) and not text.startswith("!!")  # !!str 3 is a value
 
 
 def _validate(draft: _Draft) -> Config | None:
     """The config, or None with the reasons added to the draft's problems."""
-    values: dict[Any, Any] = {section: {} for section in sections()}  # a section that is left out or empty
+    values: dict[Any, Any] = {section: {} for section in sections()}  # a missing or empty section
     values |= {name: value for name, value in draft.values.items() if value is not None or name not in values}
     try:
         return Config.model_validate(values)
@@ -273,8 +273,8 @@ def _validate(draft: _Draft) -> Config | None:
             inner = tuple(key if in_list and isinstance(key, int) else str(key) for key in path)
             has_fields = inner[:2] == ADAPTER or IS_SOURCE in one["loc"]
             keys = inner[:4] if in_list else inner[:3] if has_fields else inner[:2]
-            if keys and keys not in seen:  # a list with two wrong numbers is one wrong field
-                kind = one["type"] if inner == keys else "part"  # of a list that is too short, a part is missing
+            if keys and keys not in seen:  # a list with two wrong numbers counts as one problem
+                kind = one["type"] if inner == keys else "part"  # a list that is too short lacks a part
                 words = one["msg"] if kind == NO_PATH else None
                 draft.report(keys, _wrong(kind, keys, values, words), inner)
             seen.add(keys)
@@ -282,9 +282,9 @@ def _validate(draft: _Draft) -> Config | None:
 
 
 def _wrong(kind: str, keys: Keys, values: dict[Any, Any], words: str | None = None) -> str:
-    """What is wrong with the section, field, source or field of a source at `keys`, and the way out.
+    """What is wrong with the section, field, source or source field at `keys`, and how to fix it.
 
-    `words` say what it must be, where the schema does not.
+    `words` says what it must be, if the schema does not.
     """
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(keys)
@@ -304,30 +304,30 @@ def _wrong(kind: str, keys: Keys, values: dict[Any, Any], words: str | None = No
 
 
 def _siblings(keys: Keys) -> dict[str, FieldInfo]:
-    """The fields among which the last key is looked for."""
+    """The fields among which to look for the last key."""
     inside = adapter_fields() if keys[:2] == ADAPTER else source_fields()
     return inside if len(keys) > 2 else fields(str(keys[0]))
 
 
 def _unknown(keys: Keys) -> str:
-    """What to say of a section or field that does not exist: the closest one that does."""
+    """The message for an unknown section or field, with the closest known one."""
     name = str(keys[-1]).lower().replace("-", "_")
     if len(keys) == 1:
         known, what, prefix = list(sections()), "section", ""
     else:
         known, what, prefix = list(_siblings(keys)), "field", f"{_name(keys[:-1])}."
     if name in ADVICE:
-        return f"there is no such {what}. {ADVICE[name]}."
+        return f"no such {what}. {ADVICE[name]}."
     match = get_close_matches(name, known, n=1) or [field for field in known if name.startswith(f"{field}_")]
     near = [SAME[name]] if name in SAME else dict.fromkeys([*(prefix + field for field in match), *homes(name)])
     if near:
-        return f"there is no such {what}. Did you mean {' or '.join(near)}?"
-    every = "Known" if len(keys) > 1 else "Every field is in one of these"
-    return f"there is no such {what}. {every}: {', '.join(known)}."
+        return f"no such {what}. Did you mean {' or '.join(near)}?"
+    every = "Known fields" if len(keys) > 1 else "Known sections"
+    return f"no such {what}. {every}: {', '.join(known)}."
 
 
 def _name(keys: Keys) -> str:
-    """Keys as a user writes them: data.train[1].weight."""
+    """Keys in user syntax: data.train[1].weight."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 

@@ -107,7 +107,10 @@ class ObjectiveConfig(Section):
             yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
-            yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."
+            yield (
+                "reference_moves",
+                f"{moves} has no effect with objective.loss: {loss}, which uses no reference. Remove it.",
+            )
 
 
 def param_fields() -> dict[str, FieldInfo]:

@@ -12,7 +12,7 @@ HUB_FIELDS = ("name", "split", "revision")
 class SourceConfig(Section):
     """A source in data.train or data.eval that needs more than a path."""
 
-    path: PathText = Field(description="Where the pairs are: anything that data.train takes as a string.")
+    path: PathText = Field(description="Where the pairs are: any string that data.train takes.")
     name: Text | None = Field(
         default=None, description="Config of a hub dataset, if it has several. null: the default one."
     )

@@ -78,9 +78,9 @@ def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -
     return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss, None)))
 
 
-def answer_rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: PairLoss) -> FloatArray:
+def answer_rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
     """The implicit reward of every answer, all its tokens alike (without LD-DPO's discount): A."""
-    tokens = torch.from_numpy(lengths.answer.astype(np.int64))
+    tokens = torch.from_numpy(lengths.trained.astype(np.int64))
     both = ((torch.from_numpy(of.answers),) * 2 for of in (policy, ref))
     found: FloatArray = loss.rewards(*(PairLogps(*sides, tokens, tokens) for sides in both))[0].numpy()
     return found

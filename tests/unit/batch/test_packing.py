@@ -157,7 +157,7 @@ def test_slots_by_hand_and_the_budget_to_the_token(kind: RowKind, alone: int, bo
     assert str(refusal.value).startswith(f"layout.microbatch_tokens is {alone - 1}, but example 0 takes {alone} tokens")
     assert str(refusal.value).endswith(
         f"Raise it to at least {alone}, or shorten the data: data.max_length drops longer pairs; with "
-        "data.truncation: keep_end or keep_start it cuts their prompts."
+        "data.truncation: keep_end or keep_start it truncates their prompts."
     )
 
 

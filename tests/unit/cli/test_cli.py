@@ -135,7 +135,7 @@ def test_a_field_given_as_an_option(isopref: Isopref, config_file: Path, option:
     result = isopref("train", config_file.name, option, "1e-5")
     assert result.returncode == 2
     assert result.stderr.endswith(
-        f"Error: No such option: {option}. To set a field of the config, write section.field=value, as in "
+        f"Error: No such option: {option}. To set a config field, write section.field=value, e.g. "
         "optim.lr=1e-6. Did you mean optim.lr=value?\n"
     )
     assert "section.field" not in isopref("ls", option).stderr  # no config there
@@ -182,8 +182,8 @@ def test_a_value_that_resume_does_not_have(isopref: Isopref, config_file: Path, 
     found = told[-1].removeprefix("--resume=")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        f'error: --resume: takes no value, or auto; found "{found}". Alone it resumes from the last intact checkpoint; '
-        "--resume auto resumes the run if it exists and starts it otherwise.\n"
+        f'error: --resume: takes no value or "auto"; found "{found}". --resume resumes from the last intact '
+        "checkpoint; --resume auto resumes the run if it exists and starts it otherwise.\n"
     )
 
 
@@ -191,7 +191,7 @@ def test_user_error_is_one_message_and_exit_code_1(isopref: Isopref, config_file
     result = isopref("train", "nowhere.yaml")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: nowhere.yaml: there is no such file. To write a starter: isopref init nowhere.yaml\n"
+        "error: nowhere.yaml: no such file. To create a starter config: isopref init nowhere.yaml\n"
     )
     result = isopref("train", config_file.name, "optim.lr=fast")
     assert result.returncode == 1
@@ -326,7 +326,7 @@ def test_nproc_checks_the_config_before_it_starts_anything(isopref: Isopref, con
 def test_nproc_inside_torchrun_is_refused(isopref: Isopref, config_file: Path) -> None:
     result = isopref("train", config_file.name, "--nproc", "2", RANK="0")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: --nproc 2: torchrun has started this process already.")
+    assert result.stderr.startswith("error: --nproc 2: this process was started by torchrun.")
 
 
 EVALUATE = (
@@ -380,7 +380,7 @@ def test_init_writes_a_starter_once(isopref: Isopref, tmp_path: Path) -> None:
     result = isopref("init")
     assert result.returncode == 1
     assert result.stderr == (
-        "error: isopref.yaml: exists already, and is not overwritten. Choose another name, or remove it.\n"
+        "error: isopref.yaml: already exists, and is not overwritten. Choose another name, or remove it.\n"
     )
     assert (tmp_path / "isopref.yaml").read_text() == "mine"
     assert isopref("init", "new/folder/my.yaml").returncode == 0
@@ -415,7 +415,7 @@ def test_init_demo_overwrites_nothing(isopref: Isopref, tmp_path: Path, name: st
     (tmp_path / "demo" / name).write_text("mine")
     result = isopref("init", "--demo")
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: demo/{name}: exists already")
+    assert result.stderr.startswith(f"error: demo/{name}: already exists")
     assert [path.read_text() for path in (tmp_path / "demo").iterdir()] == ["mine"]
 
 

@@ -48,7 +48,7 @@ def test_ls_on_a_terminal(
     assert short[:3] == ["runs/short", "stopped", *([] if "step" in left_out else ["7/90"])]
     assert len(long) == 8 - len(left_out) - ("started" in left_out)  # a time is two words
     said = [f"Not shown in {width} columns: {', '.join(left_out)}."] if left_out else []
-    said += ["Names are whole in a pipe: isopref ls | cat"] if "…" in name else []
+    said += ["To see full names: isopref ls | cat"] if "…" in name else []
     table, notes = lines[: -len(said) or None], lines[len(lines) - len(said) :]
     assert notes == said
     assert not table[-1].strip()

@@ -60,7 +60,7 @@ def test_it_is_part_of_the_math(file: Path) -> None:
             "Write {kind: lora}.",
         ),
         ("model.adapter.rank=0", "model.adapter.rank: must be a whole number, at least 1, or null; found 0."),
-        ("model.adapter.rnk=8", "model.adapter.rnk: there is no such field. Did you mean model.adapter.rank?"),
+        ("model.adapter.rnk=8", "model.adapter.rnk: no such field. Did you mean model.adapter.rank?"),
         (
             "model.adapter.kind=prefix",
             'model.adapter.kind: must be one of lora, dora, rslora, or null; found "prefix".',
@@ -72,11 +72,12 @@ def test_it_is_part_of_the_math(file: Path) -> None:
         ),
         (
             "model.adapter={path: a, rank: 8}",
-            "model.adapter.rank: the adapter of path, a, has its own. Remove one of the two.",
+            "model.adapter.rank: is already defined by the adapter in path, a. Remove rank or path.",
         ),
         (
             "model.adapter={kind: dora, quantize: nf4}",
-            "model.adapter.quantize: does not go with kind: dora, which needs whole weights. Use lora or rslora.",
+            "model.adapter.quantize: cannot be combined with kind: dora, which needs unquantised weights. "
+            "Use lora or rslora.",
         ),
         (
             "optim.kind=adamw_sr",
@@ -96,12 +97,12 @@ def test_what_is_refused(file: Path, override: str, message: str) -> None:
 def test_offload_needs_fsdp(file: Path) -> None:
     message = refused(file, "layout.offload=true", "layout.parallel=ddp")
     assert message.endswith(
-        "layout.offload: needs FSDP, but layout.parallel is ddp. Use layout.parallel: fsdp, or auto."
+        "layout.offload: needs FSDP, but layout.parallel is ddp. Set layout.parallel to fsdp or auto."
     )
 
 
 def test_olmo_core_s_modules_take_none(file: Path) -> None:
-    told = "does not go with model.adapter, which peft puts into transformers' modules. Remove one."
+    told = "cannot be combined with model.adapter, which needs transformers' modules. Remove one of them."
     assert (
         refused(file, "model.adapter={}", "model.native=true") == f"override 'model.native=true': model.native: {told}"
     )

@@ -15,8 +15,8 @@ from isopref.objectives.registry import OBJECTIVES
 MINIMAL = "model: {path: m}\ndata: {train: d}\n"  # two lines; what a test adds begins in line 3
 LOSS = f"objective.loss: must be one of {', '.join(OBJECTIVES)}, or a non-empty mapping from these to a number, above 0"
 BATCH = (
-    "optim.batch_size is the number of pairs per step over all GPUs: per-device batch x accumulation steps x GPUs. "
-    "isopref chooses how to cut them to fit (layout.microbatch_tokens), which changes no result."
+    "optim.batch_size is the number of pairs per step across all GPUs: per-device batch x accumulation steps x GPUs. "
+    "isopref splits it to fit (layout.microbatch_tokens), which does not change the result."
 )
 
 
@@ -40,7 +40,7 @@ def problems(file: Path, text: str, *overrides: str) -> list[str]:
 def test_missing_file_says_how_to_get_one(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(file)
-    assert str(caught.value) == f"{file}: there is no such file. To write a starter: isopref init {file}"
+    assert str(caught.value) == f"{file}: no such file. To create a starter config: isopref init {file}"
 
 
 def test_folder_and_binary_file_are_refused(tmp_path: Path, file: Path) -> None:
@@ -56,7 +56,7 @@ def test_data_in_place_of_a_config(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / name)
-    told = "is data, and a config is wanted: isopref init my.yaml, and in it data.train"
+    told = "expected a config, found a data file. Try: isopref init my.yaml, then set data.train"
     assert str(caught.value) == f"{tmp_path / name}: {told}: {tmp_path / name}"
 
 
@@ -91,45 +91,44 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("objective: {betta: 1}", "objective.betta: there is no such field. Did you mean objective.beta?"),
-        ("layout: {lr: 1}", "layout.lr: there is no such field. Did you mean optim.lr?"),
+        ("objective: {betta: 1}", "objective.betta: no such field. Did you mean objective.beta?"),
+        ("layout: {lr: 1}", "layout.lr: no such field. Did you mean optim.lr?"),
         (
             "optim: {beta: 1}",
-            "optim.beta: there is no such field. Did you mean optim.betas or objective.beta?",
+            "optim.beta: no such field. Did you mean optim.betas or objective.beta?",
         ),
         (
             "objective: {zzz: 1}",
-            f"objective.zzz: there is no such field. Known: {', '.join(fields('objective'))}.",
+            f"objective.zzz: no such field. Known: {', '.join(fields('objective'))}.",
         ),
-        ("optimizer: {lr: 1}", "optimizer: there is no such section. Did you mean optim?"),
-        ("learning_rate: 1e-6", "learning_rate: there is no such section. Did you mean optim.lr?"),
-        ("optim: {num_train_epochs: 3}", "optim.num_train_epochs: there is no such field. Did you mean optim.epochs?"),
+        ("optimizer: {lr: 1}", "optimizer: no such section. Did you mean optim?"),
+        ("learning_rate: 1e-6", "learning_rate: no such section. Did you mean optim.lr?"),
+        ("optim: {num_train_epochs: 3}", "optim.num_train_epochs: no such field. Did you mean optim.epochs?"),
         (
             "run: {max_prompt_length: 3}",
-            "run.max_prompt_length: there is no such field. data.max_length is that of a prompt with its "
-            "longer answer.",
+            "run.max_prompt_length: no such field. data.max_length limits a prompt plus its longest answer.",
         ),
         (
             "layout: {per_device_train_batch_size: 3}",
-            f"layout.per_device_train_batch_size: there is no such field. {BATCH}",
+            f"layout.per_device_train_batch_size: no such field. {BATCH}",
         ),
         (
             "precompute_ref_log_probs: true",
-            "precompute_ref_log_probs: there is no such section. Nothing to set: that is always done, and kept in the "
-            "cache.",
+            "precompute_ref_log_probs: no such section. Nothing to set: isopref always does this and caches the "
+            "result.",
         ),
-        ("beta: 0.1", "beta: there is no such section. Did you mean objective.beta?"),
+        ("beta: 0.1", "beta: no such section. Did you mean objective.beta?"),
         (
             "7: {}",
-            "7: there is no such section. Every field is in one of these: model, data, objective, optim, layout, run.",
+            "7: no such section. Known sections: model, data, objective, optim, layout, run.",
         ),
         (
             "objective: 3",
             f"objective: must be a section with fields ({', '.join(fields('objective'))}); found 3.",
         ),
-        ("optim: {learning-rate: 1}", "optim.learning-rate: there is no such field. Did you mean optim.lr?"),
-        ("optim: {Epochs: 1}", "optim.Epochs: there is no such field. Did you mean optim.epochs?"),
-        ("OPTIM: {lr: 1}", "OPTIM: there is no such section. Did you mean optim?"),
+        ("optim: {learning-rate: 1}", "optim.learning-rate: no such field. Did you mean optim.lr?"),
+        ("optim: {Epochs: 1}", "optim.Epochs: no such field. Did you mean optim.epochs?"),
+        ("OPTIM: {lr: 1}", "OPTIM: no such section. Did you mean optim?"),
         ("optim: {lr: fast}", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim: {lr: .inf}", "optim.lr: must be a number, at least 0; found .inf."),
         ("optim: {lr: true}", "optim.lr: must be a number, at least 0; found true."),
@@ -171,8 +170,8 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ),
         (
             "optim: {warmup: 10}",
-            "optim.warmup: must be a number, at least 0, at most 1; found 10. Write a share of all steps: 10 of them "
-            "are 10 / steps.",
+            "optim.warmup: must be a number, at least 0, at most 1; found 10. Write a fraction of all steps: "
+            "10 / total steps.",
         ),
         (
             "run: {loggers: wandb}",
@@ -227,14 +226,14 @@ def test_every_field_that_names_a_file_is_such_a_path(file: Path) -> None:
 
 @pytest.mark.parametrize("deep", ["[" * 3000, "{a: " * 3000, "- " * 3000, "? " * 3000], ids=["[", "{", "-", "?"])
 def test_yaml_that_is_nested_too_deep(file: Path, deep: str) -> None:
-    told = "not valid YAML: nested over 20 levels deep, and a config has at most 6."
+    told = "not valid YAML: nested more than 20 levels deep; a config has at most 6."
     assert problems(file, f"model:\n  {deep}")[0].removeprefix("c.yaml:2: ") == told
     assert problems(file, MINIMAL, f"data.columns={deep}") == [f"override 'data.columns={deep[:64]}...': {told}"]
 
 
 def test_an_override_of_a_field_too_deep(file: Path) -> None:
     override = f"data.columns{'.a' * 3000}=b"
-    told = "nested over 20 levels deep, and a config has at most 6."
+    told = "nested more than 20 levels deep; a config has at most 6."
     assert problems(file, MINIMAL, override) == [f"override '{override[:77]}...': {told}"]
 
 
@@ -242,7 +241,7 @@ def test_a_mapping_that_is_nested_too_deep() -> None:
     deep: dict[str, object] = {}
     for _ in range(3000):
         deep = {"a": deep}
-    with pytest.raises(ConfigError, match="config: nested over 20 levels deep"):
+    with pytest.raises(ConfigError, match="config: nested more than 20 levels deep"):
         load_config({"model": deep})
 
 
@@ -258,11 +257,11 @@ def test_duplicate_keys_are_refused_at_every_depth(file: Path) -> None:
         "data:\n  train: d\n  columns:\n    prompt: a\n    prompt: b\n"
         "optim: {lr: 1}\noptim: {lr: 2}\n"
     )
-    way_out = "Remove one of the two."
+    way_out = "Remove one of them."
     assert problems(file, text) == [
-        f"c.yaml:3: model.path: given twice, the first time in line 2. {way_out}",
-        f"c.yaml:8: data.columns.prompt: given twice, the first time in line 7. {way_out}",
-        f"c.yaml:10: optim: given twice, the first time in line 9. {way_out}",
+        f"c.yaml:3: model.path: given twice, first on line 2. {way_out}",
+        f"c.yaml:8: data.columns.prompt: given twice, first on line 7. {way_out}",
+        f"c.yaml:10: optim: given twice, first on line 9. {way_out}",
     ]
 
 
@@ -271,7 +270,7 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
     lines = problems(file, text, "lr=1", "run.keep=0")
     assert [line.split(": ")[:2] for line in lines] == [
         ["c.yaml:1", "model.path"],
-        ["override 'lr=1'", "write section.field=value, as in optim.lr=1e-6. Did you mean optim.lr=1?"],
+        ["override 'lr=1'", "write section.field=value, e.g. optim.lr=1e-6. Did you mean optim.lr=1?"],
         ["c.yaml", "data.train"],
         ["c.yaml:3", "optim.lr"],
         ["c.yaml:4", "optim.eps"],
@@ -283,35 +282,35 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lr", "write section.field=value, as in optim.lr=1e-6."),
-        ("=3", "write section.field=value, as in optim.lr=1e-6."),
-        ("optim.=3", "write section.field=value, as in optim.lr=1e-6."),
-        ("rl_beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
-        ("loss_type=dpo", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.loss=sigmoid?"),
-        ("lora_alpha=32", "write section.field=value, as in optim.lr=1e-6. Did you mean model.adapter.alpha=32?"),
-        ("per_device_train_batch_size=4", f"write section.field=value, as in optim.lr=1e-6. {BATCH}"),
+        ("optim.lr", "write section.field=value, e.g. optim.lr=1e-6."),
+        ("=3", "write section.field=value, e.g. optim.lr=1e-6."),
+        ("optim.=3", "write section.field=value, e.g. optim.lr=1e-6."),
+        ("rl_beta=3", "write section.field=value, e.g. optim.lr=1e-6. Did you mean objective.beta=3?"),
+        ("loss_type=dpo", "write section.field=value, e.g. optim.lr=1e-6. Did you mean objective.loss=sigmoid?"),
+        ("lora_alpha=32", "write section.field=value, e.g. optim.lr=1e-6. Did you mean model.adapter.alpha=32?"),
+        ("per_device_train_batch_size=4", f"write section.field=value, e.g. optim.lr=1e-6. {BATCH}"),
         (
             "zzz=3",
-            "write section.field=value, as in optim.lr=1e-6. The sections are model, data, objective, optim, layout, "
+            "write section.field=value, e.g. optim.lr=1e-6. The sections are model, data, objective, optim, layout, "
             "run.",
         ),
         (
             "model.adapter.lora_alpha=32",
-            "model.adapter.lora_alpha: there is no such field. Did you mean model.adapter.alpha?",
+            "model.adapter.lora_alpha: no such field. Did you mean model.adapter.alpha?",
         ),
         (
             "model.adapter.lora_target_modules=all",
-            "model.adapter.lora_target_modules: there is no such field. model.adapter.targets takes a list, as in "
-            "[q_proj, v_proj]; auto is every linear layer.",
+            "model.adapter.lora_target_modules: no such field. model.adapter.targets takes a list, as in "
+            "[q_proj, v_proj]; auto means every linear layer.",
         ),
-        ("beta=3", "write section.field=value, as in optim.lr=1e-6. Did you mean objective.beta=3?"),
+        ("beta=3", "write section.field=value, e.g. optim.lr=1e-6. Did you mean objective.beta=3?"),
         ("optim.lr=fast", 'optim.lr: must be a number, at least 0; found "fast".'),
         ("optim.lr=", "optim.lr: must be a number, at least 0; found null."),
         ("optim.lr.x=1", "optim.lr: must be a number, at least 0; found {x: 1}."),
         ("model.path.x=1", 'model.path is "m", which has no fields.'),
-        ("optim.epoch=1", "optim.epoch: there is no such field. Did you mean optim.epochs?"),
-        ("optin.lr=1", "optin: there is no such section. Did you mean optim?"),
-        ("data.columns={a: b, a: c}", "data.columns.a: given twice. Remove one of the two."),
+        ("optim.epoch=1", "optim.epoch: no such field. Did you mean optim.epochs?"),
+        ("optin.lr=1", "optin: no such section. Did you mean optim?"),
+        ("data.columns={a: b, a: c}", "data.columns.a: given twice. Remove one of them."),
         ("data.columns.a=1", "data.columns: must be a mapping from text to text; found {a: 1}."),
     ],
 )
@@ -328,17 +327,17 @@ def test_override_that_is_not_yaml(file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "field", "way_out"),
     [
-        (["layout.hsdp_shard=4"], "layout.hsdp_shard", "Use layout.parallel: hsdp, or remove hsdp_shard."),
-        (["layout.parallel=hsdp"], "layout.hsdp_shard", "or use layout.parallel: fsdp."),
+        (["layout.hsdp_shard=4"], "layout.hsdp_shard", "Set layout.parallel: hsdp, or remove hsdp_shard."),
+        (["layout.parallel=hsdp"], "layout.hsdp_shard", "or set layout.parallel: fsdp."),
         (
             ["model.compute_dtype=bfloat16", "layout.parallel=single"],
             "model.compute_dtype",
-            "Use layout.parallel: fsdp, or auto.",
+            "Set layout.parallel to fsdp or auto.",
         ),
         (
             ["model.compute_dtype=float32", "model.dtype=float64", "layout.parallel=ddp"],
             "model.compute_dtype",
-            "Use layout.parallel: fsdp, or auto.",
+            "Set layout.parallel to fsdp or auto.",
         ),
         (["data.truncation=keep_end"], "data.truncation", "Set data.max_length, or remove truncation."),
         (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
@@ -348,9 +347,13 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["objective.loss=softmax", "objective.weighting=gap"], "objective.weighting", "or a loss of pairs."),
         (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "; found 0.0."),
-        (["objective.loss={simpo: 1, cpo: 1}", "model.reference=r"], "model.reference", "no reference. Remove it."),
-        (["layout.parallel=single", "layout.grad_sync=every"], "layout.grad_sync", "Remove one of the two."),
-        (["layout.parallel=single", "layout.grad_sync=last"], "layout.grad_sync", "Remove one of the two."),
+        (
+            ["objective.loss={simpo: 1, cpo: 1}", "model.reference=r"],
+            "model.reference",
+            "uses no reference. Remove it.",
+        ),
+        (["layout.parallel=single", "layout.grad_sync=every"], "layout.grad_sync", "Remove one of them."),
+        (["layout.parallel=single", "layout.grad_sync=last"], "layout.grad_sync", "Remove one of them."),
         (["objective.loss=simpo", "layout.score_tokens=9"], "layout.score_tokens", "or remove score_tokens."),
         (
             ["objective.reference_moves=[8, 1]", "layout.score_tokens=9"],
@@ -381,7 +384,7 @@ def test_impossible_combinations(file: Path, overrides: list[str], field: str, w
 )
 def test_what_tensor_parallelism_needs(file: Path, overrides: list[str], missing: str) -> None:
     (line,) = problems(file, MINIMAL, *overrides, "layout.tensor_parallel=2")
-    told = f"layout.tensor_parallel: 2 needs {missing}. Set that, or remove it."
+    told = f"layout.tensor_parallel: 2 needs {missing}. Set that, or remove tensor_parallel."
     assert line == f"override 'layout.tensor_parallel=2': {told}"
 
 
@@ -403,25 +406,23 @@ def test_values_of_other_trainers(file: Path, field: str, theirs: str, ours: str
         ("optim.batch_pairs", "It is now called optim.batch_size."),
         (
             "layout.microbatch_pairs",
-            "Set layout.microbatch_tokens; for one pair at a time, to the tokens of the longest pair.",
+            "Set layout.microbatch_tokens; for one pair at a time, use the length of the longest pair.",
         ),
-        ("run.sample_tokens", f"Nothing to set: answers are cut at {ANSWER_TOKENS} tokens."),
+        ("run.sample_tokens", f"Nothing to set: answers are limited to {ANSWER_TOKENS} tokens."),
     ],
 )
 def test_names_of_earlier_versions(file: Path, name: str, told: str) -> None:
     """In a file, in an override, and in one that lacks the section."""
     section, field = name.split(".")
-    assert problems(file, f"{MINIMAL}{section}: {{{field}: 8}}") == [
-        f"c.yaml:3: {name}: there is no such field. {told}"
-    ]
-    assert problems(file, MINIMAL, f"{name}=8") == [f"override '{name}=8': {name}: there is no such field. {told}"]
-    form = "write section.field=value, as in optim.lr=1e-6."
+    assert problems(file, f"{MINIMAL}{section}: {{{field}: 8}}") == [f"c.yaml:3: {name}: no such field. {told}"]
+    assert problems(file, MINIMAL, f"{name}=8") == [f"override '{name}=8': {name}: no such field. {told}"]
+    form = "write section.field=value, e.g. optim.lr=1e-6."
     assert problems(file, MINIMAL, f"{field}=8") == [f"override '{field}=8': {form} {told}"]
 
 
 def test_a_tab_is_answered_with_spaces(file: Path) -> None:
     (line,) = problems(file, "model:\n\tpath: a\n")
-    assert line.endswith(" Use spaces in place of the tab.")
+    assert line.endswith(" Use spaces instead of tabs.")
 
 
 def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:

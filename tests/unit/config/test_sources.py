@@ -40,7 +40,7 @@ def test_an_override_may_still_have_a_tag(file: Path) -> None:
 
 @pytest.mark.parametrize("text", ["*.jsonl", "*a", "&a.jsonl", "!a.jsonl", "@a", "`a`"])
 def test_text_that_needs_quotes(file: Path, text: str) -> None:
-    way_out = f'Text that begins with {text[0]} needs quotes: "{text[0]}...".'
+    way_out = f'Quote text that starts with {text[0]}: "{text[0]}...".'
     (line,) = problems(file, "  train: d\n", f"data.train=[{text}, b.jsonl]")
     assert line.startswith(f"override 'data.train=[{text}, b.jsonl]': not valid YAML: ")
     assert line.endswith(way_out)
@@ -125,16 +125,16 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
         ("  train: []\n", f"c.yaml:3: data.train: {SOURCES}; found []."),
         (
             "  train: {path: a, splt: b}\n",
-            "c.yaml:3: data.train.splt: there is no such field. Did you mean data.train.split?",
+            "c.yaml:3: data.train.splt: no such field. Did you mean data.train.split?",
         ),
         (
             "  train:\n    path: a\n    revision: 7\n",
             'c.yaml:5: data.train.revision: must be non-empty text or null; found 7. Put it in quotes: "7".',
         ),
-        ("  train: {path: a, weight: 2}\n", "c.yaml:3: data.train.weight: does nothing: there is no other source."),
+        ("  train: {path: a, weight: 2}\n", "c.yaml:3: data.train.weight: has no effect with a single source."),
         (
             "  train: a\n  eval:\n    path: a\n    weight: 2\n    count: 1\n",
-            "c.yaml:7: data.eval.count: 1 pairs, but the source has a weight too. Keep one of the two.",
+            "c.yaml:7: data.eval.count: 1 pairs, but the source also has a weight. Remove one of them.",
         ),
         ("  train: 7\n", f'c.yaml:3: data.train: {SOURCES}; found 7. Put it in quotes: "7".'),
         ("  train: a\n  eval: {count: 1}\n", "c.yaml:4: data.eval.path: is required. Where the pairs are"),
@@ -143,15 +143,15 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
         ("  train: [a, ['b']]\n", f"c.yaml:3: data.train[1]: {SOURCE}; found [b]."),
         (
             "  train:\n  - path: a\n    wieght: 1\n",
-            "c.yaml:5: data.train[0].wieght: there is no such field. Did you mean data.train[0].weight?",
+            "c.yaml:5: data.train[0].wieght: no such field. Did you mean data.train[0].weight?",
         ),
         (
             "  train:\n  - {path: a, zzz: 1}\n",
-            f"c.yaml:4: data.train[0].zzz: there is no such field. Known: {FIELDS}.",
+            f"c.yaml:4: data.train[0].zzz: no such field. Known fields: {FIELDS}.",
         ),
         (
             "  train:\n  - weight: 1\n",
-            "c.yaml:4: data.train[0].path: is required. Where the pairs are: what data.train takes as text.",
+            "c.yaml:4: data.train[0].path: is required. Where the pairs are: any string that data.train takes.",
         ),
         (
             "  train: [{path: a,\n    weight: 0}]\n",
@@ -167,32 +167,32 @@ HELD_OUT = f"{SOURCES}, or a number, above 0, below 1, or null"
         ),
         (
             "  train:\n  - path: a\n    path: b\n",
-            "c.yaml:5: data.train[0].path: given twice, the first time in line 4. Remove one of the two.",
+            "c.yaml:5: data.train[0].path: given twice, first on line 4. Remove one of them.",
         ),
         (
             "  train: a\n  eval_fraction: 0.1\n",
-            "c.yaml:4: data.eval_fraction: there is no such field. Did you mean data.eval?",
+            "c.yaml:4: data.eval_fraction: no such field. Did you mean data.eval?",
         ),
-        ("  train: a\n  val_size: 0.1\n", "c.yaml:4: data.val_size: there is no such field. data.eval takes a share"),
+        ("  train: a\n  val_size: 0.1\n", "c.yaml:4: data.val_size: no such field. data.eval takes a share"),
         (
             "  train: [{path: a, columns: {}}]\n  eval: 0.1\n  columns: {prompt: q}\n",
-            "c.yaml:5: data.columns: does nothing: every source has columns of its own. Remove it, or theirs.",
+            "c.yaml:5: data.columns: has no effect: every source sets its own columns. Remove it, or theirs.",
         ),
         (
             "  train:\n  - path: a\n    weight: 1\n    count: 2\n",
-            "c.yaml:6: data.train[0].count: 2 pairs, but the source has a weight too. Keep one of the two.",
+            "c.yaml:6: data.train[0].count: 2 pairs, but the source also has a weight. Remove one of them.",
         ),
         (
             "  train: [a, b]\n  eval:\n  - path: c\n    weight: 2\n",
-            "c.yaml:6: data.eval[0].weight: does nothing: there is no other source. Remove it.",
+            "c.yaml:6: data.eval[0].weight: has no effect with a single source. Remove it.",
         ),
         (
             "  train:\n  - path: a\n    weight: 1\n  - b\n",
-            "c.yaml:6: data.train[1]: has no weight, but others in the list have one. Give a weight to all of them",
+            "c.yaml:6: data.train[1]: has no weight, but other sources in the list do. Set a weight for all of them",
         ),
         (
             "  train: [{path: a, columns: {}}]\n  columns: {prompt: q}\n",
-            "c.yaml:4: data.columns: does nothing: every source has columns of its own. Remove it, or theirs.",
+            "c.yaml:4: data.columns: has no effect: every source sets its own columns. Remove it, or theirs.",
         ),
     ],
 )

@@ -293,5 +293,5 @@ def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monke
     assert [record.origin for record in read_source(spec)] == [f"{spec}:{line}" for line in (1, 2, 3)]
     with pytest.raises(ConfigError, match=r"has no file 'dev\.jsonl'"):
         read_source("package:pairs_in_a_package/dev.jsonl")
-    with pytest.raises(ConfigError, match="no package 'no_such_package'"):
+    with pytest.raises(ConfigError, match="package 'no_such_package' is not installed"):
         read_source("package:no_such_package/x.jsonl")

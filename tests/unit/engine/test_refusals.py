@@ -29,7 +29,7 @@ from isopref.testing.models import examples, random_pairs, tiny_model
     ],
 )
 def test_samples_that_nobody_could_draw(data: dict[str, Any], run: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"run\.samples: 2 does nothing"):
+    with pytest.raises(ValueError, match=r"run\.samples: 2 has no effect"):
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "d", **data}, "run": run})
     for harmless in (None, 0):
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "d", **data}, "run": {"samples": harmless}})

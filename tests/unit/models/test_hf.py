@@ -95,9 +95,9 @@ def test_a_checkpoint_beside_the_working_folder(tmp_path: Path, monkeypatch: pyt
         ("nowhere", ModelError, "hub name OWNER/NAME"),
         ("a/b/c", ModelError, "hub name OWNER/NAME"),
         ("package:weights_of_mine/other.gguf", ConfigError, r"has no file 'other\.gguf'"),
-        ("package:weights_of_mine", ConfigError, "Form: package:PACKAGE/FILE"),
-        ("package:no_such_package/model.gguf", ConfigError, "no package 'no_such_package' is installed"),
-        ("package:", ConfigError, "no package ''"),
+        ("package:weights_of_mine", ConfigError, "Expected package:PACKAGE/FILE"),
+        ("package:no_such_package/model.gguf", ConfigError, "package 'no_such_package' is not installed"),
+        ("package:", ConfigError, "package '' is not installed"),
     ],
 )
 def test_locate_says_what_is_missing(path: str, error: type[UserError], message: str, package: Path) -> None:
@@ -129,9 +129,7 @@ def test_the_demo_names_all_that_it_lacks(
     monkeypatch.setattr(optional, "is_installed", lambda name: name not in absent)
     with pytest.raises(ConfigError) as caught:
         locate(SMOLLM2)
-    assert str(caught.value) == (
-        f"model.path: the GGUF file {SMOLLM2} needs {what} not installed here. Install what is missing: {commands}"
-    )
+    assert str(caught.value) == (f"model.path: the GGUF file {SMOLLM2} needs {what} not installed. Try: {commands}")
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -363,7 +361,7 @@ def test_where_a_model_stops_is_read_from_its_folder(tmp_path: Path, listed: Any
     assert stop_tokens(str(tmp_path)) == ()
 
 
-CUT = r" drops longer pairs; with data.truncation: keep_end or keep_start it cuts their prompts\.$"
+CUT = r" drops longer pairs; with data.truncation: keep_end or keep_start it truncates their prompts\.$"
 
 
 def lengths(*rows: tuple[int, int, int]) -> Any:

@@ -315,7 +315,7 @@ def test_compare_says_where_means_are_over_other_steps(
     a = make_run(tmp_path / "a", [line for line in every if line["step"] in steps])
     compare(a, make_run(tmp_path / "b", every))
     notes = [line for line in capsys.readouterr().out.splitlines() if "run.log_every" in line]
-    expected = f"Training figures are means since the line before (run.log_every): {said} steps."
+    expected = f"Training metrics are means since the last line (run.log_every): {said} steps."
     assert notes == ([] if said is None else [expected])
 
 
