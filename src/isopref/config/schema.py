@@ -107,6 +107,11 @@ class DataConfig(Section):
         "different answers, labelled answers stay as they are. Each prompt is computed once, and optim.batch_size "
         "counts prompts.",
     )
+    train_on: Literal["assistant", "last", "final"] = Field(
+        default="assistant",
+        description="Which turns are trained, where answers are conversations. assistant: every assistant turn after "
+        "the prompt; last: the last one; final: of the last one what follows its reasoning. All else is context.",
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Maps our column names to the ones in your data, as ours: yours. For example {prompt: question}.",

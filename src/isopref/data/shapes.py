@@ -23,6 +23,7 @@ from isopref.data.columns import (
     column_like,
     quoted,
 )
+from isopref.data.conversations import is_conversation, part
 from isopref.data.known_shapes.registry import SHAPES
 from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
@@ -33,6 +34,7 @@ from isopref.data.messages import (
     is_written,
     kind,
     parse_written,
+    read_template_kwargs,
     read_text,
     read_tools,
     read_weight,
@@ -85,6 +87,7 @@ class PreferencePair:
     weight: float
     origin: str
     gap: float | None = None  # score of chosen minus score of rejected, if the record has them
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
 
     names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
     scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
@@ -92,6 +95,11 @@ class PreferencePair:
     @property
     def answers(self) -> tuple[Turns, ...]:
         return self.chosen, self.rejected
+
+    def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> PreferencePair:
+        """The same judgement of other turns."""
+        chosen, rejected = answers
+        return replace(self, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,15 @@ class RankedList:
     weight: float
     origin: str
     notes: Mapping[str, int] = field(default_factory=dict)  # answers that were left out, by reason
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"answer {number}" for number in range(1, len(self.answers) + 1))
+
+    def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> RankedList:
+        """The same judgement of other turns."""
+        return replace(self, prompt=prompt, answers=tuple(answers))
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,7 @@ class LabelledAnswer:
     tools: list[dict[str, Any]] | None
     weight: float
     origin: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
 
     names: ClassVar[tuple[str, ...]] = ("answer",)  # for errors
 
@@ -131,6 +145,11 @@ class LabelledAnswer:
     @property
     def scores(self) -> tuple[float, ...]:
         return (1.0,) if self.is_good else (0.0,)
+
+    def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> LabelledAnswer:
+        """The same judgement of other turns."""
+        (answer,) = answers
+        return replace(self, prompt=prompt, answer=answer)
 
 
 Preference = PreferencePair | RankedList | LabelledAnswer
@@ -181,10 +200,15 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         raise _misfit(fields, shape)
     if media := next((name for name in MEDIA if fields.get(name)), None):
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
-    found = _judged(fields, shape, raw, record.origin)
-    tools = read_tools(fields.get("tools"))
+    found = _with_common_turns(_judged(fields, shape, raw, record.origin))
+    tools, kwargs = read_tools(fields.get("tools")), read_template_kwargs(fields.get("chat_template_kwargs"))
     history = not isinstance(found.prompt, str) and fields.get("history")  # of a shape that is text otherwise
-    for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
+    for name, given in [
+        ("system", fields.get("system")),
+        ("tools", tools),
+        ("chat_template_kwargs", kwargs),
+        ("history", history),
+    ]:
         if raw and given:
             raise DataError(
                 f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
@@ -195,7 +219,8 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         raise DefectError("shape", "there are messages, which data.template: none cannot write")
     if fields.get("system"):
         prompt = _with_system(prompt, read_text(fields["system"], "system"))
-    found = replace(found, prompt=prompt, tools=tools, weight=read_weight(fields.get("weight")))
+    weight = read_weight(fields.get("weight"))
+    found = replace(found, prompt=prompt, tools=tools, weight=weight, template_kwargs=kwargs)
     for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
@@ -232,6 +257,16 @@ def _number(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def _with_common_turns(found: Preference) -> Preference:
+    """The same with the turns that all answers begin with in the prompt. Answers of one turn stay what they are."""
+    conversations = [answer for answer in found.answers if not isinstance(answer, str)]
+    if len(conversations) < max(2, len(found.answers)) or not any(map(is_conversation, found.answers)):
+        return found
+    turns = [{"role": "user", "content": found.prompt}] if isinstance(found.prompt, str) else found.prompt
+    longer, rest = part(turns, conversations)
+    return found if len(longer) == len(turns) else found.with_answers(longer, rest)
 
 
 # --- detection ---------------------------------------------------------------------------------------
