@@ -14,7 +14,7 @@ SMOKE  := tests/unit/cli/test_cli.py tests/unit/data/test_sources.py \
           tests/unit/models/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest trajectories trl soak audit lint format exactness docs picture clean
+.PHONY: help install demo test lowest trajectories trl soak audit lint format exactness models docs picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
@@ -25,6 +25,7 @@ help:
 	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
+	@echo "make models   try every causal-LM architecture of transformers, write docs/models.md (a few minutes)"
 	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
 	@echo "make picture  write docs/report.png from the demo's report (needs Chromium)"
 	@echo "make lint     lint, types and import contract only"
@@ -90,6 +91,10 @@ audit: $(READY)
 # The table of docs/exactness.md, measured anew.
 exactness: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.matrix docs/exactness.md
+
+# The page of architectures, tried again: after another version of transformers, or a change to isopref/models.
+models: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.models_page docs/models.md
 
 # The pages that are made from code: docs/config.md from the schema, docs/objectives.md from the registry.
 docs: $(READY)

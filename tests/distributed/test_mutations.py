@@ -43,6 +43,15 @@ def test_context(name: str, trees: bool) -> None:
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 
 
+@pytest.mark.parametrize("name", mutations.STATES)
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2", "bamba"])
+def test_states(name: str, trees: bool, architecture: str) -> None:
+    cell = Cell(architecture=architecture, dtype="float32", trees=trees)
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
 @pytest.mark.parametrize("name", mutations.LISTS)
 @pytest.mark.parametrize("objective", [case for case in LIST_CASES if case not in REWARD_CASES])
 def test_lists(name: str, objective: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from support.project import MakeProject, Project
 
-ARCHITECTURES = {"falcon": "FalconForCausalLM"}
+ARCHITECTURES = {"mpt": "MptForCausalLM"}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

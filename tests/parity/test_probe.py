@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from isopref.batch.packing import RowKind
 from isopref.errors import ModelError
-from isopref.models import attention
+from isopref.models import attention, unfold
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.ops.attention import segment_attention
@@ -20,7 +20,7 @@ from isopref.types import Segments
 
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
 PADDED: tuple[RowKind, ...] = ("padded", "padded_separate")
-UNHOOKED = ("falcon",)
+UNHOOKED = ("mpt",)
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *PADDED])
@@ -155,41 +155,43 @@ def test_a_model_without_a_decoder_is_refused() -> None:
         Policy(make(tiny_model("llama").config))
 
 
-LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 48, "layer_types": ["full_attention"] * 2}
+UNFOLDED = ("llama4_text", "deepseek_v32", "deepseek_v4", "minimax_m3_vl_text", "phimoe", "inkling_text", "falcon")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"attn_temperature_tuning": False}, None),
-        ({}, "modeling_llama4 counts tokens along the row"),
-        ({"layer_types": ["chunked_attention"] * 2}, "Llama4TextAttention masks keys by a window or chunks of 8192"),
-    ],
-)
-def test_llama_4_does_what_only_long_rows_show(
-    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("family", UNFOLDED)
+def test_attention_that_counts_or_chooses_gets_sequences(
+    family: str, kind: RowKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its decoder is not what transformers calls `base_model`, and its layers count to 8,192 along the row."""
-    settings = {**ARCHITECTURES["llama"][1], **LLAMA4, "no_rope_layers": [1, 0], **changes}
-    monkeypatch.setitem(ARCHITECTURES, "llama4", ("llama4_text", settings))
-    policy = Policy(tiny_model("llama4"))
-    for padded in PADDED:
-        check_layout(policy, padded)
-    for packed in PACKED:
-        if reason is None:
-            check_layout(policy, packed)
-        else:
-            with pytest.raises(ModelError, match=reason):
-                check_layout(policy, packed)
+    """In chunks, by place, over compressed or chosen keys: right when unfolded, and refused when not."""
+    check_layout(Policy(tiny_family(family)), kind)
+    monkeypatch.setattr(unfold, "MASKING", ())
+    monkeypatch.setattr(unfold, "_layer_type", lambda *_: None)
+    with pytest.raises(ModelError, match=r"Set layout\.rows: padded"):
+        check_layout(Policy(tiny_family(family)), kind)
+
+
+@pytest.mark.parametrize("wrong", ["window", "causal"])
+def test_a_mask_that_gets_lost_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks, or of the future."""
+    policy = Policy(tiny_family("llama4_text" if wrong == "window" else "falcon"))
+
+    def mask(_self: Any, _module: Any, bucket: Any, _arguments: Any) -> Tensor:
+        size, length = bucket.shape
+        seen = torch.ones(size, 1, length, length, dtype=torch.bool)
+        return seen.tril() if wrong == "window" else seen
+
+    monkeypatch.setattr(unfold._Unfolding, "_mask", mask)
+    with pytest.raises(ModelError, match="off by"):
+        check_layout(policy, "shared")
 
 
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("inkling_text", "InklingAttention hands its attention position_bias, which packed rows do not support"),
         ("doge", "DogeAttention hands its attention a mask of its own, which packed rows do not support"),
-        ("minimax_m3_vl_text", r"layers\.1\.self_attn\.indexer chooses keys without knowing of segments"),
-        ("falcon", "no layer uses transformers' AttentionInterface"),
+        ("bloom", "modeling_bloom counts tokens along the row"),
+        ("mpt", "no layer uses transformers' AttentionInterface"),
     ],
 )
 def test_refusals_name_what_is_not_supported(family: str, reason: str) -> None:

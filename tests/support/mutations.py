@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from isopref.batch import rows, step, terms
 from isopref.data import mismatched, schedule
 from isopref.engine import first_pass, padded, train_module
 from isopref.examples import Lengths
+from isopref.models.row import Row
 from isopref.ranks import num_ranks
 from isopref.types import FloatArray, IntArray
 
@@ -114,6 +116,23 @@ def shifted_long_answers() -> Iterator[None]:
         return segment(self, tokens, positions + is_long_answer, seen_before)
 
     with patch.object(rows._Row, "segment", shift):
+        yield
+
+
+@contextmanager
+def state_of_a_sibling() -> Iterator[None]:
+    """A layer with a state starts an answer from where the answer before it in the row ended, not from the prompt."""
+    keys = Row.keys
+
+    def sibling(self: Row, x: Tensor) -> Tensor:
+        taken = keys(self, x).clone()
+        queries, bounds = self.segments.query_bounds, self.segments.key_bounds
+        for s, (start, end) in enumerate(pairwise(queries)):
+            before = slice(bounds[s], bounds[s + 1] - (end - start))
+            taken[before] = x[0, start - (before.stop - before.start) : start]
+        return taken
+
+    with patch.object(Row, "keys", sibling):
         yield
 
 
@@ -391,11 +410,12 @@ KTO = {
     )
 }
 BCO = {m.__name__: m for m in (midpoint_of_all_answers, answer_counted_twice, reference_by_example)}
+STATES = {m.__name__: m for m in (state_of_a_sibling, leaking_attention)}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **CONTEXT, **LISTS, **KTO, **BCO, **REWARDS, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **CONTEXT, **LISTS, **KTO, **BCO, **REWARDS, **STATES, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

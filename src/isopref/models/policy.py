@@ -24,7 +24,7 @@ from isopref.models.experts import routing
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
 from isopref.models.parts import decoder_of, logit_changes
 from isopref.models.row import Row, computing
-from isopref.models.unfold import unfold_states
+from isopref.models.unfold import unfold_layers
 from isopref.models.unused import indexers, unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         self.packed_attention = NAME
         assert self.own_attention not in (NAME, RECORDED), "the model is in a policy already"
         decoder_of(model)  # which fails if there is none
-        self.unfolded = unfold_states(model)
+        self.unfolded = unfold_layers(model)
         config = model.config.get_text_config()
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 0
         self.logits = logit_changes(config)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from isopref.batch.packing import RowKind
@@ -17,10 +18,11 @@ from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
 from isopref.models.attention import NAME, RECORDED, Asked, recorded
+from isopref.models.diagnosis import why_not_its_own
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
 from isopref.models.reward import RewardModel
-from isopref.models.unused import indexers
+from isopref.models.unfold import unknown_layers
 from isopref.types import Readout
 
 PACKED = ("shared", "packed")
@@ -32,6 +34,7 @@ RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.
 
 # Masks, which transformers cuts where positions start again, and tokens sorted by their experts.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.")
+OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
 LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
 
 
@@ -44,6 +47,11 @@ def own_logps(policy: Policy) -> Tensor:
     try:
         with torch.compiler.set_stance("force_eager"):
             found = torch.stack([torch.stack([_own_score(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
+    except Exception as error:  # a model is foreign code
+        raise ModelError(
+            f"{policy.name} cannot be trained here: its own forward pass fails on a sequence of tokens "
+            f"({type(error).__name__}: {error}). {OTHERS}"
+        ) from error
     finally:
         policy.train(was_training)
     if not found.isfinite().all():
@@ -70,8 +78,8 @@ def check_layout(
     other = _pairs(policy, seed=2)
     # Other chosen answers of the same lengths: the kernels are the same, so that rounding is too.
     changed = [a._replace(chosen=b.chosen) for a, b in zip(pairs, other, strict=True)]
-    if kind in PACKED and (choosing := indexers(policy.model)):
-        raise ModelError(_refusal(policy, kind, f"{choosing[0]} chooses keys without knowing of segments"))
+    if kind in PACKED and (unknown := unknown_layers(policy.model)):
+        raise ModelError(_refusal(policy, kind, f"layers of type {min(unknown)} do not know of segments"))
     was_training = model.training
     model.train()
     try:
@@ -99,12 +107,20 @@ def check_layout(
             f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g}, so its forward "
             "pass in training is random, and the result would depend on the layout."
         )
-    if seen is not None and (unknown := _unknown(policy, seen)) is not None:
-        raise ModelError(_refusal(policy, kind, unknown))
+    if seen is not None and (strange := _strange(policy, seen)) is not None:
+        raise ModelError(_refusal(policy, kind, strange))
     if not (off <= tolerance + slack and moved <= tolerance / 100):
         reason = f"{policy.scores} are off by {off:.2g}; that of a rejected answer moves by {moved:.2g} when only the "
-        hooked = "" if seen is None or seen.asked else "; no layer uses transformers' AttentionInterface"
-        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + hooked))
+        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + _cause(policy, kind, seen, device)))
+
+
+def _cause(policy: Policy, kind: RowKind, seen: "_Seen | None", device: torch.device) -> str:
+    """The most likely cause of a wrong score, as the end of a sentence."""
+    ids = torch.as_tensor(_pairs(policy, seed=1)[0].prompt, device=device)[None]
+    cause = None if isinstance(policy, FSDPModule) or policy.native is not None else why_not_its_own(policy, ids)
+    if cause is None and seen is not None and not seen.asked:
+        cause = "no layer uses transformers' AttentionInterface"
+    return "" if cause is None else f"; {cause}"
 
 
 class _Seen(NamedTuple):
@@ -126,7 +142,7 @@ def _look(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind) -> _Seen
     return _Seen(asked, counting.modules)
 
 
-def _unknown(policy: Policy, seen: _Seen) -> str | None:
+def _strange(policy: Policy, seen: _Seen) -> str | None:
     """What a model does that packed rows do not know, even if only rows longer than the probe's would show it."""
     for one in seen.asked:
         if one.mask is not None and one.mask.window != one.window:
@@ -180,7 +196,8 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
             f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "
             f"({reason}). Set layout.rows: padded."
         )
-    return f"{name} cannot be trained here: its decoder and head do not give its own {policy.scores} ({reason})."
+    what = f"its decoder and head do not give its own {policy.scores}"
+    return f"{name} cannot be trained here: {what} ({reason}). {OTHERS}"
 
 
 def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:

@@ -1,9 +1,11 @@
-"""Layers with a state in packed rows: state-space layers, linear attention, short convolutions.
+"""Layers that cannot follow the segments of a packed row: they get the row's sequences, one by one.
 
-Such a layer reads its input from left to right and knows nothing of segments, so in a row one answer would start from
-the state in which another one left it. Hooks around the layer unfold the row into its sequences: every segment with all
-that comes before it, from the root of its tree on, as padded batches of similar lengths. What the segments' own tokens
-get is put back into the row. The layer computes a shared prompt once for every answer; all other layers, once.
+Layers with a state (state-space layers, linear attention, short convolutions) read from left to right, so one answer
+would start from the state in which another one left it. Attention in chunks, over compressed keys or over keys that an
+indexer chooses counts tokens along the row. Hooks around such a layer unfold the row into its sequences: every segment
+with all that comes before it, from the root of its tree on, as padded batches of similar lengths. What the segments'
+own tokens get is folded back into the row. The layer computes a shared prompt once for every answer; all other layers
+compute it once.
 Nothing is assumed about what the layer does, except that it is causal. The probe (probe.py) holds the result against
 the model itself.
 
@@ -14,11 +16,17 @@ layer, and kernels that take a gradient through an initial state.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from isopref.models.row import Bucket, Row, current_row, enter_row
 
@@ -26,69 +34,144 @@ if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
 
 # Layers without a convolution that have a state all the same.
-NAMES = ("LightningAttention",)
-MASKS = ("attention_mask",)  # of a row; the batches are padded on the right, which a causal layer never sees
-ROW_ONLY = ("segments",)
+STATEFUL = ("LightningAttention", "RwkvSelfAttention", "RwkvFeedForward", "xLSTMLayer")
+# Types of layers, in the words of configs, whose attention needs no more than segments and a window.
+FOLLOWING = (
+    "full_attention", "sliding_attention", "attention", "linear_attention", "recurrent", "conv", "mamba", "hybrid",
+    "hybrid_sliding", "mlp", "moe",
+)  # fmt: skip
+# Attention that is not transformers' `AttentionInterface`, counts tokens, has a bias, or a window that only masks know.
+MASKING = (
+    "CodeGenAttention", "FalconAttention", "GPTJAttention", "GPTNeoAttention", "GPTNeoXJapaneseAttention",
+    "InklingAttention", "Llama4TextAttention", "PhimoeAttention", "XGLMAttention",
+)  # fmt: skip
 
 
-def unfold_states(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
-    """Put hooks around the layers of a model that have a state. Returns their names."""
+def unfold_layers(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
+    """Put hooks around the layers of a model that cannot follow segments. Returns their names."""
     if not isinstance(model, PreTrainedModel):
         return ()
-    found = tuple(_stateful(model.get_decoder() or model, ""))
-    for _, module in found:
+    attentions = dict(_unfollowing(model))
+    inside = {id(part) for module in attentions.values() for part in module.modules()}
+    stateful = {name: module for name, module in _stateful(model, "") if id(module) not in inside}
+    for module in (*stateful.values(), *attentions.values()):
         if not any(isinstance(hook, _Unfolding) for hook in module._forward_pre_hooks.values()):  # of another policy
-            _Unfolding().around(module)
-    return tuple(name for name, _ in found)
+            own = None if module in stateful.values() else _config_of(module, model)
+            _Unfolding(own).around(module)
+    return (*stateful, *attentions)
+
+
+def unknown_layers(model: PreTrainedModel | NativeModel) -> set[str]:
+    """Types of layers that neither follow segments nor are unfolded."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - set(FOLLOWING)
+    if not types or not isinstance(model, PreTrainedModel):
+        return types
+    return types - {_layer_type(module, model.config) for _, module in _unfollowing(model)}
 
 
 def _stateful(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules with a state, and their names."""
     for name, child in module.named_children():
         convolves = any(isinstance(part, nn.Conv1d) for part in child.children())
-        if convolves or type(child).__name__.endswith(NAMES):
+        if convolves or type(child).__name__.endswith(STATEFUL):
             yield prefix + name, child
         else:
             yield from _stateful(child, f"{prefix}{name}.")
 
 
-class _Unfolding:
-    """The hooks around one layer: before it, the first batch takes the row's place; after it, the others follow."""
+def _unfollowing(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Attention that needs more than segments and a window."""
+    for name, module in model.named_modules():
+        kind = _layer_type(module, model.config) if type(module).__name__.endswith("Attention") else None
+        if type(module).__name__ in MASKING or (kind is not None and kind not in FOLLOWING):
+            yield name, module
 
-    def __init__(self) -> None:
+
+def _config_of(module: nn.Module, model: PreTrainedModel) -> Any:
+    """The config that an attention module reads, which says what attention it is."""
+    return getattr(module, "config", None) or model.config.get_text_config()
+
+
+def _layer_type(module: nn.Module, config: Any) -> str | None:
+    """The type of the layer that a module belongs to, if its config tells."""
+    types = getattr(getattr(module, "config", config), "layer_types", None)
+    number = getattr(module, "layer_idx", None)
+    return None if types is None or number is None else types[number]
+
+
+class _Unfolding:
+    """The hooks around one layer: before it, the first batch takes the row's place; after it, the others follow.
+
+    Attention has a `config`, and gets a mask for each batch and its model's own implementation.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.own_attention = None if config is None else config._attn_implementation
+        self.packed_attention: str | None = None
         self.row: Row | None = None
-        self.given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self.given: dict[str, Any] = {}
 
     def around(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
-        module.register_forward_hook(self.after)
+        # Also after an error: checkpointing stops a recomputation by one.
+        module.register_forward_hook(self.after, always_call=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.row = current_row()
-        if self.row is None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        row = self.row = current_row()
+        if row is None:
             return None
-        row = self.row
+        enter_row(None)  # until `after`: what is inside the layer has a padded batch
         num_tokens = row.segments.query_bounds[-1]
-        kept = {name: None if name in MASKS else one for name, one in kwargs.items() if name not in ROW_ONLY}
-        enter_row(None)  # until `after`; what is inside the layer has a padded batch
-        self.given = _each((args, kept), lambda x: _Keys(row.keys(x)) if x.shape[:2] == (1, num_tokens) else x)
-        return self._batch(row, row.buckets[0])
+        kwargs = {name: one for name, one in kwargs.items() if name != "segments"}
+        given = signature(module.forward).bind(*args, **kwargs)
+        given.arguments.pop("attention_mask", None)  # the row's, if there is one
+        self.given = _each(dict(given.arguments), lambda x: _Keys(row.keys(x)) if x.shape[:2] == (1, num_tokens) else x)
+        if self.config is not None:
+            self.packed_attention = self.config._attn_implementation
+            self.config._attn_implementation = self.own_attention
+        return self._batch(module, row, row.buckets[0])
 
-    def _batch(self, row: Row, bucket: Bucket) -> Any:
-        return _each(self.given, lambda x: row.unfold(x.tensor, bucket) if isinstance(x, _Keys) else x)
+    def _batch(self, module: nn.Module, row: Row, bucket: Bucket) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The layer's arguments for one batch."""
+        arguments = _each(self.given, lambda x: row.unfold(x.tensor, bucket) if isinstance(x, _Keys) else x)
+        bound = signature(module.forward).bind_partial()
+        bound.arguments.update(arguments)
+        if "attention_mask" in bound.signature.parameters:
+            bound.arguments["attention_mask"] = self._mask(module, bucket, arguments)
+        ordered = {name: bound.arguments[name] for name in bound.signature.parameters if name in bound.arguments}
+        bound.arguments = ordered
+        return bound.args, bound.kwargs
+
+    def _mask(self, module: nn.Module, bucket: Bucket, arguments: dict[str, Any]) -> Any:
+        """What transformers would hand this layer for a batch without padding."""
+        config = self.config
+        if config is None:
+            return None
+        kind = _layer_type(module, config)
+        windowed = kind in (None, "sliding_attention", "hybrid_sliding") and getattr(config, "sliding_window", None)
+        make: Any = create_sliding_window_causal_mask if windowed else create_causal_mask
+        if kind is not None and kind not in FOLLOWING:
+            make = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, make)
+        hidden = next(one for one in arguments.values() if isinstance(one, Tensor) and one.shape[:2] == bucket.shape)
+        return make(config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         row, self.row = self.row, None
         if row is None:
             return None
-        outputs = [output]
-        for bucket in row.buckets[1:]:
-            args, kwargs = self._batch(row, bucket)
-            outputs.append(module.forward(*args, **kwargs))
-        self.given = (), {}
-        enter_row(row)
+        try:
+            outputs = [output]
+            for bucket in row.buckets[1:] if output is not None else ():
+                args, kwargs = self._batch(module, row, bucket)
+                outputs.append(module.forward(*args, **kwargs))
+        finally:
+            self.given = {}
+            if self.config is not None:
+                self.config._attn_implementation = self.packed_attention
+            enter_row(row)
         return _folded(row, outputs)
 
 

@@ -82,6 +82,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"lm_head_multiplier": 0.3},
     **{kind: {"text_config": {}, "vision_config": _VISION} for kind in ("gemma3", "llama4", "qwen3_5")},
@@ -121,6 +125,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
         "intermediate_size_mlp": 48,
         "layer_types": ["chunked_attention", "full_attention"],
         "no_rope_layers": [1, 0],
@@ -191,13 +197,20 @@ def _small(config: Any) -> dict[str, Any]:
     return {name: value for name, value in SMALL.items() if name in known}
 
 
+class NotTinyError(Exception):
+    """A family that was not built small."""
+
+
 def tiny_family(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model of a family with random weights, without dropout."""
-    config = tiny_config(kind)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    """A model of a family with random weights, without dropout. Raises NotTinyError."""
+    try:
+        config = tiny_config(kind)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception as error:  # a config that the general settings do not fit
+        raise NotTinyError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     if size > MOST_WEIGHTS:
-        raise ValueError(f"{kind} has {size:,} weights: not all of it was made small")
+        raise NotTinyError(f"{size:,} weights with the settings used here, of which not all were made small")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config)

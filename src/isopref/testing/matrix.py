@@ -25,6 +25,9 @@ FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
 NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
 MOE = "qwen3_moe"
 WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
+# One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2; and one
+# whose layers are not handed the segments.
+LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")
 CHUNK = 40  # cells a rank measures before it answers
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
@@ -51,6 +54,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_context(base)))
         found.update(dict.fromkeys(_collated(base)))
         found.update(dict.fromkeys(_architectures(base)))
+        found.update(dict.fromkeys(_layer_kinds(base)))
         found.update(dict.fromkeys(_native(base)))
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
             found.update(dict.fromkeys(_tensor(base)))
@@ -177,6 +181,16 @@ def _architectures(base: Cell) -> Iterator[Cell]:
         for turn, cell in enumerate(settings):
             for rows in [KINDS[(n + turn) % len(KINDS)]] if in_turns else KINDS:
                 yield replace(cell, rows=rows)
+
+
+def _layer_kinds(base: Cell) -> Iterator[Cell]:
+    """Other kinds of layers: pairs, and trees with recomputed layers, in every kind of row (in turns on ranks)."""
+    for n, architecture in enumerate(LAYER_KINDS):
+        model = replace(base, architecture=architecture, dtype="float32")
+        for rows in KINDS if base.ranks == 1 else [KINDS[n % 2]]:
+            yield replace(model, rows=rows)
+            yield replace(model, rows=rows, trees=True, cut="tokens", checkpointing=True)
+        yield replace(model, cut="pair", weighting="example", own_weights=True, grad_sync="every", num_pairs=3)
 
 
 def _native(base: Cell) -> Iterator[Cell]:
@@ -343,8 +357,9 @@ recomputed; pairs in order and in reverse; answers with turns of context that ar
 weight; weighted by token, completion, example and the gap between scores, with and without weights of their own; every
 objective in some of these layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood
 of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter
-(LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's own modules too, and with two
-ranks that compute every layer together; padded batches from a script's collator. The oracle computes one
+(LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; models with attention sinks, state-space layers, linear
+attention or short convolutions; some models in OLMo-core's own modules too, and with two ranks that compute every layer
+together; padded batches from a script's collator. The oracle computes one
 sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
 sums by the definition.
 

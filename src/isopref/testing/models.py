@@ -40,7 +40,7 @@ _LLAMA_LIKE = {
     "initializer_range": 0.3,  # large enough that attention matters
 }
 
-# No part of ARCHITECTURES: its attention takes no packed rows, its experts no float64. An indexer of few heads often
+# No part of ARCHITECTURES: its experts take no float64. An indexer of few heads often
 # would score keys alike, and choose between them by chance.
 SPARSE_ATTENTION = (
     "deepseek_v32",
@@ -77,7 +77,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
     "phi3": ("phi3", _LLAMA_LIKE),
     "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),  # whose layers drop keyword arguments
-    "granite_swa": ("granite_swa", {**_LLAMA_LIKE, "sliding_window": 12}),  # with attention sinks
+    "gpt_oss": (  # with attention sinks
+        "gpt_oss",
+        {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
+    ),
     "olmo_hybrid": (  # with Gated DeltaNet
         "olmo_hybrid",
         {**_LLAMA_LIKE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
@@ -99,6 +102,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (
         "falcon",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "mpt": (  # whose biases count tokens along a row: for padded rows alone
+        "mpt",
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
          "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "mamba": (

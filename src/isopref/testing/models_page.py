@@ -1,0 +1,229 @@
+"""What works with each causal-LM architecture of transformers: `python -m isopref.testing.models_page docs/models.md`.
+
+Every architecture is built with random weights, tiny, and taken through what a run does before its first step.
+"""
+
+import logging
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from isopref.batch.packing import RowKind
+from isopref.errors import ModelError, UserError
+from isopref.models.conversion import from_hf
+from isopref.models.hf import export, load_model
+from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
+from isopref.testing.families import FAMILIES, NotTinyError, tiny_family
+from isopref.testing.models import byte_tokenizer, with_adapter
+
+LAYOUTS: tuple[RowKind, ...] = ("shared", "packed", "padded")  # the first that works is what the page names
+IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
+
+
+@dataclass(frozen=True)
+class Support:
+    """What works with one architecture."""
+
+    family: str
+    rows: RowKind | None  # None: cannot be trained, or was not built
+    reason: str = ""  # why not with shared rows, or not at all
+    built: bool = True
+    unfolded: bool = False
+    adapters: bool = False
+    native: bool = False
+    exports: bool = False
+
+    @property
+    def name(self) -> str:
+        """What transformers calls the model's class."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family]
+
+
+def is_decoder_only(family: str) -> bool:
+    """Whether an architecture was made to be a causal LM: neither an encoder nor half of an encoder and a decoder."""
+    try:
+        config = CONFIG_MAPPING[family]()
+    except Exception:  # a config without defaults that fit each other
+        return True
+    is_encoder = getattr(config, "is_decoder", True) is False and not family.startswith("gpt")
+    return not is_encoder and not getattr(config, "is_encoder_decoder", False)
+
+
+def supported_rows(family: str) -> Support:
+    """The best layout of rows for an architecture, and why it is no better one."""
+    try:
+        model = tiny_family(family)
+    except NotTinyError as error:
+        return Support(family, None, str(error), built=False)
+    reason = ""
+    try:
+        policy = Policy(model)
+        for rows in LAYOUTS:
+            try:
+                check_layout(policy, rows)
+            except ModelError as error:
+                reason = reason if rows == "packed" else _short(str(error))
+            else:
+                return Support(family, rows, "" if rows == "shared" else reason, unfolded=bool(policy.unfolded))
+    except ModelError as error:
+        reason = _short(str(error))
+    return Support(family, None, reason)
+
+
+def support(family: str) -> Support:
+    """All that works with an architecture."""
+    found = supported_rows(family)
+    if found.rows is None:
+        return found
+    rows = found.rows
+    return Support(
+        family,
+        rows,
+        found.reason,
+        unfolded=found.unfolded,
+        adapters=_works(lambda: check_layout(Policy(with_adapter(tiny_family(family), "lora")), rows)),
+        native=_works(lambda: check_layout(Policy(from_hf(tiny_family(family))), rows)),
+        exports=_works(lambda: _round_trip(family)),
+    )
+
+
+def _works(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except UserError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _round_trip(family: str) -> None:
+    """Raise ModelError unless a model that was exported loads again, and says the same."""
+    model = tiny_family(family)
+    policy = Policy(model).eval()
+    with tempfile.TemporaryDirectory() as folder, policy.saved_form(policy.state_dict()) as (saved, state):
+        try:
+            export(saved, state, byte_tokenizer(), Path(folder) / "model")
+            again = load_model(str(Path(folder) / "model"), dtype=torch.float32).eval()
+            same = torch.equal(policy.own_logits(IDS), again(input_ids=IDS, use_cache=False).logits)
+        except Exception as error:  # transformers' own, while it saves or loads
+            raise ModelError(f"{family} cannot be exported: {error}") from error
+    if not same:
+        raise ModelError(f"{family} answers otherwise after it was exported and loaded")
+
+
+def _short(message: str) -> str:
+    """The reason in a refusal, without what all refusals say."""
+    patterns = (
+        r"fails on a sequence of tokens \((.*)\)\. Train",
+        r"\(log-probabilities [^;]*; a rejected [^;]*; (.*)\)\. (?:Set|Train) ",
+        r"\((.*)\)\. (?:Set|Train) ",
+        r"layout\.rows: \w+\. (.*) Set layout",
+    )
+    found = next((match.group(1) for one in patterns if (match := re.search(one, message, re.S))), message)
+    if "fails on a sequence of tokens" in message:
+        found = f"its own forward pass fails on a sequence of tokens: {found}"
+    return " ".join(found.replace("|", "\\|").split()).rstrip(".")
+
+
+PAGE = """# Models
+
+Every causal-LM architecture of transformers {version}, and how isopref trains it. `make models` writes this page; do
+not edit it. It builds each architecture with a few random weights and makes the checks that every run makes before its
+first step. A run checks your own model too, so one that is not listed here is either trained right or refused.
+
+- **shared**: the best layout. Rows are packed without padding, and a prompt is computed once for all its answers.
+- **packed**: rows without padding; each answer repeats its prompt.
+- **padded**: set `layout.rows: padded`. Same result, slower.
+- *unfolded*: some layers cannot follow the segments of a row: those with a state (state-space layers, linear attention,
+  short convolutions), sparse or chunked attention. They see the row's sequences one by one, and compute a prompt once
+  for each answer. All other layers compute it once.
+- LoRA: an adapter can be trained. OLMo-core: `model.native: true` works. Export: the tuned model loads in transformers
+  and gives the same logits.
+
+{summary}
+
+| architecture | rows | LoRA | OLMo-core | export |
+|---|---|---|---|---|
+{shared}
+
+## Without shared rows
+
+| architecture | rows | LoRA | OLMo-core | export | why not shared |
+|---|---|---|---|---|---|
+{others}
+
+## Not trained
+
+Runs with these models stop before their first step, with the reason given here. Train a model of another architecture.
+
+| architecture | why |
+|---|---|
+{refused}
+
+## Not tried
+
+No tiny model of these was built here.
+
+| architecture | why |
+|---|---|
+{unbuilt}
+"""
+
+
+def page(found: Sequence[Support]) -> str:
+    """The page, from what works with each architecture."""
+    shared = [one for one in found if one.rows == "shared"]
+    others = [one for one in found if one.rows not in ("shared", None)]
+    refused = [one for one in found if one.rows is None and one.built]
+    return PAGE.format(
+        version=transformers.__version__,
+        summary=summary(found),
+        shared="\n".join(_line(one) for one in shared),
+        others="\n".join(f"{_line(one)} {one.reason} |" for one in others),
+        refused="\n".join(f"| {_name(one)} | {one.reason} |" for one in refused),
+        unbuilt="\n".join(f"| {_name(one)} | {one.reason} |" for one in found if not one.built),
+    )
+
+
+def summary(found: Sequence[Support]) -> str:
+    """How many architectures train, and how many with shared rows."""
+    built = [one for one in found if one.built]
+    decoders = [one for one in built if is_decoder_only(one.family)]
+    lines = []
+    for what, some in (("built", built), ("built decoder-only", decoders)):
+        trained, shared = (sum(one.rows in rows for one in some) for rows in (LAYOUTS, ("shared",)))
+        lines.append(
+            f"Of {len(some)} {what} architectures, {trained} ({trained / len(some):.0%}) can be trained, {shared} "
+            f"({shared / len(some):.0%}) with shared rows."
+        )
+    return f"transformers has {len(found)}. " + " ".join(lines)
+
+
+def _name(one: Support) -> str:
+    return f"`{one.family}` ({one.name})"
+
+
+def _line(one: Support) -> str:
+    marks = " | ".join("yes" if works else "no" for works in (one.adapters, one.native, one.exports))
+    return f"| {_name(one)} | {one.rows}{', unfolded' if one.unfolded else ''} | {marks} |"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found = [support(family) for family in sorted(FAMILIES)]
+    Path(sys.argv[1]).write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Architectures that must train with shared rows, and the page that lists all of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from isopref.testing.families import FAMILIES
+from isopref.testing.models_page import LAYOUTS, Support, is_decoder_only, page, summary, support, supported_rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+SHARED = (
+    "apertus", "arcee", "bailing_hybrid", "bamba", "cohere2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5",
+    "exaone4", "falcon_h1", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss",
+    "granite", "granitemoehybrid", "hunyuan_v1_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama",
+    "llama4_text", "mamba2", "mimo_v2_flash", "minimax", "ministral", "mistral", "mixtral", "nemotron", "nemotron_h",
+    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_shared_rows(family: str) -> None:
+    found = supported_rows(family)
+    assert (found.rows, found.reason) == ("shared", "")
+
+
+def test_adapters_native_modules_and_export() -> None:
+    assert support("llama") == Support("llama", "shared", adapters=True, native=True, exports=True)
+    assert support("olmo_hybrid") == Support("olmo_hybrid", "shared", unfolded=True, adapters=True, exports=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "reason"),
+    [
+        ("mpt", "padded", "no layer uses transformers' AttentionInterface"),
+        ("bert", None, "it changes hidden states between its decoder and its output layer"),
+        ("xlnet", None, "it is not causal: a token's prediction depends on later tokens"),
+        ("xlm", None, "its own forward pass fails on a sequence of tokens: AttributeError: "),
+    ],
+)
+def test_reasons(family: str, rows: str | None, reason: str) -> None:
+    found = supported_rows(family)
+    assert found.rows == rows
+    assert found.reason.startswith(reason)
+
+
+def test_which_architectures_are_decoders() -> None:
+    assert all(map(is_decoder_only, ("gpt2", "gpt_neox", "llama", "mamba", "gemma3")))
+    assert not any(map(is_decoder_only, ("bert", "bart", "roberta", "trocr")))
+
+
+def test_the_page_counts() -> None:
+    found = [
+        Support("llama", "shared", adapters=True),
+        Support("mpt", "padded", "why"),
+        Support("bert", None, "so"),
+        Support("blt", None, "big", built=False),
+    ]
+    assert summary(found) == (
+        "transformers has 4. Of 3 built architectures, 2 (67%) can be trained, 1 (33%) with shared rows. "
+        "Of 2 built decoder-only architectures, 2 (100%) can be trained, 1 (50%) with shared rows."
+    )
+    lines = page(found).splitlines()
+    assert "| `llama` (LlamaForCausalLM) | shared | yes | no | no |" in lines
+    assert "| `mpt` (MptForCausalLM) | padded | no | no | no | why |" in lines
+    assert "| `bert` (BertLMHeadModel) | so |" in lines
+    assert "| `blt` (BltForCausalLM) | big |" in lines
+
+
+def test_the_page_is_of_this_version_and_has_every_architecture() -> None:
+    text = PAGE.read_text()
+    if transformers.__version__ not in text:
+        pytest.skip(f"docs/models.md was written with another version than {transformers.__version__}: make models")
+    rows = dict(re.findall(r"^\| `(\S+)` \(\w+\) \| (\w+)", text, flags=re.M))
+    assert sorted(rows) == sorted(FAMILIES)
+    assert {rows[family] for family in SHARED} == {"shared"}
+
+
+def test_most_architectures_train_with_shared_rows() -> None:
+    """The page's own figures: 95% of decoder-only architectures in some layout, 85% with shared rows."""
+    rows = dict(re.findall(r"^\| `(\S+)` \(\w+\) \| (\w+)", PAGE.read_text().split("## Not tried")[0], flags=re.M))
+    decoders = [family for family in rows if is_decoder_only(family)]
+    assert sum(rows[family] in LAYOUTS for family in decoders) >= 0.95 * len(decoders)
+    assert sum(rows[family] == "shared" for family in decoders) >= 0.85 * len(decoders)
