@@ -70,7 +70,7 @@ def test_rewards(name: str, objective: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in mutations.KTO if name != "kl_of_one_rank"])
 def test_kto(name: str) -> None:
-    cell = Cell(trees=True, objective="kto")
+    cell = Cell(trees=True, objective="kto", cut="pair")
     assert measure(cell).gradient_error <= matrix.bound(cell)
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 

@@ -406,7 +406,7 @@ KTO = {
     m.__name__: m
     for m in (
         *(kl_of_one_microbatch, kl_of_one_rank, mismatch_counted_twice, mismatch_in_batch_order),
-        *(answer_counted_twice, leaking_attention, reference_by_example),
+        *(answer_counted_twice, leaking_attention),
     )
 }
 BCO = {m.__name__: m for m in (midpoint_of_all_answers, answer_counted_twice, reference_by_example)}
