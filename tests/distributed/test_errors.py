@@ -38,7 +38,7 @@ def test_padded_batch_wider_than_the_microbatch(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mistake", "start"),
     [
-        ("not_spread", "ConfigError: 2 ranks, but the model is not spread over them"),
+        ("not_spread", "ConfigError: 2 ranks, but the model is not distributed over them"),
         ("single_on_many", 'ConfigError: parallelize: "single" on 2 ranks would never reduce gradients. Use "ddp".'),
     ],
 )
@@ -56,8 +56,8 @@ def test_before_any_rank_is_needed(mistake: str) -> None:
     expected = {
         "zero_microbatch": "ConfigError: DPOTrainModule: rank_microbatch_size must be a whole number, at least 1; "
         "found 0.",
-        "foreign_optimizer": "ConfigError: the optimizer holds parameters that are not the model's, and would train "
-        "nothing. Make it after parallelize, from what that returned.",
+        "foreign_optimizer": "ConfigError: the optimizer holds parameters that do not belong to the model, "
+        "so training would have no effect. Create it from the module that parallelize returns.",
         "negative_split": "ConfigError: split_batch_dpo: num_microbatch_instances is -1; it must be at least 1 pair.",
         "non_tensor": "DataError: split_batch_dpo: batch['source'] is a str, not a tensor, so it cannot be cut. "
         "Remove it, or make it a tensor with one entry per pair.",

@@ -11,8 +11,8 @@ from isopref.testing.ranks import RankError, Ranks
 from support import faults
 
 WARNING = (
-    "warning: a step ran out of memory with microbatches of {} tokens and is done again: from here on it is "
-    "microbatches of {} tokens. The result does not depend on it."
+    "warning: a step ran out of memory with microbatches of {} tokens. Retrying it with "
+    "microbatches of {} tokens, also used from here on. The result does not change."
 )
 
 

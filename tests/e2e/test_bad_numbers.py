@@ -58,7 +58,7 @@ def test_a_pair_that_gives_nan_is_named_and_skipped(
     warnings = [line for line in outcome.out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: step ")
-    assert warnings[0].endswith(" was skipped: the loss of train.jsonl:7 is not finite. The weights are as before.")
+    assert warnings[0].endswith(" was skipped: the loss of train.jsonl:7 is not finite. The weights are unchanged.")
     trained = load_weights(project.folder / "run" / "model")
     assert all(weight.isfinite().all() for weight in trained.values())
     assert not any(torch.equal(trained[name], before[name]) for name in before)
@@ -86,7 +86,7 @@ def test_a_pair_with_a_bad_gradient_is_named(project: Project, monkeypatch: pyte
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS)
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("warning: step ") == 1
-    assert " was skipped: the gradient of train.jsonl:7 is not finite. The weights are as before.\n" in outcome.out
+    assert " was skipped: the gradient of train.jsonl:7 is not finite. The weights are unchanged.\n" in outcome.out
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
@@ -150,7 +150,7 @@ def test_weights_that_are_not_finite_end_the_run(project: Project, setting: str)
     message = project.refused("run", setting, *OVERFLOWING)
     assert re.match(r"step \d+: the weights contain NaN or Inf \(transformer\.", message), message
     assert "no checkpoint was written. There is no earlier checkpoint." in message
-    assert "Start again in another run.folder with a lower optim.lr or optim.weight_decay" in message
+    assert "Start again in a new run.folder with a lower optim.lr or optim.weight_decay" in message
     run = project.folder / "run"
     assert not (run / "model").exists()
     assert list(run.glob("checkpoints/step*")) == []
@@ -170,7 +170,7 @@ def test_an_update_that_torch_refuses_ends_the_run(project: Project) -> None:
     """A rate of 1e300 is no number of float32, which torch's optimizers refuse."""
     message = project.refused("run", "optim.lr=1e300", "data.eval=null", "model.dtype=float32")
     assert message.startswith("step 1: the update overflows the weights' number type (value cannot be converted to ")
-    assert "so no checkpoint was written. There is no earlier checkpoint. Start again in another" in message
+    assert "so no checkpoint was written. There is no earlier checkpoint. Start again in a new" in message
     assert not (project.folder / "run" / "model").exists()
 
 
@@ -246,7 +246,9 @@ def test_a_loss_that_jumps_is_warned_of(capsys: pytest.CaptureFixture[str]) -> N
     calm = [0.5 + 0.01 * (-1) ** step for step in range(WINDOW)]  # mean 0.5, standard deviation 0.01
     assert watched([*calm, 0.55, 0.9], [2.0] * (WINDOW + 2), capsys) == []
     (said,) = watched([*calm, 1.2, 0.5], [2.0] * (WINDOW + 2), capsys)
-    assert said.startswith(f"warning: step {WINDOW + 1}: train/loss jumped to 1.2, from 0.5 over the 16 logged steps")
+    assert said.startswith(
+        f"warning: step {WINDOW + 1}: train/loss jumped to 1.2, from 0.5 over the previous 16 logged steps"
+    )
 
 
 def test_chosen_answers_that_fall_off_are_warned_of_once_a_nat(capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,4 +257,4 @@ def test_chosen_answers_that_fall_off_are_warned_of_once_a_nat(capsys: pytest.Ca
     said = watched([0.5] * 5 * FEW, [*calm, *[3.2] * 2 * FEW, *[4.2] * 2 * FEW], capsys)
     # The mean of the last eight passes 3 with the seventh of them, and 4 with the seventh of the next.
     assert [line.split(":")[1] for line in said] == [f" step {FEW + 7}", f" step {3 * FEW + 7}"]
-    assert "train/nll rose from 2.00 to 3.05 nats a token" in said[0]
+    assert "train/nll rose from 2.00 to 3.05 nats per token" in said[0]

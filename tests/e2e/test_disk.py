@@ -79,8 +79,8 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     assert "File too large" in message
     assert "Traceback" not in message
     assert message.endswith(
-        "Checkpoints up to step3 are as they were. Free space, or make it writable, then start the same command again "
-        "with --resume."
+        "Checkpoints up to step3 are intact. Free disk space or make the folder writable, then run the same "
+        "command with --resume."
     )
     run = project.folder / "run"
     assert checkpoints(run) == ["step3"]
@@ -278,7 +278,9 @@ def test_a_best_step_that_was_not_kept_is_forgotten(project: Project, monkeypatc
     outcome = project.isopref("train", "my.yaml", *OFTEN, "run.keep_best=true", "--resume")
     assert outcome.code == 0, outcome.err
     place = Path("run/checkpoints")
-    expected = f"warning: run.keep_best: the lowest eval/loss so far is that of {place / 'step4'}, but it is not there."
+    expected = (
+        f"warning: run.keep_best: the lowest eval/loss so far is that of {place / 'step4'}, but it does not exist."
+    )
     assert f"{expected} The best from here on is kept.\n" in outcome.out
     assert "best  step8 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
     assert checkpoints(run) == ["step10", "step8"]

@@ -104,12 +104,15 @@ def test_a_later_start_knows_what_fits_unless_another_layout_is_asked_for(
     (project.folder / "run" / "model").rename(project.folder / "model")
     outcome = project.isopref("train", "my.yaml", *SETTINGS, "--resume")
     assert outcome.code == 0, outcome.err
-    assert "layout: microbatches of 128 tokens, since more did not fit before (run/microbatch.json)\n" in outcome.out
+    assert (
+        "layout: microbatches of 128 tokens, because larger ones ran out of memory before (run/microbatch.json)\n"
+        in outcome.out
+    )
     assert "warning" not in outcome.out
     (project.folder / "run" / "model").rename(project.folder / "model again")
     outcome = project.isopref("train", "my.yaml", *SETTINGS, "layout.microbatch_tokens=140", "--resume")
     assert outcome.code == 0, outcome.err
-    assert "since more did not fit" not in outcome.out
+    assert "because larger ones ran out" not in outcome.out
 
 
 def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +121,7 @@ def test_a_pair_too_long_for_the_device_is_named(project: Project, monkeypatch: 
     project.write_pairs("train.jsonl", records)
     limit(monkeypatch, 150)
     message = project.refused("run", "data.eval=null")
-    assert message.startswith("train.jsonl:5 does not fit into memory, though it was alone in its microbatch: ")
+    assert message.startswith("train.jsonl:5 does not fit into memory, even alone in its microbatch: ")
     assert "(prompt " in message
     assert "or shorten the pairs: data.max_length drops longer pairs; with data.truncation: " in message
     assert "layout.checkpointing: full" in message
@@ -134,7 +137,9 @@ def test_there_is_an_end_to_smaller_microbatches(
     settings = (*SETTINGS, "layout.microbatch_tokens=80", "objective.loss=aot", f"layout.parallel={parallel}")
     starts = [project.isopref("train", "my.yaml", *settings, "--resume", "auto") for _ in range(4)]
     assert [outcome.code for outcome in starts] == ([75, 75, 1, 1] if parallel == "fsdp" else [1, 1, 1, 1])
-    smallest = r"error: out of memory with microbatches of \d+ tokens and 1 example, the smallest there are\. Recompute"
+    smallest = (
+        r"error: out of memory with microbatches of \d+ tokens and 1 example, the smallest possible\. Try: recompute"
+    )
     assert re.match(smallest, starts[-1].err)
 
 
@@ -155,10 +160,15 @@ def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Cal
     command = start(project, *settings, launcher=[*launcher, "faulty.py"])
     code, out, err = command.end()
     assert code == 0, err
-    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point from which") == 1
-    assert "The next start takes microbatches of 150 tokens and goes on from the last checkpoint." in err
+    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point where") == 1
+    assert "The next start resumes from the last checkpoint with microbatches of 150 tokens." in err
     assert "planted" not in err
-    assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
+    assert (
+        out.count(
+            "layout: microbatches of 150 tokens, because larger ones ran out of memory before (run/microbatch.json)\n"
+        )
+        == 1
+    )
     assert command.family() == {}
     assert os.path.isdir(project.folder / "run" / "model")
 
@@ -176,8 +186,13 @@ def test_one_process_that_is_sharded_starts_again_by_itself(
     command = start(project, *settings, launcher=[sys.executable, "faulty.py"])
     code, out, err = command.end()
     assert code == 0, err
-    assert err.count("warning: out of memory with microbatches of 300 tokens, at a point from which a step can") == 1
-    assert out.count("layout: microbatches of 150 tokens, since more did not fit before (run/microbatch.json)\n") == 1
+    assert err.count("warning: out of memory with microbatches of 300 tokens, at a point where the step can") == 1
+    assert (
+        out.count(
+            "layout: microbatches of 150 tokens, because larger ones ran out of memory before (run/microbatch.json)\n"
+        )
+        == 1
+    )
     assert out.count("resume after step 3\n") == 1
     assert command.family() == {}
     assert oracle.relative_error(load_weights(project.folder / "run/model"), load_weights(whole / "model")) <= 1e-8

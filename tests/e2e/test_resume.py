@@ -278,7 +278,7 @@ def test_damaged_lines_of_metrics_are_dropped_by_name(
     (run / "metrics.jsonl").write_bytes(b"\n".join([first, *damage, sixth, seventh, b""]))
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
     assert outcome.code == 0, outcome.err
-    warned = re.findall(r"warning: run/metrics\.jsonl:(\d) is damaged and dropped", outcome.out)
+    warned = re.findall(r"warning: run/metrics\.jsonl:(\d) is damaged; dropping it", outcome.out)
     assert warned == ["2", "3", "4", "5"]
     kept = [line for line in same(read_metrics(whole)) if line["step"] not in (2, 3, 4, 5)]
     assert same(read_metrics(run)) == kept

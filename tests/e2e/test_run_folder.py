@@ -175,8 +175,8 @@ def test_a_folder_that_is_removed_while_the_run_uses_it(project: Project, at_ste
     at_step(4, lambda: shutil.rmtree("run"))
     message = project.refused("run", *SETTINGS, f"run.log_every={log_every}")
     assert message.endswith(
-        "run is gone, and its checkpoints with it: it was removed or renamed during the run. Put it back and use "
-        "--resume, or start again."
+        "run was removed or renamed during the run, and its checkpoints with it. Put it back and use --resume, or "
+        "start again."
     )
     assert not (project.folder / "run").exists()
 
@@ -196,7 +196,7 @@ def test_checkpoints_that_are_removed_during_a_run_are_not_said_to_be_there(
     message = project.refused("run", *SETTINGS)
     assert message == (
         "the checkpoint of step 6 cannot be written to run/checkpoints (No space left on device). The earlier "
-        "checkpoints were removed during the run. Start over: remove run, or set another run.folder."
+        "checkpoints were removed during the run. To start over, remove run or set a new run.folder."
     )
     monkeypatch.undo()
     assert "had a checkpoint of step 3" in project.refused("run", *SETTINGS, *AUTO)
@@ -217,7 +217,7 @@ def test_no_room_before_the_first_checkpoint(project: Project, monkeypatch: pyte
     message = project.refused("run", *SETTINGS)
     assert message == (
         "the checkpoint of step 3 cannot be written to run/checkpoints (No space left on device). There is no earlier "
-        "checkpoint. Free space, or make it writable, then start the same command again with --resume."
+        "checkpoint. Free disk space or make the folder writable, then run the same command with --resume."
     )
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: how they are sealed, found and removed, and how a damaged one is recognised.
+"""Checkpoints on disk: how they are sealed, found, verified and removed.
 
-The engine writes them (beside their place, then renamed). A seal, the digests of all their files, comes last: a folder
-without one, or with other bytes than its seal says, is not whole, and no run resumes from it. When they are saved is
-decided in callbacks/checkpointer.py.
+The engine writes them to a temporary folder and renames it. The seal, with the digests of all files, is written last: a
+folder without a seal, or with content that does not match it, is incomplete, and no run resumes from it.
+callbacks/checkpointer.py decides when to save.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from isopref.places import write_whole
 from isopref.ranks import num_ranks, own_rank
 
 SEAL = "seal.json"
-LAST_FILE = "last_checkpoint.json"  # in the run's folder: the step of the last one, which outlives the checkpoints
+LAST_FILE = "last_checkpoint.json"  # in the run folder: the step of the last checkpoint, which it outlives
 UNFINISHED = "it was not finished"
 NAME = re.compile(r"step(\d+)")
 CHUNK = 2**24
@@ -31,42 +31,43 @@ Found = TypeVar("Found")
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its seal first: a half-removed one is not whole."""
+    """Remove a checkpoint, seal first, so a partially removed one counts as incomplete."""
     (folder / SEAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def last_saved(folder: Path) -> int | None:
-    """The step of the last checkpoint that a run ever sealed, wherever it is now; None if there was none."""
+    """The step of the last checkpoint that a run ever sealed, even if it is gone now; None if there was none."""
     try:
         return int(json.loads((folder.parent / LAST_FILE).read_bytes())["step"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{folder.parent / LAST_FILE} cannot be read ({error}). Remove it to resume from the checkpoints there are."
+            f"{folder.parent / LAST_FILE} cannot be read ({error}). Remove it to resume from the checkpoints that "
+            "remain."
         ) from error
 
 
 def outlook(folder: Path) -> str:
-    """What a run that could not write has in its folder of checkpoints, and how to continue from there."""
+    """What remains in the checkpoint folder of a run that could not write, and how to continue from there."""
     run = folder.parent
     if not run.exists():
         return (
-            f"{run} is gone, and its checkpoints with it: it was removed or renamed during the run. Put it back and "
+            f"{run} was removed or renamed during the run, and its checkpoints with it. Put it back and "
             "use --resume, or start again."
         )
     sealed = [path for _, path in numbered(folder) if (path / SEAL).exists()]
     if not sealed and last_saved(folder) is not None:
         return (
-            f"The earlier checkpoints were removed during the run. Start over: remove {run}, or set another run.folder."
+            f"The earlier checkpoints were removed during the run. To start over, remove {run} or set a new run.folder."
         )
-    left = f"Checkpoints up to {sealed[-1].name} are as they were." if sealed else "There is no earlier checkpoint."
-    return f"{left} Free space, or make it writable, then start the same command again with --resume."
+    left = f"Checkpoints up to {sealed[-1].name} are intact." if sealed else "There is no earlier checkpoint."
+    return f"{left} Free disk space or make the folder writable, then run the same command with --resume."
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that died left half-written beside the checkpoints of a folder."""
+    """Remove partial files that a dead process left next to the checkpoints in a folder."""
     for path in folder.glob("step*-tmp"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob("step*/*.tmp"):
@@ -74,7 +75,7 @@ def sweep(folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the digests of all files of a checkpoint. All ranks call this together and share the reading."""
+    """Write the digests of all files in a checkpoint. All ranks call this together and share the reading."""
     digests = _digests(folder, from_first(_files, folder))
     if own_rank() == 0:
         write_whole(folder / SEAL, json.dumps(digests, indent=1).encode())
@@ -83,7 +84,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None for a whole one. All ranks call this together and share the reading."""
+    """What is wrong with a checkpoint; None if it is intact. All ranks call this together and share the reading."""
     expected = from_first(_sealed, folder)
     if isinstance(expected, str):
         return expected
@@ -93,7 +94,7 @@ def damage(folder: Path) -> str | None:
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The last whole checkpoint in a folder, and what is wrong with those after it. All ranks call this together."""
+    """The last intact checkpoint in a folder, and what is wrong with later ones. All ranks call this together."""
     wrong: dict[Path, str] = {}
     for _, path in reversed(from_first(numbered, folder)):
         problem = damage(path)
@@ -104,17 +105,17 @@ def newest_whole(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Checkpoints of a folder with their steps, in their order."""
+    """Checkpoints in a folder with their steps, in order."""
     found = ((NAME.fullmatch(path.name), path) for path in folder.glob("step*"))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _sealed(folder: Path) -> dict[str, str] | str:
-    """The digests that a checkpoint should have, or what is wrong with it at first sight."""
+    """The digests that a checkpoint should have, or what is obviously wrong with it."""
     try:
         expected: dict[str, str] = dict(json.loads((folder / SEAL).read_bytes()))
     except FileNotFoundError:
-        return UNFINISHED if folder.exists() else "it is not there"
+        return UNFINISHED if folder.exists() else "it does not exist"
     except (OSError, ValueError, TypeError) as error:
         return f"{SEAL} cannot be read ({error})"
     missing = sorted(set(expected) - set(_files(folder)))
@@ -127,7 +128,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """Digest of each file; each rank reads its share, all get the whole."""
+    """Digest of each file; each rank reads its share, and all get the full result."""
     size = num_ranks()
     mine = {name: _digest(folder / name) for name in names[own_rank() :: size]}
     every: list[Any] = [mine]
@@ -138,7 +139,7 @@ def _digests(folder: Path, names: list[str]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content; "unreadable" where it cannot be read."""
+    """Digest of a file's content; "unreadable" if it cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
@@ -150,7 +151,7 @@ def _digest(path: Path) -> str:
 
 
 def from_first(look: Callable[[Path], Found], folder: Path) -> Found:
-    """What the first rank sees, for all: others may look a moment earlier or later."""
+    """What the first rank sees, broadcast to all: others might look a moment earlier or later."""
     seen: list[Any] = [look(folder) if own_rank() == 0 else None]
     if num_ranks() > 1:
         dist.broadcast_object_list(seen)
@@ -160,7 +161,7 @@ def from_first(look: Callable[[Path], Found], folder: Path) -> Found:
 
 @contextmanager
 def refusing(folder: Path, step: int) -> Iterator[None]:
-    """A checkpoint that cannot be written is a user's matter: the disk is full, the folder is gone."""
+    """Turn a failed checkpoint write into a user error: the disk is full or the folder is gone."""
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -168,7 +169,7 @@ def refusing(folder: Path, step: int) -> Iterator[None]:
             raise
         if own_rank() == 0:
             sweep(folder)
-        text = str(error)  # of the engine's exceptions a traceback, in which the cause comes first
+        text = str(error)  # for the engine's exceptions a traceback, with the cause first
         cause = next((line for line in text.splitlines() if re.match(r"\w+Error: ", line)), text)
         reason = " ".join(cause.split())[:300]
         raise RunError(

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal. Ranks other than 0 show nothing."""
+"""Terminal output of a run. Ranks other than 0 print nothing."""
 
 import os
 import re
@@ -22,11 +22,11 @@ from rich.text import Text
 
 Advance = Callable[[int, str], None]
 LINE_EVERY_S = 30
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: they would move the cursor
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and line feed: they would move the cursor
 
 
 class _Console(Console):
-    """One that falls silent when nobody reads any more, as after `| head`: the run goes on."""
+    """A console that goes silent if its reader is gone, as with `| head`, while the run continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -34,7 +34,7 @@ class _Console(Console):
 
 
 class Display:
-    """A console for people: bars that move on a terminal, plain lines elsewhere."""
+    """Output for people: progress bars on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, quiet: bool = False):
         self.console: Console = _Console(quiet=quiet, highlight=False, soft_wrap=True)
@@ -45,10 +45,10 @@ class Display:
 
     @contextmanager
     def bar(self, what: str, total: int | None, *, lines: bool = True, below: bool = False) -> Iterator[Advance]:
-        """A progress bar. The function it gives takes how much was done and a note to show beside the bar, or `below`.
+        """A progress bar. Yields a function that takes the progress and a note to show next to the bar, or `below` it.
 
-        Without a terminal, long work says a line now and then, unless `lines` is off. A bar inside another one stands
-        below it and goes when it is done: a terminal shows one display at a time.
+        Without a terminal, long work prints a line now and then, unless `lines` is off. A nested bar appears below the
+        outer one and disappears when done: a terminal supports one live display at a time.
         """
         if not self.console.is_terminal:
             yield _Lines(self, what, total).advance if lines else lambda count, note: None
@@ -60,7 +60,7 @@ class Display:
             outer.remove_task(inner)
             return
         bar_width = 28 if self.console.width >= 120 else 10
-        # What is too long is cut from the note, never from the counts and times: 44 columns, and the bar.
+        # If space is short, truncate the note, never the counts and times: 44 columns, plus the bar.
         note = Column(no_wrap=True, overflow="ellipsis", max_width=max(8, self.console.width - bar_width - 44))
         columns = (
             TextColumn("{task.description}"),
@@ -73,7 +73,7 @@ class Display:
         )
         progress = Progress(*columns, console=self.console)
         task = progress.add_task(what, total=total, note="")
-        under = Text(no_wrap=False, overflow="fold")  # the console itself wraps nothing
+        under = Text(no_wrap=False, overflow="fold")  # the console itself does not wrap
 
         def advance(count: int, note: str) -> None:
             if below:
@@ -88,7 +88,7 @@ class Display:
             self._progress = None
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Cells are text from models and files: nothing in them is markup."""
+        """Print a table. Cells are text from models and files, so markup in them is not interpreted."""
         table = Table(
             title=Text(title),
             title_justify="left",
@@ -103,7 +103,7 @@ class Display:
 
 
 class _Lines:
-    """Progress where there is no terminal."""
+    """Progress without a terminal."""
 
     def __init__(self, display: Display, what: str, total: int | None):
         self.display, self.what, self.total = display, what, total
@@ -123,12 +123,12 @@ class _Lines:
 
 
 def visible(text: str) -> str:
-    """Text in which control characters, which a terminal would obey, are written out as escapes."""
+    """Text with control characters escaped, so the terminal does not interpret them."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def brief(metrics: Mapping[str, float], unit: str = "pair") -> str:
-    """The figures of a log step that fit on one line; `unit` is what an example is called."""
+    """The metrics of a logged step on one line; `unit` is what to call an example."""
     shown = (
         ("loss", "train/loss", ".4f"),
         ("accuracy", "train/accuracy", ".2f"),

@@ -1,9 +1,9 @@
-"""Numbers that are not finite never reach the weights, and weights that are not finite never reach the disk.
+"""NaN and Inf never reach the weights, and weights with NaN or Inf never reach the disk.
 
-A loss that is not finite makes its own gradient NaN, the reduction over ranks hands that to all of them, and so the
-norm of the gradient tells every rank the same: the step is skipped. Nothing is sent for it, and the host learns of it
-only when a step logs. An update itself may still overflow, as with a huge learning rate: the
-weights are checked where they are saved (callbacks/checkpointer.py). P: pairs of a microbatch.
+A non-finite loss makes its own gradient NaN, and the reduction over ranks spreads it, so the gradient norm tells every
+rank alike to skip the step. This takes no extra communication, and the host finds out only when a step logs. An update
+can still overflow, for example with a huge learning rate, so the weights are checked before they are saved
+(callbacks/checkpointer.py). P: pairs of a microbatch.
 """
 
 from typing import NamedTuple
@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 
 from isopref.ranks import num_ranks
 
-MOST_IN_A_ROW = 5  # skipped steps, after which a run stops
+MOST_IN_A_ROW = 5  # skipped steps before a run stops
 NO_PAIR = torch.iinfo(torch.int64).max
 
 
 def poisoned(loss: Tensor, loss_P: Tensor) -> Tensor:
-    """The same loss, bit for bit; where it or that of a pair is not finite, its gradient is NaN."""
+    """The same loss, bit for bit; if it or a pair's loss is not finite, its gradient is NaN."""
     return loss * (1 + 0 * loss.detach() + (0 * loss_P.detach()).sum())
 
 
 class Skipped(NamedTuple):
-    """Steps that were skipped since the last report."""
+    """Steps skipped since the last report."""
 
     first: int  # the step
     steps: int
@@ -34,14 +34,14 @@ class Skipped(NamedTuple):
 
 
 class Guard:
-    """Lets an optimizer step where the gradient is finite, and remembers where it was not. All on the device."""
+    """Takes optimizer steps only if the gradient is finite, and records those it skips. All on the device."""
 
     def __init__(self, device: torch.device):
         self._state = torch.zeros(3, dtype=torch.int64, device=device)  # first step, count, in a row
         self._pair = torch.full((), NO_PAIR, dtype=torch.int64, device=device)
 
     def look(self, index_P: Tensor, loss_P: Tensor) -> None:
-        """Remember the first pair whose loss is not finite."""
+        """Record the first pair with a non-finite loss."""
         if len(index_P):
             bad = torch.where(torch.isfinite(loss_P), NO_PAIR, index_P).amin()
             self._pair = torch.where(self._pair == NO_PAIR, bad, self._pair)
@@ -52,15 +52,15 @@ class Guard:
         first, count, in_a_row = self._state.unbind()
         self._state = torch.stack([torch.where(bad & (count == 0), number, first), count + bad, (in_a_row + 1) * bad])
         if getattr(optim, "_step_supports_amp_scaling", False):
-            # How torch's fused optimizers skip a step: its gradient scaler sets the same two.
+            # How torch's fused optimizers skip a step: torch's gradient scaler sets the same two attributes.
             optim.grad_scale, optim.found_inf = None, bad.float()  # type: ignore[attr-defined]
             optim.step()
             del optim.grad_scale, optim.found_inf  # type: ignore[attr-defined]
-        elif not bad:  # waits for the device
+        elif not bad:  # synchronises with the device
             optim.step()
 
     def report(self) -> Skipped | None:
-        """What was skipped since the last report, if anything. All ranks call this together. Waits for the device."""
+        """What was skipped since the last report, if anything. All ranks call this together. Synchronises."""
         first, count, in_a_row = (int(value) for value in self._state.tolist())
         if not count:
             return None

@@ -1,9 +1,10 @@
-"""A step that runs out of memory is cut smaller and done again: a microbatch is layout, not math.
+"""Retry a step that runs out of memory with smaller microbatches: the microbatch size is layout, not math.
 
-What can be done depends on where ranks meet. Alone, a process may try again at any time. Under DDP ranks meet in the
-backward pass of a step's last microbatch, the smallest; before it they ask one another whether all came that far. FSDP
-has them meet in every layer, and under DDP a coupled loss after its first pass, so the others are stuck when one fails
-there; also on one rank FSDP stays amid a pass that failed. The run is then started again, with what may fit.
+What is possible depends on where ranks synchronise. A single process can retry at any time. DDP ranks synchronise in
+the backward pass of a step's last, smallest microbatch; before it they check that all got that far. FSDP ranks
+synchronise in every layer, and DDP ranks with a coupled loss after its first pass, so if one fails there, the others
+are stuck; even on one rank, FSDP cannot recover from a failed pass. In these cases the run restarts with a size that
+may fit.
 """
 
 import gc
@@ -26,31 +27,31 @@ from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
 
 WAYS_OUT = (
-    "Recompute activations (layout.checkpointing: full), spread the model over more GPUs (layout.parallel: fsdp), or "
-    "shorten the pairs"
+    "Try: recompute activations (layout.checkpointing: full), shard the model over more GPUs (layout.parallel: fsdp), "
+    "or shorten the pairs"
 )
 SIGNS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 
-Before = Callable[[int], None]  # is told the number of a microbatch before that runs
+Before = Callable[[int], None]  # called with the number of a microbatch before it runs
 
 
 def ran_out(error: RuntimeError) -> bool:
-    """Whether a device lacked memory. The host, cuBLAS, Triton and NCCL say so each in its own way."""
+    """Whether a device ran out of memory. The host, cuBLAS, Triton and NCCL each report it differently."""
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 class AgainError(Exception):
-    """A rank ran out of memory before the ranks met: all of them do the step again, cut smaller."""
+    """A rank ran out of memory before the ranks synchronised: all of them retry the step with smaller microbatches."""
 
 
 class OomRetry:
-    """Does steps in microbatches that fit: once one did not, in smaller ones.
+    """Runs steps in microbatches that fit, shrinking them after an out-of-memory error.
 
     :param loader: plans batches; its budget is what shrinks.
-    :param meets: ranks of DDP meet before a step's last microbatch: gradients are reduced for each, or a first pass
-        without gradient comes before (see first_pass.py).
-    :param asked: what the layout was asked to be. What was found to fit it is kept in `file`, for a later start.
-    :param say: tells the user.
+    :param meets: DDP ranks synchronise before a step's last microbatch: gradients are reduced for each microbatch, or a
+        first pass without gradients comes before (see first_pass.py).
+    :param asked: the requested layout. The size that fits it is kept in `file` for later starts.
+    :param say: prints a message to the user.
     """
 
     def __init__(
@@ -67,20 +68,20 @@ class OomRetry:
         replicated = isinstance(model, DistributedDataParallel)
         self.meets_always = isinstance(model, FSDPModule) or (replicated and meets)
         self.together = Together() if replicated and not meets else None
-        self._number: int | None = None  # of the microbatch that runs
+        self._number: int | None = None  # of the running microbatch
         self._met = False
         self._recall()
 
     def run(
         self, step: Step, accumulate: Callable[[Step, Before], Tensor], drop: Callable[[], None]
     ) -> tuple[Step, Tensor]:
-        """The step, and what `accumulate` returns for it. Where that runs out of memory, `drop` what it left; again."""
+        """The step, and what `accumulate` returns for it. Out of memory, `drop` the partial result and retry."""
         while True:
             try:
                 return step, self._attempt(step, accumulate)
             except AgainError:
                 pass
-            # Only here is the exception gone, and with it the tensors of the failed step.
+            # Only here has the exception been released, and with it the tensors of the failed step.
             drop()
             gc.collect()
             if torch.cuda.is_available():
@@ -89,8 +90,8 @@ class OomRetry:
             self.loader.budget = self._smaller()
             self._keep()
             self.say(
-                f"warning: a step ran out of memory with {_words(before)} and is done again: from here on it is "
-                f"{_words(self.loader.budget)}. The result does not depend on it."
+                f"warning: a step ran out of memory with {_words(before)}. Retrying it with "
+                f"{_words(self.loader.budget)}, also used from here on. The result does not change."
             )
             assert step.index is not None
             step = self.loader.step(step.index)
@@ -118,7 +119,7 @@ class OomRetry:
             raise AgainError from error
 
     def _meet(self, pair: int | None, *, failed: bool = False) -> None:
-        """Ask whether all ranks came this far. Raises AgainError where one did not; RunError for a pair too long."""
+        """Check that all ranks got this far. Raises AgainError if one did not; RunError if one pair does not fit."""
         assert self.together is not None
         any_failed, alone = self.together.most(int(failed), -1 if pair is None else pair)
         self._met = True
@@ -127,12 +128,12 @@ class OomRetry:
             raise AgainError
 
     def _refuse(self, pair: int | None) -> None:
-        """Raise RunError for a pair that does not fit though it was alone."""
+        """Raise RunError for a pair that does not fit even alone in a microbatch."""
         if pair is None:
             return
         table, kind = self.loader.table, self.loader.budget.kind
         raise RunError(
-            f"{table.origin(pair)} does not fit into memory, though it was alone in its microbatch: "
+            f"{table.origin(pair)} does not fit into memory, even alone in its microbatch: "
             f"{tokens_alone(table.lengths, kind)[pair]} tokens in layout.rows: {kind} ({parts(table.lengths, pair)}). "
             f"{WAYS_OUT}: {shorter_pairs()}"
         )
@@ -143,21 +144,19 @@ class OomRetry:
         self.loader.budget = self._smaller()
         self._keep(always=True)
         raise StartAgainError(
-            f"out of memory with {_words(before)}, at a point from which a step cannot be done again. The next start "
-            f"takes {_words(self.loader.budget)} and goes on from the last checkpoint. isopref train and torchrun "
-            "--max-restarts start by themselves; else use the same command with --resume."
+            f"out of memory with {_words(before)}, at a point where the step cannot be retried. The next start resumes "
+            f"from the last checkpoint with {_words(self.loader.budget)}. isopref train and torchrun --max-restarts "
+            "restart automatically; otherwise run the same command with --resume."
         ) from error
 
     def _smaller(self) -> Budget:
-        """Half the tokens, but room for the longest pair; then one pair at a time. Raises RunError after that."""
+        """Half the tokens, but at least the longest pair; then one pair at a time. Raises RunError after that."""
         budget, lengths = self.loader.budget, self.loader.table.lengths
         longest = int(tokens_alone(lengths, budget.kind).max())
         if budget.tokens > longest:
             return replace(budget, tokens=max(longest, budget.tokens // 2))
         if budget.examples == 1:
-            raise RunError(
-                f"out of memory with {_words(budget)}, the smallest there are. {WAYS_OUT}: {shorter_pairs()}"
-            )
+            raise RunError(f"out of memory with {_words(budget)}, the smallest possible. {WAYS_OUT}: {shorter_pairs()}")
         return replace(budget, examples=1)
 
     def _keep(self, *, always: bool = False) -> None:
@@ -173,7 +172,7 @@ class OomRetry:
             return
         if fits is not None:
             self.loader.budget = fits
-            self.say(f"layout: {_words(fits)}, since more did not fit before ({self.file})")
+            self.say(f"layout: {_words(fits)}, because larger ones ran out of memory before ({self.file})")
 
 
 def _words(budget: Budget) -> str:

@@ -1,4 +1,4 @@
-"""What a train module refuses: arguments that cannot work, and parts that do not belong together."""
+"""What a train module refuses: invalid arguments and mismatched parts."""
 
 from types import NoneType
 from typing import Any, get_args
@@ -37,7 +37,7 @@ def check_arguments(
     max_grad_norm: Any,
     grad_sync: Any,
 ) -> None:
-    """Raise ConfigError for an argument that is none."""
+    """Raise ConfigError for an invalid argument."""
     references = (TableLogps, MovingReference, NoneType)
     check_policy(WHERE, model)
     check_kind(WHERE, "optim", optim, Optimizer, "a torch optimizer of the model's parameters")
@@ -53,14 +53,14 @@ def check_arguments(
 
 
 def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: int) -> None:
-    """Refuse what would train silently wrong: ranks that never meet, an optimizer of other parameters."""
+    """Refuse setups that would silently train wrong: unsynchronised ranks, an optimizer with other parameters."""
     if num_ranks > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
         raise ConfigError(
-            f"{num_ranks} ranks, but the model is not spread over them, so their gradients would never meet. "
+            f"{num_ranks} ranks, but the model is not distributed over them, so gradients would never be reduced. "
             'Pass what parallelize(policy, "ddp", ...) or "fsdp" returns.'
         )
     if objective.balance_weight and not unwrap(model).experts_per_token:
-        raise ConfigError("balance_weight is for mixtures of experts, and the model has no experts. Leave it out.")
+        raise ConfigError("balance_weight needs a mixture of experts, but the model has no experts. Remove it.")
     if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
         names = ", ".join(one.objective.name for one in objective.summands)
         wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
@@ -69,8 +69,8 @@ def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: 
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):
         raise ConfigError(
-            "the optimizer holds parameters that are not the model's, and would train nothing. Make it after "
-            "parallelize, from what that returned."
+            "the optimizer holds parameters that do not belong to the model, so training would have no effect. Create "
+            "it from the module that parallelize returns."
         )
 
 
@@ -81,16 +81,16 @@ def check_loader(
     rank_microbatch_size: int | None,
     num_references: int | None,
 ) -> None:
-    """Refuse a loader that says otherwise: it weighs and cuts batches, by its own settings alone."""
+    """Refuse a loader with conflicting settings: it alone weights and splits batches."""
     if loader.weighting != weighting:
         raise ConfigError(
-            f"{WHERE}: weighting is {weighting!r}, but the ExampleLoader's is {loader.weighting!r}. Pass the same to "
-            "both."
+            f"{WHERE}: weighting is {weighting!r}, but the ExampleLoader's is {loader.weighting!r}. Pass the same "
+            "value to both."
         )
     if rank_microbatch_size not in (None, loader.budget.tokens):
         raise ConfigError(
-            f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader cuts batches by its own "
-            f"budget of {loader.budget.tokens} tokens. Leave rank_microbatch_size out."
+            f"{WHERE}: rank_microbatch_size is {rank_microbatch_size}, but the ExampleLoader splits batches by its "
+            f"own budget of {loader.budget.tokens} tokens. Remove rank_microbatch_size."
         )
     if loader.loss_kind != objective.kind:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_loader(
     if num_references not in (None, num_answers):
         raise ConfigError(
             f"{WHERE}: reference has {num_references} answers, but the ExampleLoader's table has {num_answers}. Score "
-            "the table that is trained on: score_table(policy, table, ...)."
+            "the training table: score_table(policy, table, ...)."
         )
 
 

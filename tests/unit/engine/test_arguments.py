@@ -93,12 +93,12 @@ def test_a_kind_of_rows_that_there_is_not() -> None:
         (
             {"weighting": "example"},
             {},
-            "weighting is 'example', but the ExampleLoader's is 'token'. Pass the same to both.",
+            "weighting is 'example', but the ExampleLoader's is 'token'. Pass the same value to both.",
         ),
         (
             {"rank_microbatch_size": 100},
             {},
-            "rank_microbatch_size is 100, but the ExampleLoader cuts batches by its own ",
+            "rank_microbatch_size is 100, but the ExampleLoader splits batches by its own ",
         ),
         (
             {"reference": TableLogps.of_pairs(ZEROS[1:], ZEROS[1:])},
@@ -187,7 +187,7 @@ def test_a_pair_whose_loss_is_not_finite_is_told_of(
     with caplog.at_level(logging.WARNING, "isopref"):
         config.build(made, batches).fit()
     told = [record.message for record in caplog.records if record.name.startswith("isopref")]
-    assert told == ["step 1 was skipped: the loss of pair 3 is not finite. The weights are as before."]
+    assert told == ["step 1 was skipped: the loss of pair 3 is not finite. The weights are unchanged."]
     assert all(map(torch.equal, before, made.model.parameters()))
 
 

@@ -1,6 +1,6 @@
-"""When checkpoints are saved, and which are kept. Weights that are not finite are never saved.
+"""When checkpoints are saved and which are kept. Weights with NaN or Inf are never saved.
 
-How a checkpoint is sealed and checked is in engine/checkpoints.py.
+engine/checkpoints.py seals and verifies them.
 """
 
 import json
@@ -27,27 +27,27 @@ from isopref.ranks import own_rank
 
 @dataclass
 class KeepingCheckpointerCallback(CheckpointerCallback):
-    """Saves every so many steps or minutes, at the best evaluation, and when a signal asks the run to stop.
+    """Saves at regular steps or minutes, at the best evaluation, and when a signal asks the run to stop.
 
-    It stands in for the engine's (3.0.0), which saves before the metrics of a step are complete, deletes an old
-    checkpoint only a step after it wrote a new one, forgets what an earlier process wrote, and lets ranks learn of a
-    signal at different steps. Saving is synchronous: the engine's asynchronous way can deadlock.
+    Replaces the engine's callback (3.0.0), which saves before the metrics of a step are complete, deletes an old
+    checkpoint only one step after writing a new one, forgets what an earlier process wrote, and lets ranks notice a
+    signal at different steps. Saving is synchronous: the engine's asynchronous saving can deadlock.
 
-    :param minutes: save after so many minutes without a checkpoint too, by the first rank's clock.
-    :param evaluate: keep the checkpoint of its best step besides the last ones.
+    :param minutes: also save after this many minutes without a checkpoint, by the first rank's clock.
+    :param evaluate: also keep the checkpoint of its best step.
     """
 
     minutes: float | None = None
     evaluate: EvaluateCallback | None = None
-    stopped_by: signal.Signals | None = None  # as all ranks know it
+    stopped_by: signal.Signals | None = None  # agreed on by all ranks
     together: Together = field(default_factory=Together)
-    clock: Callable[[], float] = time.monotonic  # not of the day: that may jump
+    clock: Callable[[], float] = time.monotonic  # monotonic: wall-clock time may jump
     _saved_at: float = 0.0
-    _asked: signal.Signals | None = None  # by this process
+    _asked: signal.Signals | None = None  # received by this process
     _on_hangup: Any = signal.SIG_DFL
 
     def pre_train(self) -> None:
-        for signum in (signal.SIGTERM, signal.SIGINT):  # the engine puts the old handlers back
+        for signum in (signal.SIGTERM, signal.SIGINT):  # the engine restores the old handlers
             signal.signal(signum, self._note)
         self._on_hangup = signal.getsignal(signal.SIGHUP)
         if self._on_hangup is not signal.SIG_IGN:  # as under nohup
@@ -58,21 +58,21 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         self._latest_checkpoint_step = found[-1][0] if found else -1
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
-        if self._asked is not None:  # once is enough: the checkpoint is on its way
+        if self._asked is not None:  # already saving
             return
         self._asked = signal.Signals(signum)
         if own_rank() == 0:
             os.write(2, f"\n{self._asked.name}: finishing this step and saving a checkpoint\n".encode())
 
     def post_train_batch(self) -> None:
-        """Nothing yet: evaluation and metrics of the step come first."""
+        """Do nothing yet: evaluation and metrics of the step come first."""
 
     def post_step(self) -> None:
         late = self.minutes is not None and self.clock() - self._saved_at >= 60 * self.minutes
         stop, is_late = self.together.most(self._asked or 0, late and own_rank() == 0)
         best = self.evaluate is not None and self.evaluate.best_step == self.step
         every = self.save_interval is not None and self.step % self.save_interval == 0
-        if is_late or best or every or stop:  # while a second signal is still only noted
+        if is_late or best or every or stop:  # a second signal is still only recorded
             self._save()
         if stop:
             self.stopped_by = signal.Signals(stop)
@@ -87,7 +87,7 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         signal.signal(signal.SIGHUP, self._on_hangup)
         if self._asked and isinstance(exc, StartAgainError):
             exc.at_once = False
-        if is_echo(exc):  # another rank is gone: there is no step to finish when torchrun ends this one too
+        if is_echo(exc):  # another rank is gone, so there is no step to finish when torchrun ends this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._asked == signal.SIGTERM:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -112,14 +112,14 @@ class KeepingCheckpointerCallback(CheckpointerCallback):
         sealed = [path for path in earlier if (path / SEAL).exists()]
         last = f"The last finite checkpoint is {sealed[-1]}." if sealed else "There is no earlier checkpoint."
         return RunError(
-            f"step {self.step}: {problem}, so no checkpoint was written. {last} Start again in another run.folder with "
-            "a lower optim.lr or optim.weight_decay, or with a wider model.dtype."
+            f"step {self.step}: {problem}, so no checkpoint was written. {last} Start again in a new run.folder with a "
+            "lower optim.lr or optim.weight_decay, or a wider model.dtype."
         )
 
     def _save(self) -> None:
         self.check_weights()
         folder = Path(self.save_folder)
-        if not from_first(Path.exists, folder.parent):  # the engine would make it again
+        if not from_first(Path.exists, folder.parent):  # the engine would recreate it
             raise RunError(f"the checkpoint of step {self.step} cannot be written: {outlook(folder)}")
         with refusing(folder, self.step):
             path = Path(self._save_checkpoint(save_async=False))

@@ -1,4 +1,4 @@
-"""Warnings about skipped steps (see engine/guard.py), and the end of a run that skips too many."""
+"""Warns about skipped steps (see engine/guard.py) and stops a run that skips too many."""
 
 import logging
 from collections.abc import Callable
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GuardCallback(Callback):
-    """Says which steps were skipped and why, and stops the run when there is no end to them: many, or bad weights.
+    """Reports which steps were skipped and why, and stops the run after too many or if the weights are bad.
 
     A train module adds one to a trainer that has none.
 
-    :param display: where it is said. None: in the log, as is usual in a script.
-    :param origin: what a pair of the table is called.
+    :param display: where to print. None: to the log, as usual in a script.
+    :param origin: the name of a pair in the table.
     """
 
     display: Display | None = None
@@ -44,7 +44,7 @@ class GuardCallback(Callback):
             return
         more = "" if found.steps == 1 else f" (and {found.steps - 1} more up to step {self.step})"
         skipped = f"step {found.first} was skipped{more}"
-        if bad := bad_weights(unwrap(module.model).model, trained_only=True):  # then no pair is to blame
+        if bad := bad_weights(unwrap(module.model).model, trained_only=True):  # then no single pair is the cause
             self._warn(f"{skipped}: the weights contain NaN or Inf ({some_of(bad)}).")
             self.gave_up = True
             self.trainer.cancel_run("the weights are not finite", no_sync=True)
@@ -62,14 +62,14 @@ class GuardCallback(Callback):
 
     def _cause(self, found: Skipped) -> str:
         if found.pair is not None:
-            return f"the loss of {self.origin(found.pair)} is not finite. The weights are as before."
+            return f"the loss of {self.origin(found.pair)} is not finite. The weights are unchanged."
         pair = self._blame() if found.first == self.step else None
         if pair is not None:
-            return f"the gradient of {self.origin(pair)} is not finite. The weights are as before."
-        return "its gradient is not finite, though the loss of every pair is. The weights are as before."
+            return f"the gradient of {self.origin(pair)} is not finite. The weights are unchanged."
+        return "its gradient is not finite, although the loss of every pair is. The weights are unchanged."
 
     def _blame(self) -> int | None:
-        """The pair of this step whose gradient alone is not finite. All ranks search together."""
+        """The pair in this step whose own gradient is not finite. All ranks search together."""
         module, loader = self.trainer.train_module, self.trainer.data_loader
         if self._step is None or self._step.index is None or not isinstance(loader, ExampleLoader):
             return None

@@ -13,10 +13,10 @@ from isopref.places import write_whole
 
 @dataclass
 class MetricsFileCallback(Callback):
-    """Writes every logged step as one line of a JSONL file; a resumed run first drops the steps it will do again.
+    """Writes every logged step as one line of a JSONL file; a resumed run first drops the steps it will repeat.
 
-    What is not finite is null. A line that cannot be read, as a full disk may leave, is dropped with a warning: the
-    weights do not come from it.
+    Non-finite values become null. An unreadable line, for example after a full disk, is dropped with a warning:
+    training does not depend on it.
     """
 
     path: Path = Path("metrics.jsonl")
@@ -31,8 +31,8 @@ class MetricsFileCallback(Callback):
             step = _step_of(line)
             if step is not None and step <= self.step:
                 done.append(line)
-            elif step is None and line.endswith(b"\n"):  # else the last one, cut short
-                self.display.say(f"warning: {self.path}:{number} is damaged and dropped; training does not need it")
+            elif step is None and line.endswith(b"\n"):  # otherwise it is the truncated last line
+                self.display.say(f"warning: {self.path}:{number} is damaged; dropping it (training does not need it)")
         write_whole(self.path, b"".join(done))
         if done:
             self._line, self._line_start = json.loads(done[-1]), sum(map(len, done[:-1]))
@@ -42,7 +42,7 @@ class MetricsFileCallback(Callback):
         if not metrics:
             return
         with self.path.open("r+b") as file:
-            # The engine passes a step's metrics on in parts when it saves or loads a checkpoint there.
+            # If the engine saves or loads a checkpoint at a step, it reports that step's metrics in parts.
             if self._line.get("step") != step:
                 self._line, self._line_start = {"step": step}, file.seek(0, 2)
             self._line.update({name: value if math.isfinite(value) else None for name, value in metrics.items()})
@@ -52,7 +52,7 @@ class MetricsFileCallback(Callback):
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line of the metrics file; None where it is not whole."""
+    """The step of a line in the metrics file; None if the line is incomplete."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

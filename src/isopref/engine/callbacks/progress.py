@@ -10,7 +10,7 @@ from isopref.engine.display import Advance, Display, brief
 
 @dataclass
 class ProgressCallback(Callback):
-    """A bar on a terminal, one line per log step elsewhere. `unit` is what an example is called."""
+    """A bar on a terminal, one line per logged step elsewhere. `unit` is what to call an example."""
 
     display: Display = field(default_factory=Display)
     unit: str = "pair"
@@ -32,7 +32,7 @@ class ProgressCallback(Callback):
             self._shown = self.step
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        if "train/loss" not in metrics:  # a checkpoint's share of the step
+        if "train/loss" not in metrics:  # a checkpoint's part of the step
             return
         self._note = brief(metrics, self.unit)
         if self._advance is not None:

@@ -37,8 +37,8 @@ class WatchCallback(Callback):
             mean = fmean(self._losses)
             if loss > max(mean + SPIKE * pstdev(self._losses), 2 * mean):
                 self.display.say(
-                    f"warning: step {step}: train/loss jumped to {loss:.3g}, from {mean:.3g} over the {WINDOW} logged "
-                    "steps before. If it stays there, lower optim.lr, or look at the pairs of that step."
+                    f"warning: step {step}: train/loss jumped to {loss:.3g}, from {mean:.3g} over the previous "
+                    f"{WINDOW} logged steps. If it stays there, lower optim.lr or check the pairs in that step."
                 )
         self._losses.append(loss)
 
@@ -50,9 +50,9 @@ class WatchCallback(Callback):
         if now - start > FALL * (self._fallen + 1):
             self._fallen = int((now - start) / FALL)
             self.display.say(
-                f"warning: step {step}: train/nll rose from {start:.2f} to {now:.2f} nats a token: the model gives up "
-                "the chosen answers to push the rejected ones away. Raise objective.beta, lower optim.lr, or set "
-                "objective.nll_weight."
+                f"warning: step {step}: train/nll rose from {start:.2f} to {now:.2f} nats per token: the chosen "
+                "answers are becoming less likely along with the rejected ones. Raise objective.beta, lower optim.lr, "
+                "or set objective.nll_weight."
             )
 
     def state_dict(self) -> dict[str, Any]:
