@@ -324,7 +324,7 @@ def _pairs(piece: Mapping[str, Tensor]) -> list[Example]:
             )
         answers, trained = zip(chosen, rejected, strict=True)
         weights = () if all(one.all() for one in trained) else tuple(one.astype(np.float64) for one in trained)
-        out.append(Example(prompt, answers, PAIR, PAIR_SCORES, weights))
+        out.append(Example(prompt, answers, PAIR, PAIR_SCORES, weights=weights))
     return out
 
 

@@ -66,7 +66,7 @@ class Items:
     def num_tokens(self) -> IntArray:
         """Tokens of each item, context included: I."""
         lengths = self.table.lengths
-        parts: list[IntArray] = [lengths.answer]
+        parts: list[NDArray[Any]] = [lengths.answer]
         if self.heads:
             parts.append(self._head_tokens())
         if self.others is not None:
