@@ -24,6 +24,7 @@ from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.examples import Example
 from isopref.models.policy import Policy
+from isopref.models.reward import RewardModel
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Cell:
         """Comparisons, or labelled answers, of a global batch."""
         of_example = self.answers if self.loss == "kto" else math.comb(self.answers, 2)
         return self.batch_size * of_example
+
+    @property
+    def is_reward(self) -> bool:
+        return self.loss == "bradley_terry"
 
     @property
     def quantised(self) -> bool:
@@ -111,7 +116,7 @@ def ready_trainer(
             dtype = getattr(torch, run.compute_dtype if frozen else config.model.dtype)
             made = make(cell.shape, dtype=dtype, device=env.device)
             table = ExampleTable.from_tokens(cell.examples(made.config.vocab_size))
-            policy = Policy(made)
+            policy = RewardModel(made) if cell.is_reward else Policy(made)
             add_adapter(run, policy)
             model = spread(run, policy)
             run = settle_layout(run, model, table)

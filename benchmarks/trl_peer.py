@@ -69,7 +69,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
 
 def _model(cell: Cell, device: torch.device) -> PreTrainedModel:
     dtype = getattr(torch, cell.dtype)
-    if cell.loss == "bradley_terry":
+    if cell.is_reward:
         return workload.reward_model(cell.shape, dtype=dtype, device=device)
     return workload.model(cell.shape, dtype=dtype, device=device)
 
@@ -81,7 +81,7 @@ def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
     reference = {"precompute_ref_log_probs": True}
     if cell.loss == "kto":
         return trl.KTOTrainer, trl.KTOConfig, reference
-    if cell.loss == "bradley_terry":
+    if cell.is_reward:
         return trl.RewardTrainer, trl.RewardConfig, {}
     return trl.DPOTrainer, trl.DPOConfig, reference
 
@@ -111,7 +111,7 @@ def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
             for number, (answer, label) in enumerate(zip(answers, example.scores, strict=True))
         ]
     pairs = [(answers[better], answers[worse]) for better, worse in example.comparisons]
-    if cell.loss == "bradley_terry":
+    if cell.is_reward:
         return [{"chosen_ids": prompt + better, "rejected_ids": prompt + worse} for better, worse in pairs]
     return [{"prompt_ids": prompt, "chosen_ids": better, "rejected_ids": worse} for better, worse in pairs]
 

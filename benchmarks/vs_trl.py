@@ -85,7 +85,7 @@ def in_four_bits(shape: str, *, dtype: torch.dtype, device: torch.device) -> Pre
 
 
 def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
-    make = in_four_bits if cell.quantised else workload.model
+    make = workload.reward_model if cell.is_reward else in_four_bits if cell.quantised else workload.model
     with ready_trainer(cell, mixed=mixed, layout=overrides, make=make) as ready:
         clock = Clock(cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
