@@ -271,8 +271,8 @@ def test_text_that_is_templated_already(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([*rows, late, *records(0, 3)]))
     tables = load()
     assert tables.warnings == [
-        "a.jsonl: 9 of 12 records contain the tokenizer's special tokens, such as '<|im_start|>': if they are templated "
-        "already, set data.template: none"
+        "a.jsonl: 9 of 12 records contain the tokenizer's special tokens, such as '<|im_start|>': if they are "
+        "templated already, set data.template: none"
     ]
     assert said(tables)[-1] == f"warning: {tables.warnings[0]}"
     assert tables.sources[0].found.special_tokens == {"<|im_start|>": 8, "<|eot|>": 1}
@@ -284,8 +284,8 @@ def test_special_tokens_in_turns(load: Load, folder: Path) -> None:
     row = {"prompt": turns} | {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     (folder / "a.jsonl").write_text(jsonl([row] * 9))
     assert load().warnings == [
-        "a.jsonl: 9 of 9 records contain the tokenizer's special tokens, such as '<s>': the template writes them around "
-        "each message, so take them out of the text"
+        "a.jsonl: 9 of 9 records contain the tokenizer's special tokens, such as '<s>': the template writes them "
+        "around each message, so take them out of the text"
     ]
 
 
