@@ -158,7 +158,7 @@ def test_bad_records_are_dropped_and_counted_when_asked(project: Project) -> Non
 
 def test_text_that_is_templated_already_is_warned_of(project: Project) -> None:
     replace_line(3, pair(prompt="<|im_start|>user\\na?<|im_end|>"))(project)
-    warning = "warning: train.jsonl: 1 of 23 pairs contain the tokenizer's special tokens, such as '<|im_start|>'"
+    warning = "warning: train.jsonl: 1 of 23 records contain the tokenizer's special tokens, such as '<|im_start|>'"
     for command in (("data", "my.yaml"), ("train", "my.yaml", "run.folder=run", *QUICK)):
         outcome = project.isopref(*command)
         assert outcome.code == 0, outcome.err

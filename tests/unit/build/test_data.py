@@ -174,7 +174,7 @@ def test_the_share_held_out_is_told_and_one_that_is_far_off_is_a_warning(load: L
         is_far = not 0.8 * share <= held_out / 20 <= 1.2 * share
         assert tables.warnings == is_far * [
             f"data.eval: {share} holds out {held_out} of 20 pairs ({shown}): a hash of each prompt decides, so with "
-            "few prompts the share can be far off. Use more data, or name a file of held-out pairs (data.eval: FILE)"
+            "few prompts the share can be far off. Use more data, or a file of held-out data (data.eval: FILE)"
         ]
         far += is_far
     assert 0 < far < 35  # of 35
@@ -271,8 +271,8 @@ def test_text_that_is_templated_already(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([*rows, late, *records(0, 3)]))
     tables = load()
     assert tables.warnings == [
-        "a.jsonl: 9 of 12 pairs contain the tokenizer's special tokens, such as '<|im_start|>': if they are templated "
-        "already, set data.template: none"
+        "a.jsonl: 9 of 12 records contain the tokenizer's special tokens, such as '<|im_start|>': if they are "
+        "templated already, set data.template: none"
     ]
     assert said(tables)[-1] == f"warning: {tables.warnings[0]}"
     assert tables.sources[0].found.special_tokens == {"<|im_start|>": 8, "<|eot|>": 1}
@@ -284,8 +284,8 @@ def test_special_tokens_in_turns(load: Load, folder: Path) -> None:
     row = {"prompt": turns} | {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     (folder / "a.jsonl").write_text(jsonl([row] * 9))
     assert load().warnings == [
-        "a.jsonl: 9 of 9 pairs contain the tokenizer's special tokens, such as '<s>': the template writes them around "
-        "each message, so take them out of the text"
+        "a.jsonl: 9 of 9 records contain the tokenizer's special tokens, such as '<s>': the template writes them "
+        "around each message, so take them out of the text"
     ]
 
 
@@ -294,7 +294,7 @@ def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl(whole + records(10, 19)))
     for template in ("null", "none"):
         assert load(f"data.template={template}").warnings == [
-            "a.jsonl: in 10 of 19 pairs both answers begin with the prompt, which would be learnt as part of the "
+            "a.jsonl: in 10 of 19 records both answers begin with the prompt, which would be learnt as part of the "
             "answer: take it out of them"
         ]
     (folder / "a.jsonl").write_text(jsonl(whole + records(10, 20)))
