@@ -72,7 +72,7 @@ class ListLogps:
 
     logp: Tensor  # A
     num_tokens: Tensor  # A
-    list: Tensor  # A: which list it is in
+    list: Tensor  # A: which list it is in, counted from 0
     score: Tensor  # A: the higher the better
 
 

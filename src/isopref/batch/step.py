@@ -104,7 +104,8 @@ def build_step(
     terms = TERMS[loss_kind]
     lengths, own = table.lengths.select(index), table.weights[index]
     scores = table.scores[table.lengths.answers_of(index)]
-    weights, example = terms.weights(lengths, weighting, own), terms.example(lengths)
+    gaps = table.gaps[table.lengths.comparisons_of(index)]
+    weights, example = terms.weights(lengths, weighting, own, gaps), terms.example(lengths)
     loss_share = coefficients(weights.of_term, total=weights.total)
     side_share = terms.side_shares(lengths, scores)
     nll_share = token_coefficients(terms.liked(lengths, scores, own), lengths.answer)

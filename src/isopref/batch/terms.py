@@ -41,7 +41,9 @@ class Terms(Protocol):
         """The log-probabilities that each term depends on: K, T."""
         ...
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+    ) -> Weights:
         """The weight of each term, and of all of them."""
         ...
 
@@ -103,8 +105,10 @@ class Pairs(_Comparisons):
     def logps(self, view: PairLogps) -> Tensor:
         return torch.stack([view.chosen, view.rejected])
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
-        return Weights.of(comparison_weights(lengths, weighting, own_N))
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+    ) -> Weights:
+        return Weights.of(comparison_weights(lengths, weighting, own_N, gaps_M))
 
     def example(self, lengths: Lengths) -> IntArray:
         return lengths.of_comparison
@@ -122,7 +126,9 @@ class Lists(_Comparisons):
     def logps(self, view: ListLogps) -> Tensor:
         return view.logp[None]
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
+    ) -> Weights:
         of_lists = Weights.of(list_weights(lengths, weighting, own_N))
         return of_lists._replace(of_term=of_lists.of_term[lengths.of_answer])
 
@@ -142,7 +148,9 @@ class Labels:
     def logps(self, view: LabelLogps) -> Tensor:
         return view.logp[None]
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
+    ) -> Weights:
         return Weights.of(label_weights(lengths, weighting, own_N))
 
     def example(self, lengths: Lengths) -> IntArray:

@@ -15,9 +15,11 @@ from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
 from isopref.engine.oom_retry import ran_out
+from isopref.engine.refusals import check_gaps
 from isopref.errors import RunError
 from isopref.models.parallel import GradSync
 from isopref.objectives.loss import Loss, pair_loss
+from isopref.objectives.registry import weights
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
 from isopref.runs.folder import run_folder
 
@@ -123,6 +125,16 @@ def with_longest(run: Run, tables: Sequence[ExampleTable]) -> Run:
 def check_score_budget(run: Run, table: ExampleTable) -> None:
     """Raise ConfigError where a pair is longer than the microbatch that scores it."""
     check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
+
+
+def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
+    """Raise ConfigError where the loss or its weighting needs scores that the data does not have."""
+    objective = run.config.objective
+    for table in tables:
+        if run.loss.needs.gaps:
+            check_gaps(table, f"objective.loss: {', '.join(weights(objective.loss))}")
+        if objective.weighting == "gap":
+            check_gaps(table, "objective.weighting: gap")
 
 
 def loss_of(config: Config) -> Loss:

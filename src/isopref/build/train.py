@@ -19,7 +19,7 @@ from isopref.build.microbatch import check_train_budget, settle_layout
 from isopref.build.model import add_adapter, check_parallel, load_policy, say_attention, say_unused, score_all, spread
 from isopref.build.record import recorded
 from isopref.build.reference import Reference
-from isopref.build.run import Run, opened_run, with_longest
+from isopref.build.run import Run, check_scores, opened_run, with_longest
 from isopref.build.trainer import build_trainer, checkpointer, train_steps
 from isopref.config.schema import Config
 from isopref.data.memory import MemoryData
@@ -121,6 +121,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
     if config.data.template not in (None, NO_TEMPLATE):
         tokenizer.chat_template = read_template(config.data.template)  # exported with the model
     check_train_budget(run, tables.train)
+    check_scores(run, tables.all)
     run = with_longest(run, tables.all)
     return run, Data(tokenizer, tables, reference.scored_tables(run, tables))
 

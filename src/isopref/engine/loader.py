@@ -39,7 +39,7 @@ class ExampleLoader(DataLoaderBase):
     :param batch_size: examples (pairs) per step, over all ranks. The last batch of an epoch may have fewer.
     :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
         on it.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "example".
+    :param weighting: what a pair counts for in the loss: "token", "completion", "example" or "gap".
     :param objective: the train module's, if it is of lists or labels; batches are built for its terms. None: of pairs.
     :param seed: of the order of the pairs, which differs from epoch to epoch.
     :param work_dir: where the Trainer works.

@@ -98,7 +98,11 @@ def check_loader(
             "objective to both: ExampleLoader(..., objective=objective)."
         )
     check_table(loader.table, objective)
-    if objective.needs.gaps:
+    if objective.kind != "pairs" and weighting == "gap":
+        raise ConfigError(
+            f"{WHERE}: weighting is 'gap', between two answers, but the objective is of {objective.kind}."
+        )
+    if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)
     num_answers = len(loader.table.lengths.answer)
     if num_references not in (None, num_answers):
@@ -148,13 +152,13 @@ def check_gaps(table: ExampleTable, where: str) -> None:
     count = f"of {len(table.gaps)} comparisons"
     if unknown.any():
         raise ConfigError(
-            f"{where}: {unknown.sum()} {count} have no score gap, which the loss needs; the first is "
+            f"{where}: {unknown.sum()} {count} have no score gap, which is needed; the first is "
             f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
             "lists with scores."
         )
     if wrong.any():
         raise ConfigError(
-            f"{where}: {wrong.sum()} {count} do not score the better answer higher, as the loss requires; the first is "
+            f"{where}: {wrong.sum()} {count} do not score the better answer higher; the first is "
             f"{_origin(table, wrong)}, with a gap of {table.gaps[wrong][0]:g}. Drop them with data.min_gap (above 0) "
             "and data.on_bad: drop."
         )

@@ -206,6 +206,11 @@ class DPOTrainModule(TrainModule):
                 f"{WHERE}: a loss of labels needs all labels of a global batch, and a padded batch holds one rank's "
                 "pairs alone. Use isopref.ExampleLoader."
             )
+        if self.objective.needs.gaps or self.weighting == "gap":
+            raise ConfigError(
+                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
+                "has none. Use isopref.ExampleLoader."
+            )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
         return padded_to_step(

@@ -44,6 +44,18 @@ def sigmoid(
 
 
 @objective(
+    params={"beta": BETA, "alpha": Param(1.0, "How far the margin must grow with the gap between scores.", {"gt": 0})},
+    equation="-ls(b m - a log d), where d is the score of c minus the score of r, and a is alpha",
+    use="Scored answers: the wider the gap between two scores, the larger the margin to reach; none at a gap of 1",
+    paper="ODPO, Amini et al. 2024 (2402.10571), with f = log as its authors run it",
+    needs_gaps=True,
+)
+def odpo(policy: PairLogps, ref: PairLogps, *, beta: float, alpha: float) -> Tensor:
+    assert policy.gap is not None, "declared above"
+    return -logsigmoid(beta * margin(policy, ref) - alpha * policy.gap.log())
+
+
+@objective(
     params={"beta": BETA.at(5.0), "label_smoothing": LABEL_SMOOTHING},
     equation="-(1-e) ls(b (g_c - g_r)) - e ls(-b (g_c - g_r))",
     use="DPO that does not reward length: answers count by their mean over tokens. Wants a larger beta",

@@ -136,6 +136,16 @@ def kind_problems(loss: LossSpec, *, ld_alpha: float) -> Iterator[str]:
         )
 
 
+def gap_problems(loss: LossSpec) -> Iterator[str]:
+    """Yield what is wrong with weights by the gap between scores for a loss."""
+    without = [name for name in weights(loss) if OBJECTIVES[name].kind != "pairs"]
+    if without:
+        yield (
+            f"gap weights comparisons of two answers, but {', '.join(without)} is not a loss of pairs. Use example, "
+            "completion or token, or a loss of pairs."
+        )
+
+
 def wpo_problems(loss: LossSpec) -> Iterator[str]:
     """Yield what is wrong with WPO's weights for a loss."""
     without = [name for name in weights(loss) if OBJECTIVES[name].coupled or OBJECTIVES[name].kind != "pairs"]

@@ -7,6 +7,7 @@ oracle can differentiate what it computes here.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from isopref.types import PairLogps
 
 @dataclass(frozen=True)
 class Answer:
-    """log pi(y|x) and log ref(y|x), and the number of tokens of y."""
+    """log pi(y|x) and log ref(y|x), the number of tokens of y, and its score in the data, up to a constant."""
 
     policy: Tensor
     ref: Tensor
     tokens: int
+    score: float = math.nan
 
     @property
     def ratio(self) -> Tensor:
@@ -70,6 +72,11 @@ def sigmoid(c: Answer, r: Answer, *, beta: float, label_smoothing: float, diverg
 
 def dpo_norm(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
     return bradley_terry(beta / c.tokens * c.log_ratio - beta / r.tokens * r.log_ratio, label_smoothing)
+
+
+def odpo(c: Answer, r: Answer, *, beta: float, alpha: float) -> Tensor:
+    offset = alpha * math.log(c.score - r.score)
+    return -torch.log(sigma(beta * c.log_ratio - beta * r.log_ratio - offset))
 
 
 def robust(c: Answer, r: Answer, *, beta: float, label_smoothing: float) -> Tensor:
@@ -217,8 +224,39 @@ def softmax(ranked: Ranked, *, beta: float) -> Tensor:
     return total
 
 
+def lipo(ranked: Ranked, *, beta: float, rank_temperature: float) -> Tensor:
+    """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda).
+
+    D_ij = |gain_i - gain_j| |1/log(1 + rank_i) - 1/log(1 + rank_j)|: the mean over the two orders of i and j, by how
+    likely they are, each with the ranks that are expected then.
+    """
+    scores = [score for _, score in ranked]
+    rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
+
+    def gain(score: float) -> float:
+        return float(2 ** ((score - min(scores)) / (max(scores) - min(scores))) - 1)
+
+    def is_above(k: int, i: int) -> float:
+        return 1 / (1 + math.exp(-(rewards[k] - rewards[i]) / rank_temperature))
+
+    def discounts(i: int, j: int) -> float:
+        """Their difference if i is above j."""
+        others = [k for k in range(len(ranked)) if k not in (i, j)]
+        first, second = 1 + sum(is_above(k, i) for k in others), 2 + sum(is_above(k, j) for k in others)
+        return abs(1 / math.log(1 + first) - 1 / math.log(1 + second))
+
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (y, score) in enumerate(ranked):
+        for j, (z, lower) in enumerate(ranked):
+            if score > lower:
+                apart = is_above(i, j) * discounts(i, j) + is_above(j, i) * discounts(j, i)
+                loss = torch.log(1 + torch.exp(-beta * (y.log_ratio - z.log_ratio)))
+                total = total + (gain(score) - gain(lower)) * apart * loss
+    return total
+
+
 LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax)
+    equation.__name__: equation for equation in (plackett_luce, softmax, lipo)
 }
 
 
@@ -233,7 +271,7 @@ EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
         *(sigmoid, dpo_norm, robust, hinge, ipo, ipo_sum, exo_pair, nca_pair, sppo_hard, apo_zero, apo_down, discopop),
-        *(simpo, orpo, cpo),
+        *(odpo, simpo, orpo, cpo),
     )
 }
 
@@ -260,12 +298,13 @@ def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
 
 
 def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:
+    gaps = [math.nan] * len(policy.chosen) if policy.gap is None else policy.gap.tolist()
     return [
         (
-            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p])),
-            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p])),
+            Answer(policy.chosen[p].double(), ref.chosen[p].double(), int(policy.num_chosen[p]), gap),
+            Answer(policy.rejected[p].double(), ref.rejected[p].double(), int(policy.num_rejected[p]), 0.0),
         )
-        for p in range(len(policy.chosen))
+        for p, gap in enumerate(gaps)
     ]
 
 
@@ -303,6 +342,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forward_kl": ("sigmoid", {"beta": 2e-4, "label_smoothing": 0.0, "divergence": "forward_kl"}),
     "jensen_shannon": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.0, "divergence": "jensen_shannon"}),
     "alpha": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": 0.4}),
+    "odpo": ("odpo", {"beta": 0.3, "alpha": 0.7}),
     "dpo_norm": ("dpo_norm", {"beta": 3.0, "label_smoothing": 0.1}),
     "robust": ("robust", {"beta": 0.3, "label_smoothing": 0.2}),
     "hinge": ("hinge", {"beta": 0.3}),
@@ -327,11 +367,13 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
         {"sigmoid": 1.0, "ipo": 0.3, "cpo": 0.2},
         {"beta": 0.4, "label_smoothing": 0.1, "divergence": "reverse_kl"},
     ),
+    "several_scored": ({"odpo": 1.0, "aot": 0.4}, {"beta": 0.3, "alpha": 0.7, "label_smoothing": 0.0}),
     "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
 }
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
+    "lipo": ("lipo", {"beta": 0.3, "rank_temperature": 0.2}),
 }
 # Their equations are in labels.py.
 LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {

@@ -70,6 +70,7 @@ class Cell:
     split: Split = "plan"
     num_pairs: int = 8
     trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
+    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -124,7 +125,7 @@ def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
 @cache
 def tree_batch() -> tuple[list[Example], list[float]]:
     """Examples with any number of answers, and weights of their own."""
-    examples = tree_examples(seed=5)
+    examples = _with_gaps(tree_examples(seed=5))
     return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
 
 
@@ -134,13 +135,19 @@ def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
         examples, own = tree_batch()
         return labelled_trees(examples) if cell.objective in LABEL_CASES else examples, own
     pairs, own = batch(cell.num_pairs)
-    return [pair.example for pair in pairs], own
+    return _with_gaps([pair.example for pair in pairs]), own
+
+
+def _with_gaps(examples: list[Example]) -> list[Example]:
+    """The same with gaps between the scores of compared answers, some below and some above 1."""
+    rng = np.random.default_rng(6)
+    return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]
 
 
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees, cell.at_start),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -153,6 +160,7 @@ def _expected(
     own_weights: bool,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -172,20 +180,26 @@ def _expected(
             nll_weight=nll_weight,
             balance_weight=balance_weight,
         )
-    model, whole, policy, ref, reference = _scored(architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize)
+    model, whole, policy, ref, reference = _scored(
+        *(architecture, dtype, num_pairs, trees, at_start, ld_alpha, adapter, quantize)
+    )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
     shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
+    gaps = [gap for one in examples for gap in one.gaps]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     if objective in LIST_CASES:
         weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
         loss = lists_loss(objective, _ranked(model, examples, reference), weights)
     else:
-        loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors)
+        sizes = oracle.weights(pairs, weighting, shared, gaps)
+        loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
     metrics = {**_metrics(policy, ref, objective), "train/nll": float(nll.detach())}
+    if at_start:  # every comparison is a tie that rounding decides
+        del metrics["train/accuracy"]
     if balance_weight:
         balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
@@ -212,7 +226,14 @@ def _ranked(model: nn.Module, examples: list[Example], reference: TableLogps) ->
 
 @cache
 def _scored(
-    architecture: str, dtype: str, num_pairs: int, trees: bool, ld_alpha: float, adapter: Kind | None, quantize: bool
+    architecture: str,
+    dtype: str,
+    num_pairs: int,
+    trees: bool,
+    at_start: bool,
+    ld_alpha: float,
+    adapter: Kind | None,
+    quantize: bool,
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
     """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
 
@@ -220,14 +241,17 @@ def _scored(
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees))
     pairs = oracle.comparisons(examples)
-    model, other = _models(architecture, dtype, adapter, quantize)
+    seed = 0 if at_start else 1
+    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=seed)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
         heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
-    whole = oracle.pair_logps(model, pairs)
-    return model, whole, oracle.pair_logps(model, pairs, ld_alpha) if ld_alpha != 1 else whole, ref, reference
+    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
+    whole = replace(oracle.pair_logps(model, pairs), gap=gap)
+    policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
+    return model, whole, policy, ref, reference
 
 
 def _models(

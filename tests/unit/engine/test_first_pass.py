@@ -41,7 +41,8 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     ref = -tokens * (0.5 + torch.rand(2, num_pairs, generator=generator, dtype=torch.float64))
     policy = ref + torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     weights = 0.2 + torch.rand(num_pairs, generator=generator, dtype=torch.float64)
-    return PairLogps(*policy, *tokens), PairLogps(*ref, *tokens), weights
+    gap = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
+    return PairLogps(*policy, *tokens, gap=gap), PairLogps(*ref, *tokens, gap=gap), weights
 
 
 def total(loss: Loss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:

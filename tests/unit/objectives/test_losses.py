@@ -1,6 +1,7 @@
 """DPO's loss against values worked out by hand; test_objectives.py has the whole family. P: pairs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,3 +66,13 @@ def test_extreme_log_ratios_stay_finite(gap: float, smoothing: float) -> None:
     assert policy.rejected.grad is not None
     assert policy.chosen.grad.item() == pytest.approx(slope, abs=1e-6)
     assert policy.rejected.grad.item() == pytest.approx(-slope, abs=1e-6)
+
+
+@pytest.mark.parametrize(("score_gap", "offset"), [(1.0, 0.0), (math.e, 0.5), (math.exp(-4), -2.0)])
+def test_odpo_by_hand(score_gap: float, offset: float) -> None:
+    """A margin of 3 times beta 0.1, less alpha 0.5 times the logarithm of the gap. At a gap of 1 it is DPO."""
+    policy, ref = logps([-10.0], [-12.0]), logps([-11.0], [-10.0])
+    loss = pair_loss("odpo", beta=0.1, alpha=0.5)
+    found = loss(replace(policy, gap=torch.tensor([score_gap], dtype=torch.float64)), ref)
+    assert found.tolist() == pytest.approx([softplus(offset - 0.3)], rel=1e-14)
+    assert loss.needs.gaps

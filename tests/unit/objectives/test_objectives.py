@@ -43,13 +43,15 @@ def some_pairs(num_pairs: int = 40) -> tuple[PairLogps, PairLogps]:
     gap = 2 * torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     gap = torch.minimum(gap, -0.9 * base)  # log-probabilities stay below zero
     chosen, rejected = base + gap
-    return PairLogps(chosen, rejected, tokens[0], tokens[1]), PairLogps(base[0], base[1], tokens[0], tokens[1])
+    scores = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
+    policy = PairLogps(chosen, rejected, tokens[0], tokens[1], gap=scores)
+    return policy, PairLogps(base[0], base[1], tokens[0], tokens[1], gap=scores)
 
 
 def gradients(loss: Loss, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradient of each with respect to its own two log-probabilities."""
     leaves = policy.chosen.clone().requires_grad_(), policy.rejected.clone().requires_grad_()
-    loss_P = loss(PairLogps(leaves[0], leaves[1], policy.num_chosen, policy.num_rejected), ref)
+    loss_P = loss(replace(policy, chosen=leaves[0], rejected=leaves[1]), ref)
     found = torch.autograd.grad(loss_P.sum(), leaves, allow_unused=True, materialize_grads=True)
     return loss_P.detach(), found[0], found[1]
 
@@ -83,7 +85,7 @@ def test_far_out_it_stays_finite(name: str, params: dict[str, Any], dtype: torch
     tokens = torch.ones(len(far), dtype=torch.long)
     for beta in (params["beta"], 1.0):
         loss = pair_loss(name, **{**params, "beta": beta})
-        policy = PairLogps(far[:, 0], far[:, 1], tokens, tokens)
+        policy = PairLogps(far[:, 0], far[:, 1], tokens, tokens, gap=torch.logspace(-4, 4, len(far), dtype=dtype))
         ref = PairLogps(torch.zeros_like(far[:, 0]), torch.zeros_like(far[:, 1]), tokens, tokens)
         for values in gradients(loss, policy, ref):
             assert values.isfinite().all()
@@ -197,7 +199,7 @@ def test_what_is_given_goes_before_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("sigmoide", {}, "pair_loss: unknown loss 'sigmoide'. Known: sigmoid, dpo_norm, "),
+        ("sigmoide", {}, "pair_loss: unknown loss 'sigmoide'. Known: sigmoid, odpo, dpo_norm, "),
         ("hinge", {"label_smoothing": 0.0}, "pair_loss: label_smoothing: 0.0 does nothing with the loss hinge"),
         ("hinge", {"gamma": 1.0}, "which takes beta. Remove gamma, or use a loss that has it: simpo."),
         ("simpo", {"divergence": "forward_kl"}, "or use a loss that has it: sigmoid."),
