@@ -105,8 +105,8 @@ example`, `bco` is half of `bco_pair`.
 
 Training logs `rewards_chosen` and `logps_chosen` over good answers, `rewards_rejected` and `logps_rejected` over bad
 ones, `margin` between their mean gains, and for kto its KL term as `kl`. `accuracy` is the share of answers on the
-right side of z, or of d. A batch without bad answers adds nothing to figures of bad ones. Held-out answers are evaluated
-as one batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the share of good answers.
+right side of z, or of d. A batch without bad answers adds nothing to figures of bad ones. Held-out answers are one
+batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the share of good answers.
 
 ## Divergences
 

@@ -159,14 +159,12 @@ def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
     loss = means(losses.value[:, None], losses.weight, losses.example)[:, 0]
     if nll.any() and liked.any():
         loss = loss + means(nll[:, None], liked, example)[:, 0]
-    return Evaluation(
-        loss=figure(loss),
-        lists=0 if lists is None else len(lists.example),
-        by_source=by_source,
-        **_of_pairs(parts.pairs),
-        **({} if lists is None else lists.figures()),
-        **({} if labels is None else labels.figures()),
-    )
+    found = _of_pairs(parts.pairs)
+    if lists is not None:
+        found |= {"lists": len(lists.example), **lists.figures()}
+    if labels is not None:
+        found |= labels.figures()
+    return Evaluation(loss=figure(loss), by_source=by_source, **found)
 
 
 def _of_pairs(pairs: Pairs) -> dict[str, Any]:

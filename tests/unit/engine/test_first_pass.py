@@ -42,7 +42,8 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     policy = ref + torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     weights = 0.2 + torch.rand(num_pairs, generator=generator, dtype=torch.float64)
     gap = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
-    return PairLogps(*policy, *tokens, gap=gap), PairLogps(*ref, *tokens, gap=gap), weights
+    both = [replace(PairLogps(*logps, *tokens), gap=gap) for logps in (policy, ref)]
+    return both[0], both[1], weights
 
 
 def total(loss: Loss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:

@@ -51,5 +51,6 @@ def test_a_table_of_labelled_answers_alone(loss: str) -> None:
     assert found.auc is not None
     assert found.reward_good is not None
     assert found.reward_bad is not None
-    assert (found.auc.value, found.reward_good.value, found.reward_bad.value) == (1.0, pytest.approx(2 * beta), 0.0)
+    values = found.auc.value, found.reward_good.value, found.reward_bad.value
+    assert values == pytest.approx((1.0, 2 * beta, 0.0))
     assert all(math.isfinite(value) for value in found.as_metrics().values())
