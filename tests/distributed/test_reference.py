@@ -124,12 +124,14 @@ def check(found: Evaluation) -> None:
     tokens = [len(pair.chosen) for pair in pairs] + [len(pair.rejected) for pair in pairs]
     per_token = new.chosen / new.num_chosen - new.rejected / new.num_rejected
     assert found.loss.value == pytest.approx(float(loss), rel=1e-9)
-    assert found.accuracy.value == pytest.approx(float((chosen > rejected).double().mean()))
-    assert found.reward_margin.value == pytest.approx(float((chosen - rejected).mean()), rel=1e-9)
-    assert found.reward_margin_std.value == pytest.approx(float((chosen - rejected).std(correction=0)), rel=1e-9)
-    assert found.logp_accuracy.value == pytest.approx(float((per_token > 0).double().mean()))
+    assert found.figures()["accuracy"].value == pytest.approx(float((chosen > rejected).double().mean()))
+    assert found.figures()["reward_margin"].value == pytest.approx(float((chosen - rejected).mean()), rel=1e-9)
+    assert found.figures()["reward_margin_std"].value == pytest.approx(
+        float((chosen - rejected).std(correction=0)), rel=1e-9
+    )
+    assert found.figures()["logp_accuracy"].value == pytest.approx(float((per_token > 0).double().mean()))
     assert found.length_correlation is not None
     assert found.length_correlation.value == pytest.approx(np.corrcoef(rewards, tokens)[0, 1], rel=1e-8)
     assert not math.isnan(found.length_correlation.low)
     odd = (chosen - rejected)[1::2]
-    assert found.by_source["odd"].reward_margin.value == pytest.approx(float(odd.mean()), rel=1e-9)
+    assert found.by_source["odd"].figures()["reward_margin"].value == pytest.approx(float(odd.mean()), rel=1e-9)

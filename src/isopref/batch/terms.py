@@ -127,7 +127,7 @@ class Lists(_Comparisons):
         return view.logp[None]
 
     def weights(
-        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
     ) -> Weights:
         of_lists = Weights.of(list_weights(lengths, weighting, own_N))
         return of_lists._replace(of_term=of_lists.of_term[lengths.of_answer])
@@ -149,7 +149,7 @@ class Labels:
         return view.logp[None]
 
     def weights(
-        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
     ) -> Weights:
         return Weights.of(label_weights(lengths, weighting, own_N))
 

@@ -8,7 +8,7 @@ from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
-from isopref.report.figures import LABELS, OF_LISTS, held_out_title
+from isopref.report.figures import LABELS, OF_LABELS, OF_LISTS, held_out_title
 from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
@@ -48,11 +48,15 @@ class HeldOut:
         old, new = dict(_cells(before)), dict(_cells(after))
         rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
         self.run.display.table(
-            f"{held_out_title(after.pairs, after.lists)}, with 95% intervals", ("", "before", "after"), rows
+            f"{held_out_title(after.pairs, after.lists, after.answers)}, with 95% intervals",
+            ("", "before", "after"),
+            rows,
         )
         if self.run.env.is_first:
             folder, lengths = self.run.folder, self.table.lengths
             write_json(folder / EVALUATION_FILE, {"before": before.as_json(), "after": after.as_json()})
+            if not len(lengths.compared):
+                return
             of_pairs = (
                 rewards(policy, self.reference, lengths, self.run.loss) for policy in (policy_before, policy_after)
             )
@@ -61,7 +65,7 @@ class HeldOut:
 
 def say_figures(run: Run, found: Evaluation) -> None:
     """The figures of one model, as a table."""
-    title = f"{held_out_title(found.pairs, found.lists)}, with 95% intervals"
+    title = f"{held_out_title(found.pairs, found.lists, found.answers)}, with 95% intervals"
     run.display.table(title, ("", "figure"), list(_cells(found)))
 
 
@@ -70,12 +74,15 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     for name, (label, sign) in LABELS.items():
         if name in figures:
             yield label, _cell(figures[name], sign)
-        elif name not in (*OF_LISTS, "logp_accuracy"):  # which pairs, or a reward model, do not have
+        elif found.pairs and name not in (*OF_LISTS, *OF_LABELS, "logp_accuracy"):  # a reward model has no logp
             yield label, "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
     for source, part in found.by_source.items():
-        yield f"accuracy, {source}", _cell(part.accuracy)
+        if part.accuracy is not None:
+            yield f"accuracy, {source}", _cell(part.accuracy)
+        elif part.auc is not None:
+            yield f"AUC, {source}", _cell(part.auc)
 
 
 def _cell(figure: Figure, sign: str = "") -> str:

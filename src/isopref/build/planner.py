@@ -26,6 +26,7 @@ from isopref.examples import Lengths
 from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
 from isopref.models.shape import ModelShape, shape_of
+from isopref.objectives.loss import Loss
 from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory, whole_bytes
 from isopref.plan.network import Network
@@ -242,8 +243,14 @@ class Planner:
             offload=asked.offload,
             from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,
-            forwards=references + loss.first_pass * (1 + references),
+            forwards=references + self._first_pass(loss) * (1 + references),
         )
+
+    def _first_pass(self, loss: Loss) -> float:
+        """Tokens that are scored before the pass with gradients, for each one of the batch."""
+        matched = int(self.lengths.sequence.sum())
+        mismatched = int(self.lengths.prompt.sum() + self.lengths.answer.mean() * len(self.lengths))
+        return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
     def _score_hours(self, layout: Layout, run: Forecast) -> float:
         """Of scoring the training examples by a reference that stays, before the first step."""

@@ -15,7 +15,7 @@ from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
 from isopref.engine.oom_retry import ran_out
-from isopref.engine.refusals import check_gaps
+from isopref.engine.refusals import check_gaps, check_table
 from isopref.errors import RunError
 from isopref.models.parallel import GradSync
 from isopref.objectives.loss import Loss, pair_loss
@@ -128,9 +128,10 @@ def check_score_budget(run: Run, table: ExampleTable) -> None:
 
 
 def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
-    """Raise ConfigError where the loss or its weighting needs scores that the data does not have."""
+    """Raise DataError or ConfigError where the loss or its weighting needs what the data does not have."""
     objective = run.config.objective
     for table in tables:
+        check_table(table, run.loss)
         if run.loss.needs.gaps:
             check_gaps(table, f"objective.loss: {', '.join(weights(objective.loss))}")
         if objective.weighting == "gap":

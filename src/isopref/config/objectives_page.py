@@ -12,6 +12,7 @@ LEGEND = """\
 | `G_c`, `G_r` | log pi - log ref of the answer, summed over its tokens |
 | `g_c`, `g_r` | the same, divided by the number of tokens in the answer |
 | `m` | G_c - G_r, the margin |
+| `G` | G of a labelled answer |
 | `b`, `e` | `objective.beta`, `objective.label_smoothing` |
 | `s`, `ls` | the logistic function and its logarithm |
 """
@@ -19,7 +20,7 @@ LEGEND = """\
 PAGE = """\
 # Objectives
 
-`objective.loss` names the loss of one pair. The loss of a global batch is the weighted mean over its pairs
+`objective.loss` names the loss of one pair, list or labelled answer. The loss of a global batch is their weighted mean
 ([concepts](concepts.md#the-objective)), for every loss and under every layout. `make docs` generates this page from the
 declarations in `isopref/objectives`; do not edit it.
 
@@ -76,6 +77,34 @@ all its sequences (`token`). For pairwise losses, the comparisons of a list shar
 `example`, `completion` and `token` count each comparison as a pair, and `gap` weights it by the difference between its
 two scores; list losses refuse `gap`. In all cases accuracy, margins and rewards are over comparisons. `objective.wpo`
 and `objective.ld_alpha` are refused with list losses.
+
+## Labelled answers
+
+`kto` and `bco` take answers that are good or bad, each by itself: a thumbs up or down. A pair is two of them, chosen
+good and rejected bad, so both losses run on pairs too. Lists with scores are refused: a score is not a label. Answers
+to one prompt may share an example, and its prompt is then computed once.
+
+`objective.weighting` counts an example as 1, which its answers share equally (`example`), each answer as its tokens
+(`completion`), or as those of its sequence (`token`). `objective.nll_weight` adds the likelihood of good answers.
+`objective.wpo` and `objective.ld_alpha` are refused, and losses of labels cannot be added to others.
+
+**kto.** z is an estimate of the KL divergence between policy and reference: the mean of G over mismatched pairs, a
+prompt with an answer to another one, at least 0; no gradient goes through it. Every example of the data has a fixed
+partner, found by content: the next example in the order of their hashes that has another question. Of the partner's
+answers, the one with the smallest hash is taken, cut to the longest sequence of the data. A step takes the mismatched
+pairs of its examples, each by the weight of its example, over the whole global batch and all ranks. They cost a forward
+pass of one more answer for each example. Data with a single question is refused. The factors w_d and w_u are
+`objective.desirable_weight` and `objective.undesirable_weight`; the denominator of the loss stays the sum of weights.
+
+**bco.** d is b times half the way between two means: of G over good and over bad answers, with the loss's weights, over
+all batches of the run up to this one, each of which counts for as many answers as it has. Until there are answers of
+both kinds, d is the mean of one. No gradient goes through d, and it is in the checkpoint. On pairs with `weighting:
+example`, `bco` is half of `bco_pair`.
+
+Training logs `rewards_chosen` and `logps_chosen` over good answers, `rewards_rejected` and `logps_rejected` over bad
+ones, `margin` between their mean gains, and for kto its KL term as `kl`. `accuracy` is the share of answers on the
+right side of z, or of d. A batch without bad answers adds nothing to figures of bad ones. Held-out answers are one
+batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the share of good answers.
 
 ## Divergences
 
@@ -181,6 +210,10 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
   by zero. Here the product is a single exponential.
 - **aot, aot_unpaired** are the same on one batch with `weighting: example`. TRL sorts within each microbatch.
 - **bco_pair.** TRL 1.16 omits the shift d.
+- **kto.** The same loss for given log-probabilities and a given KL term. TRL pairs each prompt with the previous answer
+  in its microbatch, even one to the same prompt, averages the KL term over ranks but not over accumulated microbatches,
+  and takes a mean over each microbatch.
+- **bco** is not in TRL 1.16.
 - **reference_moves.** The same weights after the same steps (`sync_ref_model`).
 - **ld_alpha, wpo** are the same for one pair. TRL divides by the number of pairs in a microbatch.
 - **balance_weight.** TRL and transformers pool all layers before multiplying f and P, and balance each microbatch. Here

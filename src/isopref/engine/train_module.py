@@ -201,15 +201,15 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(
                 "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
-        if self.objective.needs.gaps or self.weighting == "gap":
-            raise ConfigError(
-                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
-                "has none. Use isopref.ExampleLoader."
-            )
         if self.objective.kind == "labels":
             raise ConfigError(
                 f"{WHERE}: a loss of labels needs all labels of a global batch, and a padded batch holds one rank's "
                 "pairs alone. Use isopref.ExampleLoader."
+            )
+        if self.objective.needs.gaps or self.weighting == "gap":
+            raise ConfigError(
+                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
+                "has none. Use isopref.ExampleLoader."
             )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")

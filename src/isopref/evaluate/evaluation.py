@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isopref.evaluate.intervals import Figure, correlation, figure, means, share
+from isopref.evaluate.labels import Bin, Labels
 from isopref.evaluate.lists import Lists, lists_of
-from isopref.evaluate.losses import Losses, losses_of_lists, losses_of_pairs
+from isopref.evaluate.losses import Losses, losses_of_labels, losses_of_lists, losses_of_pairs
 from isopref.evaluate.pairs import Bucket, Pairs, answer_rewards, buckets, pairs_of, taken, won
 from isopref.examples import Lengths
 from isopref.normalize import Weighting
@@ -21,12 +22,15 @@ from isopref.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over held-out pairs; every pair counts once, but for the loss, which has the objective's weighting."""
+    """Figures over held-out pairs; every pair counts once, but for the loss, which has the objective's weighting.
+
+    Those of pairs are None where nothing is compared, as among labelled answers.
+    """
 
     pairs: int
-    accuracy: Figure  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: Figure  # mean of beta * margin, as the loss has its margin
-    reward_margin_std: Figure  # its standard deviation over pairs
+    accuracy: Figure | None  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
+    reward_margin: Figure | None  # mean of beta * margin, as the loss has its margin
+    reward_margin_std: Figure | None  # its standard deviation over pairs
     logp_accuracy: Figure | None  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
     length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
@@ -36,6 +40,13 @@ class Evaluation:
     top1_accuracy: Figure | None = None  # share of lists whose answer with the largest reward has the best score
     kendall_tau: Figure | None = None  # mean over lists of the rank correlation of rewards and scores
     ndcg: Figure | None = None  # mean over lists: how much of the gain of the best order is near the top
+    # For a loss of labels, every answer counts once.
+    answers: int = 0
+    auc: Figure | None = None  # share of pairs of a good and a bad answer of which the good one has the larger reward
+    reward_good: Figure | None = None  # mean reward of good answers
+    reward_bad: Figure | None = None  # mean reward of bad answers
+    calibration_error: Figure | None = None  # by how much sigmoid(reward) is off the share of good answers
+    calibration: tuple[Bin, ...] = ()
     by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
 
     def figures(self) -> dict[str, Figure]:
@@ -80,22 +91,39 @@ def evaluate(
     `gaps`: between the scores of compared answers, for a loss or a weighting that needs them.
     """
     logps = taken(policy, ref, lengths, loss, gaps)
-    pairs = pairs_of(logps, policy, lengths, own, loss)
+    pairs, labels = pairs_of(logps, policy, lengths, own, loss), None
     if loss.kind == "lists":
         assert scores is not None, "a loss of lists needs scores"
         losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
+    elif loss.kind == "labels":
+        assert scores is not None, "a loss of labels needs them"
+        losses = losses_of_labels(policy, ref, lengths, scores, own, loss, weighting)
+        labels = _labels(policy, ref, lengths, scores, own, loss)
     else:
         losses = losses_of_pairs(logps, lengths, gaps, own, loss, weighting)
     lists = None
-    if scores is not None and lengths.num_answers.max(initial=0) > 2:
+    if loss.kind != "labels" and scores is not None and lengths.num_answers.max(initial=0) > 2:
         lists = lists_of(answer_rewards(policy, ref, lengths, loss), scores, lengths)
-    parts = _Parts(pairs, losses, lists)
+    parts = _Parts(pairs, losses, lists, labels)
     by_source = {}
     if sources is not None and len(present := np.unique(sources).tolist()) > 1:
-        labels = source_labels(source_names)
+        names = source_labels(source_names)
         for source in present:
-            by_source[labels[source]] = _figures(parts.select(sources == source), {})
+            by_source[names[source]] = _figures(parts.select(sources == source), {})
     return _figures(parts, by_source)
+
+
+def _labels(
+    policy: TableLogps, ref: TableLogps, lengths: Lengths, scores: FloatArray, own: FloatArray, loss: Loss
+) -> Labels:
+    good = scores > 0
+    return Labels(
+        reward=answer_rewards(policy, ref, lengths, loss),
+        good=good,
+        nll=-loss.nll_weight * policy.answers / lengths.answer,
+        liked=own[lengths.of_answer] * lengths.answer * good,
+        example=lengths.of_answer,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +133,7 @@ class _Parts:
     pairs: Pairs
     losses: Losses
     lists: Lists | None
+    labels: Labels | None
 
     def select(self, some: NDArray[np.bool_]) -> "_Parts":
         """Those of some examples, which are numbered anew."""
@@ -115,12 +144,35 @@ class _Parts:
             return replace(kept, example=number[kept.example])
 
         lists = None if self.lists is None else selected(self.lists)
-        return _Parts(selected(self.pairs), selected(self.losses), lists)
+        labels = None if self.labels is None else selected(self.labels)
+        return _Parts(selected(self.pairs), selected(self.losses), lists, labels)
 
 
 def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
-    pairs, losses = parts.pairs, parts.losses
-    won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
+    losses, lists, labels = parts.losses, parts.lists, parts.labels
+    # With the same draws as those of the loss.
+    nll, liked, example = (
+        (parts.pairs.nll, parts.pairs.chosen_weights, parts.pairs.example)
+        if labels is None
+        else (labels.nll, labels.liked, labels.example)
+    )
+    loss = means(losses.value[:, None], losses.weight, losses.example)[:, 0]
+    if nll.any() and liked.any():
+        loss = loss + means(nll[:, None], liked, example)[:, 0]
+    found = _of_pairs(parts.pairs)
+    if lists is not None:
+        found |= {"lists": len(lists.example), **lists.figures()}
+    if labels is not None:
+        found |= labels.figures()
+    return Evaluation(loss=figure(loss), by_source=by_source, **found)
+
+
+def _of_pairs(pairs: Pairs) -> dict[str, Any]:
+    """The figures of what is compared, by name; None if that is nothing."""
+    if not len(pairs.won):
+        names = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "length_correlation")
+        return {"pairs": 0, "by_length": (), **dict.fromkeys(names)}
+    reward_margin_N = pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
     tokens_N2 = pairs.tokens.astype(np.float64)
@@ -131,24 +183,17 @@ def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
         *(margin, margin**2),
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
-    found = means(np.stack(columns, axis=1), np.ones(len(won_N)), pairs.example)
-    loss = means(losses.value[:, None], losses.weight, losses.example)[:, 0]
-    if pairs.nll.any():  # with the same draws as those of the loss
-        loss = loss + means(pairs.nll[:, None], pairs.chosen_weights, pairs.example)[:, 0]
+    found = means(np.stack(columns, axis=1), np.ones(len(margin)), pairs.example)
     reward_margin, first, second, *moments = found.T
-    return Evaluation(
-        pairs=len(won_N),
-        accuracy=share(won_N, pairs.example),
-        reward_margin=figure(reward_margin),
-        reward_margin_std=figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        logp_accuracy=None if np.isnan(pairs.per_token).any() else share(won(pairs.per_token), pairs.example),
-        loss=figure(loss),
-        length_correlation=correlation(*moments),
-        by_length=tuple(buckets(pairs)),
-        by_source=by_source,
-        lists=0 if parts.lists is None else len(parts.lists.example),
-        **({} if parts.lists is None else parts.lists.figures()),
-    )
+    return {
+        "pairs": len(margin),
+        "accuracy": share(pairs.won, pairs.example),
+        "reward_margin": figure(reward_margin),
+        "reward_margin_std": figure(np.sqrt(np.maximum(second - first**2, 0.0))),
+        "logp_accuracy": None if np.isnan(pairs.per_token).any() else share(won(pairs.per_token), pairs.example),
+        "length_correlation": correlation(*moments),
+        "by_length": tuple(buckets(pairs)),
+    }
 
 
 def source_labels(names: Sequence[str]) -> list[str]:

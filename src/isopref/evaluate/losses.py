@@ -1,6 +1,6 @@
 """The loss of held-out examples, term by term, with the weights of the objective.
 
-T: terms, which are comparisons or lists.
+T: terms, which are comparisons, lists or labelled answers.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from isopref.examples import Lengths
-from isopref.normalize import Weighting, coefficients, comparison_weights, list_weights
+from isopref.normalize import Weighting, coefficients, comparison_weights, label_weights, list_weights
 from isopref.objectives.coupled import Whole
+from isopref.objectives.labels import midpoint
 from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
-from isopref.types import FloatArray, IntArray, ListLogps, PairLogps
+from isopref.types import Anchors, FloatArray, IntArray, LabelLogps, ListLogps, PairLogps
 
 LISTS_AT_ONCE = 256  # of a table, when their losses are computed
 
@@ -43,6 +44,30 @@ def losses_of_pairs(
     weights = comparison_weights(lengths, weighting, own_N, gaps)
     whole = Whole.first(torch.from_numpy(coefficients(weights)))
     return Losses(loss(*pairs, whole=whole).numpy(), weights, lengths.of_comparison)
+
+
+def losses_of_labels(
+    policy: TableLogps,
+    ref: TableLogps,
+    lengths: Lengths,
+    scores: FloatArray,
+    own_N: FloatArray,
+    loss: Loss,
+    weighting: Weighting,
+) -> Losses:
+    """One term for each labelled answer. Gains are measured against anchors of all held-out answers as one batch."""
+    weights = label_weights(lengths, weighting, own_N)
+    share, good = torch.from_numpy(coefficients(weights)), torch.from_numpy(scores > 0)
+    known = torch.from_numpy(lengths.answer.astype(np.int64)), good
+    both = [LabelLogps(torch.from_numpy(side.answers), *known) for side in (policy, ref)]
+    gain = both[0].logp - both[1].logp
+    sides = torch.stack([share * good, share * ~good])
+    kl = None
+    if policy.mismatched is not None and ref.mismatched is not None:
+        mean = float((coefficients(own_N) * (policy.mismatched - ref.mismatched)).sum())
+        kl = torch.tensor(max(0.0, mean), dtype=torch.float64)
+    anchors = Anchors(kl=kl, midpoint=midpoint(torch.stack([sides @ gain, sides.sum(dim=1)], dim=1)))
+    return Losses(loss(*both, anchors=anchors).numpy(), weights, lengths.of_answer)
 
 
 def losses_of_lists(

@@ -56,7 +56,7 @@ class Items:
     def answer(self) -> IntArray:
         """The answer that each item is a beginning of, or the whole of, as a number of the table: I."""
         lengths = self.table.lengths
-        parts = [np.arange(len(lengths.answer))]
+        parts: list[IntArray] = [np.arange(len(lengths.answer))]
         if self.heads:
             parts.append(lengths.sides.ravel())
         if self.others is not None:

@@ -17,11 +17,17 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "reward_margin_std": ("its spread (std)", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
+    # Of labelled answers alone.
+    "auc": ("AUC of rewards", ""),
+    "reward_good": ("mean reward, good", "+"),
+    "reward_bad": ("mean reward, bad", "+"),
+    "calibration_error": ("calibration error", ""),
     # Of lists alone.
     "top1_accuracy": ("best answer on top", ""),
     "kendall_tau": ("Kendall's tau", "+"),
     "ndcg": ("NDCG", ""),
 }
+OF_LABELS = ("auc", "reward_good", "reward_bad", "calibration_error")
 OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
 MISSING = object()  # a config field that another version of isopref does not have
 
@@ -56,8 +62,10 @@ class Entry(NamedTuple):
     style: str
 
 
-def held_out_title(pairs: int, lists: int) -> str:
-    """What was evaluated: "40 held-out pairs", or "199 comparisons of 40 held-out lists"."""
+def held_out_title(pairs: int, lists: int, answers: int = 0) -> str:
+    """What was evaluated: "40 held-out pairs", "199 comparisons of 40 held-out lists", "9 held-out labelled ..."."""
+    if not pairs and answers:
+        return f"{answers:,} held-out labelled answers"
     return f"{pairs:,} comparisons of {lists:,} held-out lists" if lists else f"{pairs:,} held-out pairs"
 
 
@@ -85,7 +93,8 @@ def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
         yield FigureRow(f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"])
     for source, part in after.get("by_source", {}).items():
         was = before.get("by_source", {}).get(source, {})
-        yield FigureRow(f"accuracy, {source}", was.get("accuracy"), part["accuracy"])
+        name, label = ("accuracy", "accuracy") if part["accuracy"] else ("auc", "AUC")
+        yield FigureRow(f"{label}, {source}", was.get(name), part.get(name))
 
 
 def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:

@@ -38,7 +38,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         if entry.run.evaluation:
             whose = f": {_text(entry.label)}" if len(every) > 1 else ""
             after = entry.run.evaluation["after"]
-            title = held_out_title(after["pairs"], after.get("lists", 0))
+            title = held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
             lines += [f"### {title}, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
     for entry in every:
         if entry.run.spot_checks:

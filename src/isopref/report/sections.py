@@ -127,7 +127,7 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
     columns = element("tr", *(element("th", text) for text in ("", "before", "after", "95% intervals")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
     after = evaluated[0].run.evaluation["after"]
-    title = held_out_title(after["pairs"], after.get("lists", 0))
+    title = held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
     return join(element("h2", title), element("div", table, class_="wide"))
 
 

@@ -23,9 +23,8 @@ Labelled = Sequence[tuple[Answer, bool]]
 def kto(y: Answer, good: bool, anchor: float, params: dict[str, Any]) -> Tensor:
     """lambda_y - v(x, y) of Ethayarajh et al. 2024, eq. 8; `anchor` is z_0."""
     beta = params["beta"]
-    if good:
-        return params["desirable_weight"] * (1 - sigma(beta * (y.log_ratio - anchor)))
-    return params["undesirable_weight"] * (1 - sigma(beta * (anchor - y.log_ratio)))
+    short = 1 - sigma(beta * (y.log_ratio - anchor)) if good else 1 - sigma(beta * (anchor - y.log_ratio))
+    return short * float(params["desirable_weight"] if good else params["undesirable_weight"])
 
 
 def bco(y: Answer, good: bool, anchor: float, params: dict[str, Any]) -> Tensor:
@@ -86,8 +85,8 @@ def mismatched(examples: Sequence[Example]) -> list[tuple[IntArray, IntArray]]:
         place = order.index(n)
         circle = [examples[m] for m in order[place + 1 :] + order[:place]]
         partner = next(other for other in circle if list(other.prompt) != list(one.prompt))
-        answer = min(partner.answers, key=lambda tokens, prompt=partner.prompt: answer_id(prompt, tokens))
-        found.append((one.prompt, answer[: longest - len(one.prompt)]))
+        by_id = {answer_id(partner.prompt, answer): answer for answer in partner.answers}
+        found.append((one.prompt, by_id[min(by_id)][: longest - len(one.prompt)]))
     return found
 
 

@@ -68,20 +68,20 @@ def test_the_likelihood_of_chosen_tokens_is_added(own: list[float], nll: float) 
 def test_rewards_of_a_loss_of_means() -> None:
     found = figures(loss=pair_loss("ipo", beta=BETA))
     # Chosen gains of 1, 0, -1, 2 over 4, 3, 2, 2 tokens; rejected -1, 1, -1, -1 over 4, 1, 6, 2.
-    assert found.reward_margin.value == pytest.approx(BETA * (0.5 - 1 - 1 / 3 + 1.5) / 4)
-    assert found.accuracy.value == (1 + 0 + 0 + 1) / 4
+    assert found.figures()["reward_margin"].value == pytest.approx(BETA * (0.5 - 1 - 1 / 3 + 1.5) / 4)
+    assert found.figures()["accuracy"].value == (1 + 0 + 0 + 1) / 4
 
 
 @pytest.mark.parametrize("weighting", sorted(WEIGHTS))
 def test_all_other_figures_count_each_pair_once(weighting: Weighting) -> None:
     found = figures(weighting, [5.0, 1.0, 1.0, 1.0])
     assert found.pairs == 4
-    assert found.accuracy.value == (1 + 0 + 0.5 + 1) / 4
-    assert found.reward_margin.value == pytest.approx(BETA * (2 - 1 + 0 + 3) / 4)
+    assert found.figures()["accuracy"].value == (1 + 0 + 0.5 + 1) / 4
+    assert found.figures()["reward_margin"].value == pytest.approx(BETA * (2 - 1 + 0 + 3) / 4)
     # Margins of rewards are 1, -0.5, 0, 1.5 around their mean 0.5: squares 0.25, 1, 0.25, 1.
-    assert found.reward_margin_std.value == pytest.approx(math.sqrt(2.5 / 4))
+    assert found.figures()["reward_margin_std"].value == pytest.approx(math.sqrt(2.5 / 4))
     # Per token: -1 > -1.5; -2 = -2; -2.5 < -1.5; -0.5 = -0.5.
-    assert found.logp_accuracy.value == (1 + 0.5 + 0 + 0.5) / 4
+    assert found.figures()["logp_accuracy"].value == (1 + 0.5 + 0 + 0.5) / 4
 
 
 def test_correlation_of_reward_with_length() -> None:
@@ -116,15 +116,15 @@ def test_every_pair_is_in_one_quarter() -> None:
     assert [bucket.pairs for bucket in found.by_length] == [26, 25, 25, 25]
     assert all(a.longest <= b.shortest for a, b in zip(found.by_length, found.by_length[1:], strict=False))
     inside = sum(bucket.pairs * bucket.accuracy.value for bucket in found.by_length) / 101
-    assert inside == pytest.approx(found.accuracy.value)
+    assert inside == pytest.approx(found.figures()["accuracy"].value)
 
 
 def test_sources_are_evaluated_as_if_alone() -> None:
     found = figures(sources=[1, 0, 1, 0])
     assert list(found.by_source) == ["easy", "hard"]  # nothing of the third one is in the table
-    assert found.by_source["easy"].accuracy.value == (0 + 1) / 2
-    assert found.by_source["hard"].accuracy.value == (1 + 0.5) / 2
-    assert found.by_source["hard"].reward_margin.value == pytest.approx(BETA * (2 + 0) / 2)
+    assert found.by_source["easy"].figures()["accuracy"].value == (0 + 1) / 2
+    assert found.by_source["hard"].figures()["accuracy"].value == (1 + 0.5) / 2
+    assert found.by_source["hard"].figures()["reward_margin"].value == pytest.approx(BETA * (2 + 0) / 2)
     expected = (6 * LOSSES[1] + 14 * LOSSES[3]) / (6 + 14)
     assert found.by_source["easy"].loss.value == pytest.approx(expected)
     assert found.as_metrics()["eval/easy/loss"] == found.by_source["easy"].loss.value
@@ -148,7 +148,11 @@ def test_metrics_have_one_prefix_and_no_count() -> None:
 
 def test_policy_and_reference_alike_are_a_tie_everywhere() -> None:
     found = figures(policy=REF)
-    assert (found.accuracy.value, found.reward_margin.value, found.reward_margin_std.value) == (0.5, 0.0, 0.0)
+    assert (
+        found.figures()["accuracy"].value,
+        found.figures()["reward_margin"].value,
+        found.figures()["reward_margin_std"].value,
+    ) == (0.5, 0.0, 0.0)
     assert found.length_correlation is None
     assert "eval/length_correlation" not in found.as_metrics()
     assert found.loss.value == pytest.approx(math.log(2))
@@ -174,8 +178,11 @@ def test_intervals_are_those_of_the_normal_approximation() -> None:
     """With many pairs the bootstrap of a mean is normal: mean -+ 1.96 * deviation / sqrt(N)."""
     found = many(4000, seed=0)
     for figure, deviation in (
-        (found.accuracy, math.sqrt(found.accuracy.value * (1 - found.accuracy.value))),
-        (found.reward_margin, found.reward_margin_std.value),
+        (
+            found.figures()["accuracy"],
+            math.sqrt(found.figures()["accuracy"].value * (1 - found.figures()["accuracy"].value)),
+        ),
+        (found.figures()["reward_margin"], found.figures()["reward_margin_std"].value),
     ):
         half = 1.96 * deviation / math.sqrt(4000)
         assert figure.low == pytest.approx(figure.value - half, abs=0.15 * half)
@@ -183,7 +190,10 @@ def test_intervals_are_those_of_the_normal_approximation() -> None:
 
 
 def test_intervals_hold_the_truth_about_95_times_in_100() -> None:
-    inside = sum(found.accuracy.low <= 0.7 <= found.accuracy.high for found in (many(150, seed) for seed in range(200)))
+    inside = sum(
+        found.figures()["accuracy"].low <= 0.7 <= found.figures()["accuracy"].high
+        for found in (many(150, seed) for seed in range(200))
+    )
     assert 180 <= inside <= 199  # 190 -+ 3 deviations of a binomial
 
 
@@ -200,17 +210,17 @@ Z2 = 3.841459
 def test_a_share_of_all_pairs_has_wilsons_interval() -> None:
     """Wilson's, from w of n: (w + z^2/2 -+ z sqrt(w (n - w) / n + z^2/4)) / (n + z^2)."""
     all_won = many(8, seed=0, share=1.0)
-    for figure in (all_won.accuracy, all_won.logp_accuracy):
+    for figure in (all_won.figures()["accuracy"], all_won.figures()["logp_accuracy"]):
         # w = n: z^2/2 +- z^2/2 is z^2 or nothing, so the ends are (n + z^2) / (n + z^2) and n / (n + z^2).
         assert (figure.value, figure.high) == (1.0, 1.0)
         assert figure.low == pytest.approx(8 / (8 + Z2), abs=1e-6)  # 0.676
-    all_lost = many(8, seed=0, share=0.0).accuracy
+    all_lost = many(8, seed=0, share=0.0).figures()["accuracy"]
     assert (all_lost.value, all_lost.low) == (0.0, 0.0)
     assert all_lost.high == pytest.approx(Z2 / (8 + Z2), abs=1e-6)
 
 
 def test_ties_are_half_won_and_have_an_interval() -> None:
-    ties = figures(policy=REF).accuracy
+    ties = figures(policy=REF).figures()["accuracy"]
     # w = n/2: z sqrt((n + z^2) / 4) / (n + z^2) to each side of a half.
     half = math.sqrt(Z2 / (4 + Z2)) / 2
     assert (ties.value, ties.low, ties.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-6)
@@ -223,13 +233,13 @@ def test_shares_by_length_and_source_have_intervals_of_their_own_pairs() -> None
     middle, half = (1.5 + Z2 / 2) / (2 + Z2), math.sqrt(Z2 * (1.5 * 0.5 / 2 + Z2 / 4)) / (2 + Z2)
     three_quarters = pytest.approx((middle - half, middle + half), abs=1e-6)  # 0.198, 0.973
     assert (longer.accuracy.low, longer.accuracy.high) == three_quarters
-    hard = figures(sources=[1, 0, 1, 0]).by_source["hard"].accuracy  # the same two pairs
+    hard = figures(sources=[1, 0, 1, 0]).by_source["hard"].figures()["accuracy"]  # the same two pairs
     assert (hard.low, hard.high) == three_quarters
 
 
 def test_one_pair_says_little_of_a_share_and_nothing_of_other_figures() -> None:
     found = many(1, seed=0)
-    assert found.accuracy.high - found.accuracy.low == pytest.approx(Z2 / (1 + Z2), abs=1e-6)
+    assert found.figures()["accuracy"].high - found.figures()["accuracy"].low == pytest.approx(Z2 / (1 + Z2), abs=1e-6)
     assert found.loss.low == found.loss.value == found.loss.high
     assert len(found.by_length) == 1
 

@@ -16,7 +16,7 @@ from isopref.models.policy import Policy
 from isopref.objectives.coupled import Whole
 from isopref.objectives.loss import pair_loss
 from isopref.testing.models import tiny_model
-from isopref.types import PairLogps
+from isopref.types import Anchors, LabelLogps, PairLogps
 
 pytest.importorskip("trl")
 
@@ -213,3 +213,49 @@ def test_a_moving_reference() -> None:
     MovingReference(policy := Policy(own), every=2, mix=0.6).follow(Policy(model), step=4)
     for one, other in zip(policy.model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("labels", [[True, False, True, True, False], [True] * 5, [False] * 5])
+@pytest.mark.parametrize("shift", [2.0, -3.0])  # with a KL term above zero, and with one that is cut off there
+def test_kto(labels: list[bool], shift: float) -> None:
+    """KTOTrainer on one batch, with the log-probabilities of matched and mismatched pairs that a model would give."""
+    from trl import KTOTrainer
+
+    answers = [pair[0] for pair in pairs()][: len(labels)]
+    longest = max(map(len, answers))
+    logps = torch.stack([torch.cat([torch.zeros(1), one, torch.zeros(longest - len(one))]) for one in answers])
+    ref = logps.sum(dim=1) - torch.linspace(-2, 3, len(labels))
+    mismatched = torch.linspace(-9, -5, len(labels))
+    ref_mismatched = mismatched - shift
+    nothing = torch.zeros_like(logps)
+    outputs = SimpleNamespace(log_probs=logps, entropy=nothing, mean_logits=nothing)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=same),
+        _compute_kl_logps=lambda *_: mismatched,
+        _metrics={"train": defaultdict(list)},
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=1.3,
+        undesirable_weight=0.8,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    mask = torch.tensor([[0, 0] + [1] * len(one) + [0] * (longest - len(one)) for one in answers])
+    batch = {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "label": torch.tensor(labels),
+        "ref_logps": ref,
+        "ref_KL_logps": ref_mismatched,
+    }
+    expected = KTOTrainer._compute_loss(trainer, lambda **_: outputs, batch, False)
+    tokens, good = torch.tensor([len(one) for one in answers]), torch.tensor(labels)
+    policy, reference_ = (LabelLogps(x.double(), tokens, good) for x in (logps.sum(dim=1), ref))
+    kl = (mismatched - ref_mismatched).double().mean().clamp(min=0)
+    loss = pair_loss("kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.8)
+    assert float(loss(policy, reference_, anchors=Anchors(kl=kl)).mean()) == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,104 @@
+"""Figures of labelled answers: whether rewards are higher for good answers than for bad ones, and what they promise.
+
+A: labelled answers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isopref.evaluate.intervals import Figure, Z, figure, means, share
+from isopref.types import FloatArray, IntArray
+
+NUM_BINS = 5
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The answers whose reward promises a probability within these bounds of being good."""
+
+    low: float
+    high: float
+    answers: int
+    promised: float  # mean of sigmoid(reward)
+    good: Figure  # share of good answers
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the figures are made of, answer by answer."""
+
+    reward: FloatArray  # A
+    good: NDArray[np.bool_]  # A
+    nll: FloatArray  # A: of a token, times its weight in the objective
+    liked: FloatArray  # A: weight of the NLL, 0 for bad answers
+    example: IntArray  # A: which example it is of
+
+    def select(self, some_A: NDArray[np.bool_]) -> "Labels":
+        return Labels(*(part[some_A] for part in vars(self).values()))
+
+    def figures(self) -> dict[str, Any]:
+        """By their names in Evaluation. What has no good or no bad answers to go by is None."""
+        return {
+            "answers": len(self.good),
+            "auc": auc(self.reward, self.good, self.example),
+            "reward_good": self._mean_reward(self.good),
+            "reward_bad": self._mean_reward(~self.good),
+            "calibration_error": calibration_error(self.reward, self.good, self.example),
+            "calibration": tuple(bins(self.reward, self.good, self.example)),
+        }
+
+    def _mean_reward(self, some_A: NDArray[np.bool_]) -> Figure | None:
+        if not some_A.any():
+            return None
+        return figure(means(self.reward[:, None], some_A.astype(np.float64), self.example)[:, 0])
+
+
+def auc(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> Figure | None:
+    """Share of pairs of a good and a bad answer of which the good one has the higher reward; a tie is half.
+
+    The interval is DeLong's for clusters (Obuchowski 1997), since answers to one prompt are not independent.
+    """
+    good, bad = np.sort(reward_A[good_A]), np.sort(reward_A[~good_A])
+    if not len(good) or not len(bad):
+        return None
+
+    def below(values: FloatArray, among: FloatArray) -> FloatArray:
+        sides = (np.searchsorted(among, values, side) for side in ("left", "right"))
+        shares: FloatArray = sum(sides, np.zeros(len(values))) / (2 * len(among))
+        return shares
+
+    beats_A = np.where(good_A, below(reward_A, bad), 1 - below(reward_A, good))
+    value = float(beats_A[good_A].mean())
+    influence_A = (beats_A - value) / np.where(good_A, len(good), len(bad))
+    spread = Z * float(np.sqrt((np.bincount(example_A, influence_A) ** 2).sum()))
+    return Figure(value, max(0.0, value - spread), min(1.0, value + spread))
+
+
+def calibration_error(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> Figure:
+    """Expected calibration error: by how much sigmoid(reward) is off the share of good answers, on the mean of bins."""
+    promised_A, bin_A = _binned(reward_A)
+    off_A = promised_A - good_A
+    in_bins = (bin_A[:, None] == np.arange(NUM_BINS)) * off_A[:, None]
+    return figure(np.abs(means(in_bins, np.ones(len(off_A)), example_A)).sum(axis=1))
+
+
+def bins(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> list[Bin]:
+    """The bins that have answers."""
+    promised_A, bin_A = _binned(reward_A)
+    found = []
+    for number in np.unique(bin_A).tolist():
+        there = bin_A == number
+        _, example = np.unique(example_A[there], return_inverse=True)
+        good = share(good_A[there].astype(np.float64), example)
+        bounds = number / NUM_BINS, (number + 1) / NUM_BINS
+        found.append(Bin(*bounds, int(there.sum()), float(promised_A[there].mean()), good))
+    return found
+
+
+def _binned(reward_A: FloatArray) -> tuple[FloatArray, IntArray]:
+    """sigmoid(reward), and which of NUM_BINS bins of equal width it is in."""
+    promised: FloatArray = 0.5 * (1 + np.tanh(0.5 * reward_A))
+    return promised, np.minimum((promised * NUM_BINS).astype(np.int64), NUM_BINS - 1)
