@@ -74,7 +74,7 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     for name, (label, sign) in LABELS.items():
         if name in figures:
             yield label, _cell(figures[name], sign)
-        elif name != "logp_accuracy":  # which a reward model does not have
+        elif name == "length_correlation":  # others are not there for a model, not for some pairs
             yield label, "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)

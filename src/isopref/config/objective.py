@@ -114,7 +114,9 @@ def param_fields() -> dict[str, FieldInfo]:
         first, param = next(iter(of.items()))
         number: Any = Annotated[float, Field(**param.bounds)]
         kind: Any = (Literal[param.words] | number if param.words else number) | None
-        takers = "" if len(of) == len(OBJECTIVES) else f" For {', '.join(of)}."
+        others = [one for one in OBJECTIVES if one not in of]
+        takers = f" Not for {', '.join(others)}." if len(others) < len(of) else f" For {', '.join(of)}."
+        takers = takers if others else ""
         plain = param.default if isinstance(param.default, str) else f"{param.default:g}"
         default = f"null: the loss's own default, which is {plain} for {first}."
         found[name] = FieldInfo.from_annotated_attribute(

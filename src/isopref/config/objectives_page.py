@@ -64,6 +64,11 @@ all its sequences (`token`). For losses of pairs, the comparisons of a list shar
 `completion` and `token` count each comparison as a pair. Accuracy, margins and rewards are over comparisons in both
 cases. `objective.wpo` and `objective.ld_alpha` are refused with losses of lists.
 
+## Reward models
+
+`bradley_terry` and `plackett_luce_reward` train a [reward model](rewards.md): r is the number that its head gives an
+answer, and `gap` the difference between the scores that the data gives the two answers of a pair.
+
 ## Divergences
 
 `objective.divergence` of `sigmoid`, by u = pi/ref of an answer (f-DPO, table 1). A constant falls out of the

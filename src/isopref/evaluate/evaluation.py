@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from isopref.evaluate.calibration import calibration_error
 from isopref.evaluate.intervals import Figure, correlation, figure, means, share
 from isopref.evaluate.losses import Losses, losses_of_lists, losses_of_pairs
 from isopref.evaluate.pairs import Bucket, Pairs, buckets, pairs_of, taken, won
@@ -28,6 +29,7 @@ class Evaluation:
     logp_accuracy: Figure | None  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
     length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
+    calibration_error: Figure | None  # of a reward model: see calibration.py
     by_length: tuple[Bucket, ...]
     by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
 
@@ -90,6 +92,7 @@ def evaluate(
 
 
 def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> Evaluation:
+    is_reward = bool(np.isnan(pairs.per_token).any())
     won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
@@ -111,9 +114,10 @@ def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> 
         accuracy=share(won_N),
         reward_margin=figure(reward_margin),
         reward_margin_std=figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        logp_accuracy=None if np.isnan(pairs.per_token).any() else share(won(pairs.per_token)),
+        logp_accuracy=None if is_reward else share(won(pairs.per_token)),
         loss=figure(loss),
         length_correlation=correlation(*moments),
+        calibration_error=calibration_error(reward_margin_N, won_N) if is_reward else None,
         by_length=tuple(buckets(won_N, tokens_N2.mean(axis=1))),
         by_source=by_source,
     )

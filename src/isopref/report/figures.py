@@ -15,6 +15,7 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "logp_accuracy": ("log-prob accuracy", ""),
     "reward_margin": ("mean reward margin", "+"),
     "reward_margin_std": ("its spread (std)", ""),
+    "calibration_error": ("calibration error", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
 }
