@@ -24,7 +24,7 @@ CONFIGS = sorted(
 
 def test_every_example_is_there() -> None:
     names = "full lists lora mixing qlora reward simpo"
-    assert CONFIGS == [f"{name}.yaml" for name in names.split()]
+    assert [f"{name}.yaml" for name in names.split()] == CONFIGS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
