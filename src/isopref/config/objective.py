@@ -99,8 +99,9 @@ class ObjectiveConfig(Section):
             yield "wpo", what
         for what in registry.kind_problems(self.loss, ld_alpha=self.ld_alpha):
             yield "loss", what
-        modifiers = {"nll_weight": self.nll_weight, "ld_alpha": self.ld_alpha, "wpo": self.wpo}
-        for what in registry.reward_problems(self.loss, **modifiers):
+        for what in registry.reward_problems(
+            self.loss, nll_weight=self.nll_weight, ld_alpha=self.ld_alpha, wpo=self.wpo
+        ):
             yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
