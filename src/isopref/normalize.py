@@ -15,7 +15,7 @@ from torch import Tensor
 from isopref.examples import Lengths
 from isopref.types import FloatArray, IntArray
 
-Weighting = Literal["token", "completion", "example"]
+Weighting = Literal["token", "completion", "example", "gap"]
 
 
 class Weights(NamedTuple):
@@ -30,13 +30,19 @@ class Weights(NamedTuple):
         return cls(weights_T, float(weights_T.sum(dtype=np.float64)))
 
 
-def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each comparison (M): its tokens, those of its answers alone, or its part of one; times its example's weight.
+def comparison_weights(
+    lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+) -> FloatArray:
+    """w of each comparison (M): its size by `weighting`, times the weight of its example.
 
-    The tokens of a comparison are those of its two sequences, the prompt counted in each. Comparisons of one example
-    share it equally.
+    token, completion: its tokens, or those of its answers alone. example: its part of one. gap: that of its scores.
+    The tokens of a comparison are those of its two sequences, the prompt counted in each. Under "example", comparisons
+    of one example share it equally.
     """
     example_M = lengths.of_comparison
+    if weighting == "gap":
+        assert gaps_M is not None, "the gaps of the table"
+        return gaps_M * own_N[example_M]
     completion: FloatArray = lengths.compared_tokens.sum(axis=0, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
         "token": completion + 2.0 * lengths.prompt[example_M],
@@ -47,9 +53,12 @@ def comparison_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray
 
 
 def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each list (N): the tokens of its sequences, those of its answers alone, or one; times its own weight."""
+    """w of each list (N): the tokens of its sequences, those of its answers alone, or one; times its own weight.
+
+    A gap is between two answers, so "gap" is refused for losses of lists.
+    """
     sums = {"token": lengths.sequence, "completion": lengths.answer}
-    if weighting == "example":
+    if weighting not in sums:
         return own_N
     tokens = np.bincount(lengths.of_answer, sums[weighting], minlength=len(lengths))
     return tokens * own_N

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from isopref.batch.packing import Budget, check_budget, plan_step
 from isopref.batch.rows import build_microbatch, in_rounds
+from isopref.data.mismatched import Mismatched
+from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
 from isopref.examples import Example, Lengths
 from isopref.models.parallel import data_group, reshard, speaks
@@ -35,10 +37,17 @@ class TableLogps:
 
     answers: FloatArray  # A
     heads: FloatArray | None = None  # 2, M: of the first tokens of better and worse, as many as the shorter one has
+    mismatched: FloatArray | None = None  # N: of prompts with other examples' answers (data/mismatched.py)
 
-    def __init__(self, answers: FloatArray | Tensor, heads: FloatArray | Tensor | None = None):
+    def __init__(
+        self,
+        answers: FloatArray | Tensor,
+        heads: FloatArray | Tensor | None = None,
+        mismatched: FloatArray | Tensor | None = None,
+    ):
         object.__setattr__(self, "answers", _on_host(answers))
         object.__setattr__(self, "heads", None if heads is None else _on_host(heads))
+        object.__setattr__(self, "mismatched", None if mismatched is None else _on_host(mismatched))
         if self.answers.ndim != 1 or (self.heads is not None and self.heads.ndim != 2):
             shapes = [x.shape for x in (self.answers, self.heads) if x is not None]
             raise ConfigError(
@@ -56,6 +65,12 @@ class TableLogps:
                 f"{sides[0].shape} and {sides[1].shape}."
             )
         return cls(np.stack(sides, axis=1).ravel())
+
+    @property
+    def every(self) -> FloatArray:
+        """All values, as they are numbered in reference/answers.py."""
+        parts = (self.answers, self.heads, self.mismatched)
+        return np.concatenate([part.ravel() for part in parts if part is not None])
 
     @property
     def chosen(self) -> FloatArray:
@@ -100,14 +115,16 @@ def score_table(
     *,
     device: torch.device,
     needs: Needs = LOGPS_ALONE,
+    mismatched: bool = False,
     progress: Callable[[int], None] | None = None,
     scored: Callable[[IntArray, Tensor], None] | None = None,
 ) -> TableLogps:
     """Score every answer of a table without gradients. All ranks call this; they share the work, each returns all.
 
-    `needs`: heads are returned too. `progress` is called with the number of answers done since the last call, taking
-    the other ranks to be as fast. `scored` is called with what this rank has just scored: some answers of the table,
-    and their log-probabilities (float64, on the device). Raises ConfigError where an example is longer than the budget.
+    `needs`: heads are returned too. `mismatched`: so are prompts with other examples' answers, for kto. `progress` is
+    called with the number of answers done since the last call, taking the other ranks to be as fast. `scored` is called
+    with what this rank has just scored: some answers of the table, and their log-probabilities (float64, on the
+    device). Raises ConfigError where an example is longer than the budget.
     """
     lengths = table.lengths
     if len(lengths):
@@ -131,7 +148,12 @@ def score_table(
         for values in (logp_A, head_2M):  # every example was scored on one rank and is zero on the others
             dist.all_reduce(values, group=group)
     reshard(policy)
-    return TableLogps(logp_A.cpu().numpy(), head_2M.cpu().numpy() if needs.heads else None)
+    found = TableLogps(logp_A.cpu().numpy(), head_2M.cpu().numpy() if needs.heads else None)
+    if not mismatched:
+        return found
+    assert isinstance(table, ExampleTable), "mismatched pairs are those of a whole table"
+    others = score_table(policy, Mismatched(table), budget, device=device, progress=progress)
+    return TableLogps(found.answers, found.heads, others.answers)
 
 
 def _microbatches(table: Examples, budget: Budget, rank: int, num_ranks: int) -> Iterator[tuple[IntArray, Microbatch]]:

@@ -72,7 +72,7 @@ class ListLogps:
 
     logp: Tensor  # A
     num_tokens: Tensor  # A
-    list: Tensor  # A: which list it is in
+    list: Tensor  # A: which list it is in, counted from 0
     score: Tensor  # A: the higher the better
 
 
@@ -86,6 +86,14 @@ class LabelLogps:
 
 
 Logps = PairLogps | ListLogps | LabelLogps
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """What losses of labels have to know of a global batch: gains in nats, each a number. None if not asked for."""
+
+    kl: Tensor | None = None  # mean gain of mismatched pairs, a prompt with another prompt's answer; at least 0
+    midpoint: Tensor | None = None  # of the mean gains of good and of bad answers so far, this batch included
 
 
 @dataclass(frozen=True)

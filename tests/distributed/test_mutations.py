@@ -43,6 +43,28 @@ def test_lists(name: str, objective: str) -> None:
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 
 
+@pytest.mark.parametrize("name", [name for name in mutations.KTO if name != "kl_of_one_rank"])
+def test_kto(name: str) -> None:
+    cell = Cell(trees=True, objective="kto", cut="pair")
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", mutations.BCO)
+def test_bco(name: str) -> None:
+    cell = Cell(trees=True, objective="bco")
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", ["kl_of_one_microbatch", "kl_of_one_rank", "mismatch_counted_twice"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_kto_on_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
+    cell = Cell(ranks=2, parallel=parallel, split="uneven", trees=True, objective="kto")  # type: ignore[arg-type]
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
 @pytest.mark.parametrize("name", mutations.REWARDS)
 @pytest.mark.parametrize("objective", REWARD_CASES)
 def test_rewards(name: str, objective: str) -> None:

@@ -127,6 +127,7 @@ def check(found: Evaluation) -> None:
     assert found.accuracy.value == pytest.approx(float((chosen > rejected).double().mean()))
     assert found.reward_margin.value == pytest.approx(float((chosen - rejected).mean()), rel=1e-9)
     assert found.reward_margin_std.value == pytest.approx(float((chosen - rejected).std(correction=0)), rel=1e-9)
+    assert found.logp_accuracy is not None
     assert found.logp_accuracy.value == pytest.approx(float((per_token > 0).double().mean()))
     assert found.length_correlation is not None
     assert found.length_correlation.value == pytest.approx(np.corrcoef(rewards, tokens)[0, 1], rel=1e-8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from support.project import Project, Weights
 
-LOSSES = ("plackett_luce", "softmax", "sigmoid", "ipo", "aot")
+LOSSES = ("plackett_luce", "softmax", "lipo", "sigmoid", "ipo", "aot", "odpo")
 
 
 def make_lists(count: int, seed: int) -> list[dict[str, Any]]:
@@ -42,7 +43,8 @@ def lists(project: Project) -> Project:
 def test_the_layout_does_not_change_the_weights(
     lists: Project, load_weights: Callable[[Path], Weights], loss: str
 ) -> None:
-    common = (f"objective.loss={loss}", "optim.epochs=1", "optim.lr=1e-2")
+    weighting = "gap" if loss == "odpo" else "example"
+    common = (f"objective.loss={loss}", f"objective.weighting={weighting}", "optim.epochs=1", "optim.lr=1e-2")
     layouts = [("shared", "4096"), ("shared", "128"), ("padded", "4096"), ("padded_separate", "300")]
     found: list[Weights] = []
     for number, (rows, tokens) in enumerate(layouts):
@@ -53,16 +55,25 @@ def test_the_layout_does_not_change_the_weights(
             assert tensor.double().sub(other[name].double()).abs().max() < 1e-8, name
 
 
+@pytest.mark.parametrize("setting", ["objective.loss=odpo", "objective.weighting=gap"])
+def test_pairs_without_scores_have_no_gap(project: Project, setting: str) -> None:
+    message = project.refused("run", setting)
+    assert f"{setting.replace('=', ': ')}: " in message
+    assert "comparisons have no score gap" in message
+
+
 def test_what_a_run_says_of_lists(lists: Project) -> None:
     outcome = lists.isopref("train", "my.yaml", "run.folder=run", "objective.loss=plackett_luce", "optim.epochs=1")
     assert outcome.code == 0, outcome.err
     assert "data  train.jsonl: 23 lists (jsonl, list)\n" in outcome.out
     assert "train 5 steps: 23 lists, 5 a step, 1 epoch\n" in outcome.out
     assert " lists/s" in outcome.out
-    assert "held-out comparisons, with 95% intervals" in outcome.out
+    assert re.search(r"\d+ comparisons of 8 held-out lists, with 95% intervals", outcome.out)
+    assert all(name in outcome.out for name in ("best answer on top", "Kendall's tau", "NDCG"))
     page = (lists.folder / "run" / "report.html").read_text()
     assert "23 lists" in page
-    assert "held-out comparisons" in page
+    assert "comparisons of 8 held-out lists" in page
+    assert "lists per second" in page
 
 
 def test_an_answer_is_scored_once_by_the_reference(lists: Project) -> None:

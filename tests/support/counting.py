@@ -127,7 +127,7 @@ def dry_run_traces(cell: Cell) -> list[str]:
     traces = {
         "gradients": any(p.grad is not None for p in module.model.parameters()),
         "weights": any(not torch.equal(a, b) for a, b in zip(before, module.model.parameters(), strict=True)),
-        "metrics": bool(trainer.metrics) or bool(module._window.num_steps),
+        "metrics": bool(trainer.metrics) or bool(module._window.num_steps.any()),
         "random state": not torch.equal(random, torch.get_rng_state()),
     }
     return [name for name, left in traces.items() if left]

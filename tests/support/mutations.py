@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from isopref.batch import rows, step, terms
-from isopref.data import schedule
-from isopref.engine import padded, train_module
+from isopref.data import mismatched, schedule
+from isopref.engine import first_pass, padded, train_module
 from isopref.ranks import num_ranks
 from isopref.types import IntArray
 
@@ -156,6 +156,83 @@ def reference_by_example() -> Iterator[None]:
         yield
 
 
+# --- in labelled answers ----------------------------------------------------------------------------
+
+
+@contextmanager
+def kl_of_one_microbatch() -> Iterator[None]:
+    """KTO's KL term is the mean over the mismatched pairs of one microbatch."""
+    own = first_pass.FirstPass._kl
+
+    def local(self: Any, whole: Any, gain: Any) -> Any:
+        one = whole.mismatched[0]
+        alone = replace(one, share=one.share / max(1e-9, float(one.share.sum())))
+        with patch.object(first_pass, "over_ranks", lambda total, _group: total):
+            return own(self, replace(whole, mismatched=(alone,)), gain)
+
+    with patch.object(first_pass.FirstPass, "_kl", local):
+        yield
+
+
+@contextmanager
+def kl_of_one_rank() -> Iterator[None]:
+    """KTO's KL term is the mean over each rank's own mismatched pairs."""
+    own = first_pass.FirstPass._kl
+
+    def local(self: Any, whole: Any, gain: Any) -> Any:
+        mine = max(1e-9, sum(float(one.share.sum()) for one in whole.mismatched))
+        alone = tuple(replace(one, share=one.share / mine) for one in whole.mismatched)
+        with patch.object(first_pass, "over_ranks", lambda total, _group: total):
+            return own(self, replace(whole, mismatched=alone), gain)
+
+    with patch.object(first_pass.FirstPass, "_kl", local):
+        yield
+
+
+@contextmanager
+def mismatch_counted_twice() -> Iterator[None]:
+    """One mismatched pair counts twice in KTO's KL term."""
+    own = step.build_mismatched
+
+    def twice(*args: Any, **more: Any) -> Any:
+        found = own(*args, **more)
+        if len(found[0].share):
+            found[0].share[0] *= 2
+        return found
+
+    with patch("isopref.testing.exactness.build_mismatched", twice):
+        yield
+
+
+@contextmanager
+def mismatch_in_batch_order() -> Iterator[None]:
+    """The partner of an example is the one before it in its batch."""
+    with patch.object(mismatched, "partners", lambda ids, _questions: np.roll(np.arange(len(ids)), 1)):
+        yield
+
+
+@contextmanager
+def midpoint_of_all_answers() -> Iterator[None]:
+    """BCO's shift is the mean over all answers: with more good ones than bad, it is among the good."""
+    with patch.object(first_pass, "midpoint", lambda past: past[:, 0].sum() / past[:, 1].sum()):
+        yield
+
+
+@contextmanager
+def answer_counted_twice() -> Iterator[None]:
+    """One labelled answer of a microbatch counts twice in the loss."""
+    build = step.build_step
+
+    def twice(*args: Any, **more: Any) -> Any:
+        whole = build(*args, **more)
+        for work in whole.work:
+            work.loss_share[:1] *= 2
+        return whole
+
+    with patch("isopref.testing.exactness.build_step", twice):
+        yield
+
+
 # --- in reward models ---------------------------------------------------------------------------------
 
 
@@ -238,6 +315,14 @@ GRADIENT = {
 }
 TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
 LISTS = {m.__name__: m for m in (list_of_a_microbatch, leaking_attention, reference_by_example)}
+KTO = {
+    m.__name__: m
+    for m in (
+        *(kl_of_one_microbatch, kl_of_one_rank, mismatch_counted_twice, mismatch_in_batch_order),
+        *(answer_counted_twice, leaking_attention),
+    )
+}
+BCO = {m.__name__: m for m in (midpoint_of_all_answers, answer_counted_twice, reference_by_example)}
 REWARDS = {
     m.__name__: m
     for m in (
@@ -251,5 +336,5 @@ SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **LISTS, **REWARDS, **COLLATED, **SCHEDULE}[name]():
+    with {**GRADIENT, **TREES, **LISTS, **REWARDS, **KTO, **BCO, **COLLATED, **SCHEDULE}[name]():
         return function(*args)

@@ -54,6 +54,11 @@ def test_weights_by_hand(weighting: Weighting, expected: list[float]) -> None:
     assert comparison_weights(lengths, weighting, own).tolist() == [0.5 * expected[0], 3.0 * expected[1]]
 
 
+def test_weights_by_the_gap_between_scores() -> None:
+    lengths = Lengths.of_pairs(np.array([[5, 6, 8], [1, 2, 3]]))
+    assert comparison_weights(lengths, "gap", np.array([0.5, 3.0]), np.array([1.5, 4.0])).tolist() == [0.75, 12.0]
+
+
 def test_comparisons_of_an_example_share_it() -> None:
     """A prompt of 5 tokens with answers of 1, 2 and 4, all compared; and a pair of 1, 2 and 3."""
     three = Example(np.arange(5), (np.arange(1), np.arange(2), np.arange(4)), ((0, 1), (0, 2), (1, 2)))

@@ -16,10 +16,11 @@ from torch import Tensor
 from isopref.batch import packing
 from isopref.batch.rows import FILLER_TOKENS, build_microbatch, in_rounds
 from isopref.batch.terms import TERMS
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.examples import Lengths
 from isopref.normalize import Weighting, coefficients, token_coefficients
-from isopref.types import IntArray, Kind, Microbatch, moved
+from isopref.types import Anchors, IntArray, Kind, Microbatch, moved
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,23 @@ class Work:
     loss_share: Tensor  # T: coefficient in the loss
     side_share: Tensor  # 3, S: coefficients in the means over chosen, over rejected and over all of the global batch
     nll_share: Tensor  # A: coefficient in the mean over the chosen tokens of the global batch; 0 if not chosen
-    linear: Linear | None = None  # where the objective is coupled
+    linear: Linear | None = None  # if the objective couples pairs
+    anchors: Anchors | None = None  # if it measures gains against something
     balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
 
     def to(self, device: torch.device) -> "Work":
+        return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class MismatchedWork:
+    """One microbatch of prompts, each with an answer of another example (data/mismatched.py). It has no gradient."""
+
+    microbatch: Microbatch
+    index: Tensor  # E: which examples of the table the prompts are of
+    share: Tensor  # E: coefficient in a mean over the global batch
+
+    def to(self, device: torch.device) -> "MismatchedWork":
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -58,15 +72,22 @@ class Step:
     work: tuple[Work, ...]
     num_examples: int
     num_comparisons: int
+    num_terms: int  # of the loss; of lists, comparisons
     num_tokens: int  # real tokens of all sequences, the prompt counted in each
     padding_fraction: float  # share of the token slots of all microbatches that hold no token
     # The whole batch: examples of the table, and their lengths. None where a rank knows only its own.
     index: IntArray | None = None
     lengths: Lengths | None = None
+    has_sides: tuple[bool, bool] = (True, True)  # whether there are chosen and rejected answers
+    mismatched: tuple[MismatchedWork, ...] = ()  # this rank's share, if the loss asks for it
 
     def pinned(self) -> "Step":
         """The same in page-locked memory, from which a copy to a GPU does not wait."""
-        return replace(self, work=tuple(moved(work, Tensor.pin_memory) for work in self.work))
+        return replace(
+            self,
+            work=tuple(moved(work, Tensor.pin_memory) for work in self.work),
+            mismatched=tuple(moved(work, Tensor.pin_memory) for work in self.mismatched),
+        )
 
 
 def build_step(
@@ -83,7 +104,8 @@ def build_step(
     terms = TERMS[loss_kind]
     lengths, own = table.lengths.select(index), table.weights[index]
     scores = table.scores[table.lengths.answers_of(index)]
-    weights, example = terms.weights(lengths, weighting, own), terms.example(lengths)
+    gaps = table.gaps[table.lengths.comparisons_of(index)]
+    weights, example = terms.weights(lengths, weighting, own, gaps), terms.example(lengths)
     loss_share = coefficients(weights.of_term, total=weights.total)
     side_share = terms.side_shares(lengths, scores)
     nll_share = token_coefficients(terms.liked(lengths, scores, own), lengths.answer)
@@ -110,11 +132,30 @@ def build_step(
         work=tuple(work(np.asarray(group, np.int64)) for group in plan[rank]),
         num_examples=len(index),
         num_comparisons=len(lengths.compared),
+        num_terms=side_share.shape[1],
         num_tokens=int(lengths.sequence.sum()),
         index=index,
         lengths=lengths,
         padding_fraction=1 - filled / slots,
+        has_sides=(bool(side_share[0].any()), bool(side_share[1].any())),
     )
+
+
+def build_mismatched(
+    mismatched: Mismatched, index: IntArray, plan: list[list[packing.Group]], kind: packing.RowKind, *, rank: int = 0
+) -> tuple[MismatchedWork, ...]:
+    """This rank's share of the mismatched pairs of the global batch `index`, cut as `plan` says (by rank)."""
+    share = coefficients(mismatched.table.weights[index])
+
+    def work(group: IntArray) -> MismatchedWork:
+        examples = [mismatched.example(int(i)) for i in index[group]]
+        return MismatchedWork(
+            build_microbatch(examples, kind, num_passes=1),
+            index=torch.from_numpy(index[group]),
+            share=torch.from_numpy(share[group]),
+        )
+
+    return tuple(work(np.asarray(group, np.int64)) for group in plan[rank])
 
 
 def _slots(lengths: Lengths, group: packing.Group, kind: packing.RowKind, num_passes: int) -> int:

@@ -41,7 +41,9 @@ class Terms(Protocol):
         """The log-probabilities that each term depends on: K, T."""
         ...
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+    ) -> Weights:
         """The weight of each term, and of all of them."""
         ...
 
@@ -69,7 +71,7 @@ class Terms(Protocol):
         """What each of them counts for in the means over chosen, over rejected and over all: 3, S."""
         ...
 
-    def right(self, chosen_S: Tensor, rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
         """How far the gains are on the right side: 1, or 0, or one half for a tie: S."""
         ...
 
@@ -90,7 +92,7 @@ class _Comparisons:
     def side_shares(self, lengths: Lengths, _scores_A: FloatArray) -> FloatArray:
         return side_coefficients(np.ones((3, len(lengths.compared))))
 
-    def right(self, chosen_S: Tensor, rejected_S: Tensor, _microbatch: Microbatch, _threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, rejected_S: Tensor, _microbatch: Microbatch, _threshold: Tensor) -> Tensor:
         return _is_above(chosen_S - rejected_S)
 
 
@@ -103,8 +105,10 @@ class Pairs(_Comparisons):
     def logps(self, view: PairLogps) -> Tensor:
         return torch.stack([view.chosen, view.rejected])
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
-        return Weights.of(comparison_weights(lengths, weighting, own_N))
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
+    ) -> Weights:
+        return Weights.of(comparison_weights(lengths, weighting, own_N, gaps_M))
 
     def example(self, lengths: Lengths) -> IntArray:
         return lengths.of_comparison
@@ -122,7 +126,9 @@ class Lists(_Comparisons):
     def logps(self, view: ListLogps) -> Tensor:
         return view.logp[None]
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
+    ) -> Weights:
         of_lists = Weights.of(list_weights(lengths, weighting, own_N))
         return of_lists._replace(of_term=of_lists.of_term[lengths.of_answer])
 
@@ -142,7 +148,9 @@ class Labels:
     def logps(self, view: LabelLogps) -> Tensor:
         return view.logp[None]
 
-    def weights(self, lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> Weights:
+    def weights(
+        self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, _gaps_M: FloatArray | None = None
+    ) -> Weights:
         return Weights.of(label_weights(lengths, weighting, own_N))
 
     def example(self, lengths: Lengths) -> IntArray:
@@ -165,9 +173,8 @@ class Labels:
         good_A = scores_A > 0
         return side_coefficients(np.stack([good_A, ~good_A, np.ones_like(good_A)]).astype(np.float64))
 
-    def right(self, chosen_S: Tensor, _rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor | None) -> Tensor:
+    def right(self, chosen_S: Tensor, _rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
         """Good answers are to gain more than the loss's threshold, bad ones less."""
-        assert threshold is not None, "a loss of labels has a threshold"
         return _is_above(torch.where(microbatch.score > 0, 1, -1) * (chosen_S - threshold))
 
 

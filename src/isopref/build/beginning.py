@@ -92,8 +92,7 @@ class Beginning:
             return
         if (key := _key(models.reference)) is not None:
             for table, of_table in zip(tables, logps, strict=True):
-                values = of_table.answers if of_table.heads is None else np.append(of_table.answers, of_table.heads)
-                complete(self._store(table, key), self._items(table), values)
+                complete(self._store(table, key), self._items(table), of_table.every)
         content: dict[str, Any] = {"key": key}
         if models.reference is not None:
             content |= {"made_of": models.reference}
@@ -107,10 +106,15 @@ class Beginning:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _items(self, table: NamedTable) -> Items:
-        return Items(table.pairs, heads=self.run.loss.needs.heads)
+        return items_of(self.run, table.pairs)
 
     def _store(self, table: NamedTable, key: str) -> Store:
         return Store(self.folder / table.name / key, setting="run.folder")
+
+
+def items_of(run: Run, table: ExampleTable) -> Items:
+    """What the reference of a run scores of a table."""
+    return Items(table, heads=run.loss.needs.heads, mismatched=run.loss.needs_mismatched)
 
 
 def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from isopref.build import reference
 from isopref.build.beginning import NamedTable
 from isopref.build.data import held_out_table
-from isopref.build.held_out import HeldOut, compared, say_figures
+from isopref.build.held_out import HeldOut, say_figures
 from isopref.build.model import check_parallel, load_policy, say_attention, score_all, spread
 from isopref.build.run import check_score_budget, check_scores, opened_run, quiet_libraries, with_longest
 from isopref.config.schema import Config
@@ -52,7 +52,7 @@ def evaluate_model(
         hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
         logps = score_all(run, spread(run, policy), table.pairs, "model")
         found = HeldOut(run, table.pairs, ref.logps[0]).of(logps)
-        say_figures(run, found, compared(pairs))
+        say_figures(run, found)
         if json_file is not None and run.env.is_first:
             what = {"model": model, "reference": used, "data": list(pairs.source_names)}
             write_json(json_file, {**what, **found.as_json()})

@@ -8,7 +8,7 @@ from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
-from isopref.report.figures import LABELS
+from isopref.report.figures import LABELS, OF_LISTS, OF_ONE_READOUT, held_out_title
 from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
@@ -48,7 +48,7 @@ class HeldOut:
         old, new = dict(_cells(before)), dict(_cells(after))
         rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
         self.run.display.table(
-            f"{after.pairs} held-out {compared(self.table)}, with 95% intervals", ("", "before", "after"), rows
+            f"{held_out_title(after.pairs, after.lists)}, with 95% intervals", ("", "before", "after"), rows
         )
         if self.run.env.is_first:
             folder, lengths = self.run.folder, self.table.lengths
@@ -59,23 +59,18 @@ class HeldOut:
             write_rewards(folder, lengths.compared_tokens.T, *of_pairs)
 
 
-def compared(table: ExampleTable) -> str:
-    """What is compared in a table: pairs, or comparisons of lists."""
-    return "pairs" if table.unit == "pair" else "comparisons"
-
-
-def say_figures(run: Run, found: Evaluation, what: str) -> None:
-    """The figures of one model on `what` was compared, as a table."""
-    run.display.table(f"{found.pairs} held-out {what}, with 95% intervals", ("", "figure"), list(_cells(found)))
+def say_figures(run: Run, found: Evaluation) -> None:
+    """The figures of one model, as a table."""
+    title = f"{held_out_title(found.pairs, found.lists)}, with 95% intervals"
+    run.display.table(title, ("", "figure"), list(_cells(found)))
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     figures = found.figures()
     for name, (label, sign) in LABELS.items():
-        if name in figures:
-            yield label, _cell(figures[name], sign)
-        elif name == "length_correlation":  # others are not there for a model, not for some pairs
-            yield label, "-"
+        if name in (*OF_LISTS, *OF_ONE_READOUT) and name not in figures:
+            continue
+        yield label, _cell(figures[name], sign) if name in figures else "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
     for source, part in found.by_source.items():

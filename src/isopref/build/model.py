@@ -340,9 +340,16 @@ def compute_dtype(run: Run) -> torch.dtype | None:
 def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> TableLogps:
     """Log-probabilities of a whole table, all ranks together."""
     model.eval()
-    needs = Needs(heads=run.loss.needs.heads)
-    with answer_progress(run, f"score {what}", len(table.lengths.answer)) as progress:
-        return score_table(model, table, run.score_budget, device=run.env.device, needs=needs, progress=progress)
+    needs, mismatched = Needs(heads=run.loss.needs.heads), run.loss.needs_mismatched
+    total = len(table.lengths.answer) + mismatched * len(table)
+    with answer_progress(run, f"score {what}", total) as progress:
+        return score_table(
+            *(model, table, run.score_budget),
+            device=run.env.device,
+            needs=needs,
+            mismatched=mismatched,
+            progress=progress,
+        )
 
 
 @contextmanager

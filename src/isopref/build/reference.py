@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isopref
-from isopref.build.beginning import Beginning, NamedTable
+from isopref.build.beginning import Beginning, NamedTable, items_of
 from isopref.build.data import Tables
 from isopref.build.model import answer_progress, load_policy, spread
 from isopref.build.run import Run, check_score_budget
@@ -23,7 +23,6 @@ from isopref.examples import Lengths
 from isopref.models import hf
 from isopref.models.policy import Policy
 from isopref.places import reference_folder
-from isopref.reference.answers import Items
 from isopref.reference.fill import Known, fill, find, proven
 from isopref.reference.key import identity
 from isopref.reference.store import Identity, Store, key_of
@@ -85,7 +84,7 @@ def look_up_or_score(
     run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module], beginning: Beginning | None
 ) -> TableLogps:
     """The reference's log-probabilities of a table, proven complete. `model` is only called where some are missing."""
-    items = Items(table.pairs, heads=run.loss.needs.heads)
+    items = items_of(run, table.pairs)
     kept = None
     if beginning is not None:
         kept = beginning.known(table, store.key)
@@ -185,7 +184,7 @@ def none_needed(tables: Sequence[NamedTable]) -> Reference:
 
 
 def _say_known(run: Run, table: NamedTable, known: Known, where: str) -> None:
-    items = Items(table.pairs, heads=run.loss.needs.heads)
+    items = items_of(run, table.pairs)
     num_known = len(table.pairs) - items.num_examples(np.flatnonzero(np.isnan(known.logps)))
     scoring = f"; scoring {items.num_examples(known.missing)}" if len(known.missing) else ""
     run.display.say(

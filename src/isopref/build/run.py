@@ -128,10 +128,13 @@ def check_score_budget(run: Run, table: ExampleTable) -> None:
 
 
 def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
-    """Raise ConfigError where the loss needs scores that the data does not have."""
-    if run.loss.needs.gaps:
-        for table in tables:
-            check_gaps(table, f"objective.loss: {', '.join(weights(run.config.objective.loss))}")
+    """Raise ConfigError where the loss or its weighting needs scores that the data does not have."""
+    objective = run.config.objective
+    for table in tables:
+        if run.loss.needs.gaps:
+            check_gaps(table, f"objective.loss: {', '.join(weights(objective.loss))}")
+        if objective.weighting == "gap":
+            check_gaps(table, "objective.weighting: gap")
 
 
 def loss_of(config: Config) -> Loss:

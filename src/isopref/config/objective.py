@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Name = Literal[tuple(OBJECTIVES)]
 
-Weighting = Literal["example", "completion", "token"]
+Weighting = Literal["example", "completion", "token", "gap"]
 
 
 def _modifier(name: str) -> Any:
@@ -53,7 +53,8 @@ class ObjectiveConfig(Section):
     weighting: Weighting = Field(
         default="example",
         description="Weight of a pair in the batch's mean. example: 1, as in the DPO paper; completion: the tokens of "
-        "its two answers; token: the tokens of both its sequences, prompt included.",
+        "its two answers; token: the tokens of both its sequences, prompt included; gap: the difference between the "
+        "scores of its answers, which the data must have.",
     )
 
     @model_validator(mode="wrap")
@@ -103,6 +104,8 @@ class ObjectiveConfig(Section):
             self.loss, nll_weight=self.nll_weight, ld_alpha=self.ld_alpha, wpo=self.wpo
         ):
             yield "loss", what
+        for what in registry.gap_problems(self.loss) if self.weighting == "gap" else ():
+            yield "weighting", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
             yield "reference_moves", f"{moves} does nothing with objective.loss: {loss}: no reference. Remove it."

@@ -54,14 +54,28 @@ checkpoint, so that a resumed run goes on with it.
 
 ## Ranked lists
 
-`plackett_luce` and `softmax` take the answers of a prompt as a whole, with their scores
+`plackett_luce`, `softmax` and `lipo` take the answers of a prompt as a whole, with their scores
 ([data](data.md#lists-of-answers)). "Below" is a lower score; answers with equal scores are not compared. Every other
 loss takes a list as comparisons: `data.compare` says which, and each is a pair to the loss. Either way an answer is
 computed once. With two answers, `plackett_luce` and `softmax` are `sigmoid`.
 
+**softmax** is one against the rest: the answer with the best score against all others at once. If several share the
+best score, each of them is compared with those below, and the loss is the sum.
+
+**lipo.** The weight of a pair i, j is
+
+    w_ij = (2^y_i - 2^y_j) * |1 / log(1 + rank_i) - 1 / log(1 + rank_j)|
+
+where y is the score, scaled to 0 for the worst and 1 for the best answer of the list, and the ranks are by reward. No
+gradient goes through the weights. The paper's ranks are whole numbers. Those would be decided by rounding when rewards
+are equal, as all of them are before the first step, and the layout would show. So which of two answers ranks higher is
+left to chance here, with a probability of s((b G_i - b G_j) / `rank_temperature`), and w_ij is the mean over both
+outcomes, each with the ranks to be expected then. Rewards several temperatures apart give the paper's weights.
+
 `objective.weighting` counts a list as 1 (`example`), as the tokens of its answers (`completion`) or as the tokens of
 all its sequences (`token`). For losses of pairs, the comparisons of a list share its 1 equally under `example`, while
-`completion` and `token` count each comparison as a pair. Accuracy, margins and rewards are over comparisons in both
+`completion` and `token` count each comparison as a pair, and `gap` counts it by the difference between its two scores;
+losses of lists refuse `gap`. Accuracy, margins and rewards are over comparisons in both
 cases. `objective.wpo` and `objective.ld_alpha` are refused with losses of lists.
 
 ## Reward models

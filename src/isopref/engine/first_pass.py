@@ -1,48 +1,57 @@
-"""The first pass of a step whose loss couples what the microbatches hold, such as aot or the balance of experts.
+"""The first pass of a step whose loss has to know the global batch, such as aot, kto or the balance of experts.
 
-It has no gradient. It gives the log-probabilities of all comparisons on all ranks; from these follow the loss of the
-batch and its slope, the derivative by each log-probability. The second pass is the usual one and back-propagates
-sum(slope * logp), which has the gradient of the loss. The share of the tokens that each expert gets, which has no
-gradient, comes from the first pass too. So a step takes one forward pass more, and stays exact however it is cut.
+It has no gradient. For losses that couple pairs it gives the log-probabilities of all comparisons on all ranks; from
+these follow the loss of the batch and its slope, the derivative by each log-probability. The second pass is the usual
+one and back-propagates sum(slope * logp), which has the gradient of the loss. Losses of labels only have to know a
+number or two (`Anchors`), through which no gradient goes. Nor does one go through the share of the tokens that each
+expert gets. So a step takes one forward pass more, and stays exact however it is cut.
 
 N: comparisons of the global batch (a pair is one), P: those of a microbatch, L: layers with experts, E: experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isopref.batch.step import Linear, Step, Work
+from isopref.batch.step import Linear, MismatchedWork, Step, Work
 from isopref.engine.metrics import over_ranks
 from isopref.engine.references import Scored
 from isopref.normalize import balance_coefficients
 from isopref.objectives.coupled import Whole
+from isopref.objectives.labels import midpoint
 from isopref.objectives.loss import Loss
-from isopref.types import PairLogps
+from isopref.types import Anchors, LabelLogps, PairLogps
 
 Score = Callable[[Work], Scored]  # of work on the device
+Gain = Callable[[MismatchedWork], Tensor]  # of work on the device: log(policy / reference) of each of its pairs
+Seen = Sequence[tuple[Work, Scored]]  # every microbatch of this rank
 
 
 class FirstPass:
-    """Makes steps linear in what their microbatches give, and remembers what a loss keeps from batch to batch."""
+    """Adds to steps what their loss has to know of the global batch, and remembers what it keeps of earlier ones."""
 
     def __init__(self, objective: Loss, device: torch.device, group: dist.ProcessGroup | None = None):
         self.objective = objective
         self.group = group
-        self.past = torch.zeros(2, dtype=torch.float64, device=device)
+        # For pairs, see Whole.past. For labels, see `midpoint`.
+        shape = (2, 2) if objective.kind == "labels" else (2,)
+        self.past = torch.zeros(shape, dtype=torch.float64, device=device)
         self._next = self.past
 
-    def linear(self, step: Step, score: Score) -> Step:
+    def prepare(self, step: Step, score: Score, gain: Gain) -> Step:
         """The same step, with what the batch's loss needs to know in every microbatch. All ranks call this together."""
-        table_8N, tokens_LE = self._score_all(step, score)
+        seen = self._score_all(step, score) if self.objective.scores_twice else ()
         work = step.work
         if self.objective.coupled:
-            work = self._slopes(work, table_8N)
-        if tokens_LE is not None:
-            share_LE = balance_coefficients(tokens_LE, step.num_tokens)
+            work = self._slopes(work, self._gathered(step, seen))
+        if self.objective.anchors:
+            anchors = Anchors(kl=self._kl(step, gain), midpoint=self._midpoint(step, seen))
+            work = tuple(replace(one, anchors=anchors) for one in work)
+        if self.objective.balance_weight:
+            share_LE = balance_coefficients(self._tokens_by_expert(seen), step.num_tokens)
             work = tuple(replace(one, balance_share=share_LE) for one in work)
         return replace(step, work=work)
 
@@ -57,25 +66,54 @@ class FirstPass:
         self.past = self._next = state["past"].to(self.past.device)
 
     @torch.no_grad()
-    def _score_all(self, step: Step, score: Score) -> tuple[Tensor, Tensor | None]:
-        """What is known of all comparisons in the order of the global batch, and the tokens that each expert got."""
+    def _score_all(self, step: Step, score: Score) -> Seen:
+        on_device = (work.to(self.past.device) for work in step.work)
+        return [(work, score(work)) for work in on_device]
+
+    def _gathered(self, step: Step, seen: Seen) -> Tensor:
+        """What is known of all comparisons, in the order of the global batch: 8, N."""
         table_8N = torch.zeros(8, step.num_comparisons, dtype=torch.float64, device=self.past.device)
-        routings = []
-        for one in step.work:
-            work = one.to(self.past.device)
-            scored = score(work)
-            policy, ref, routing = scored.policy, scored.ref, scored.policy_readout.routing
+        for work, scored in seen:
+            policy, ref = scored.policy, scored.ref
             assert isinstance(policy, PairLogps)
             assert isinstance(ref, PairLogps)
             gap = torch.zeros_like(policy.chosen) if policy.gap is None else policy.gap
             logps = policy.chosen, policy.rejected, ref.chosen, ref.rejected
             columns = (*logps, policy.num_chosen, policy.num_rejected, gap, work.loss_share)
             table_8N[:, work.place] = torch.stack([column.double() for column in columns])
-            if routing is not None:
-                routings.append(routing[0].double())
-        tokens_LE = torch.stack(routings).sum(dim=0) if routings else None
-        table_8N = over_ranks(table_8N, self.group)  # every pair is on one rank, and zero on the others
-        return table_8N, None if tokens_LE is None else over_ranks(tokens_LE, self.group)
+        return over_ranks(table_8N, self.group)  # every pair is on one rank, and zero on the others
+
+    @torch.no_grad()
+    def _kl(self, step: Step, gain: Gain) -> Tensor | None:
+        """KTO's estimate of the KL divergence (section 4.1): the mean gain of mismatched pairs, at least 0."""
+        if not self.objective.needs_mismatched:
+            return None
+        total = torch.zeros((), dtype=torch.float64, device=self.past.device)
+        for one in step.mismatched:
+            work = one.to(self.past.device)
+            total += gain(work).double() @ work.share
+        return over_ranks(total, self.group).clamp(min=0)
+
+    @torch.no_grad()
+    def _midpoint(self, step: Step, seen: Seen) -> Tensor | None:
+        if "midpoint" not in self.objective.anchors:
+            return None
+        assert step.lengths is not None, "of the whole batch"
+        batch_22 = torch.zeros_like(self.past)
+        for work, scored in seen:
+            policy, ref = scored.policy, scored.ref
+            assert isinstance(policy, LabelLogps)
+            assert isinstance(ref, LabelLogps)
+            shares = torch.stack([work.loss_share * policy.good, work.loss_share * ~policy.good])
+            batch_22 += torch.stack([shares @ (policy.logp - ref.logp).double(), shares.sum(dim=1)], dim=1)
+        # A batch counts for as many answers as it has.
+        self._next = self.past + len(step.lengths.answer) * over_ranks(batch_22, self.group)
+        return midpoint(self._next)
+
+    def _tokens_by_expert(self, seen: Seen) -> Tensor:
+        """The tokens of the global batch that each expert got: L, E."""
+        routings = [scored.policy_readout.routing for _, scored in seen]
+        return over_ranks(torch.stack([one[0].double() for one in routings if one is not None]).sum(dim=0), self.group)
 
     def _slopes(self, every: tuple[Work, ...], table_8N: Tensor) -> tuple[Work, ...]:
         chosen, rejected, ref_chosen, ref_rejected, num_chosen, num_rejected, gap, share = table_8N

@@ -7,6 +7,7 @@ only a place in it, and resumes on any number of ranks.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import NoneType
 from typing import Any, get_args
 
@@ -14,12 +15,14 @@ import numpy as np
 import torch
 from olmo_core.data import DataLoaderBase
 
-from isopref.batch.packing import Budget, check_budget, plan_step, tokens_alone
-from isopref.batch.step import Step, build_step
+from isopref.batch.packing import Budget, Group, check_budget, plan_step, tokens_alone
+from isopref.batch.step import Step, build_mismatched, build_step
 from isopref.data import schedule
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind
 from isopref.errors import ConfigError, RunError
+from isopref.examples import Lengths
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks, own_rank
@@ -36,7 +39,7 @@ class ExampleLoader(DataLoaderBase):
     :param batch_size: examples (pairs) per step, over all ranks. The last batch of an epoch may have fewer.
     :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
         on it.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "example".
+    :param weighting: what a pair counts for in the loss: "token", "completion", "example" or "gap".
     :param objective: the train module's, if it is of lists or labels; batches are built for its terms. None: of pairs.
     :param seed: of the order of the pairs, which differs from epoch to epoch.
     :param work_dir: where the Trainer works.
@@ -82,6 +85,8 @@ class ExampleLoader(DataLoaderBase):
         self.budget = budget
         self.weighting: Weighting = weighting
         self.loss_kind: Kind = "pairs" if objective is None else objective.kind
+        needs_mismatched = objective is not None and objective.needs_mismatched
+        self.mismatched = Mismatched(table) if needs_mismatched else None
         self.seed = seed
         self.attention_share = attention_share
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -118,16 +123,18 @@ class ExampleLoader(DataLoaderBase):
 
     def step(self, index: IntArray) -> Step:
         """This rank's share of the global batch `index`."""
-        plan = plan_step(
-            self.table.lengths.select(index),
-            self.budget,
-            num_ranks=self.dp_world_size,
-            attention_share=self.attention_share,
-        )
+        plan = self._plan(self.table.lengths.select(index))
         step = build_step(
             self.table, index, plan, self.budget.kind, self.weighting, rank=self.dp_rank, loss_kind=self.loss_kind
         )
+        if self.mismatched is not None:
+            plan = self._plan(self.mismatched.lengths.select(index))
+            work = build_mismatched(self.mismatched, index, plan, self.budget.kind, rank=self.dp_rank)
+            step = replace(step, mismatched=work)
         return step.pinned() if self.pin_memory else step
+
+    def _plan(self, lengths: Lengths) -> list[list[Group]]:
+        return plan_step(lengths, self.budget, num_ranks=self.dp_world_size, attention_share=self.attention_share)
 
     def get_mock_batch(self) -> dict[str, Any]:
         """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""

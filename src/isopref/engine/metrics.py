@@ -6,6 +6,7 @@ alike), so that the sum over microbatches and ranks is the mean over the batch. 
 add up; what is logged is the mean over those steps.
 """
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,42 +17,38 @@ from isopref.engine.references import Scored
 from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks, own_rank
 
-NAMES = (
-    "loss",
-    "logps_chosen",
-    "logps_rejected",
-    "rewards_chosen",
-    "rewards_rejected",
-    "margin",
-    "accuracy",
-    "nll",
-    "balance",
+# What is summed up and logged; of the gains, their difference (`train/margin`).
+SUMS = (
+    *("loss", "logps_chosen", "logps_rejected", "rewards_chosen", "rewards_rejected", "gains_chosen", "gains_rejected"),
+    *("accuracy", "nll", "balance", "kl", "loss_at_reference", "gap_per_token"),
 )
 # Not logged: what the first step is checked against.
 CHECKS = ("loss_at_reference", "gap_per_token")
 
 
-def logged_names(objective: Loss) -> list[str]:
-    """The metrics that mean something for an objective: a reward model has no log-probabilities."""
-    without = set() if objective.balance_weight else {"balance"}
+def left_out_metrics(objective: Loss) -> set[str]:
+    """What is not logged, as it means nothing for an objective: a reward model has no log-probabilities."""
+    left_out = set(CHECKS)
     if objective.readout == "reward":
-        without |= {"logps_chosen", "logps_rejected", "nll"}
-    return [name for name in NAMES if name not in without]
+        left_out |= {"logps_chosen", "logps_rejected", "nll"}
+    asked = {"balance": objective.balance_weight > 0, "kl": objective.needs_mismatched}
+    return left_out | {name for name, is_asked in asked.items() if not is_asked}
 
 
 def microbatch_sums(scored: Scored, loss: Tensor, *, objective: Loss, work: Work) -> Tensor:
-    """What one microbatch adds to NAMES and CHECKS, float64. `loss` is that of its terms."""
+    """What one microbatch adds to SUMS, float64. `loss` is that of its terms."""
     found = _means(scored, objective, work)
     readouts = scored.policy_readout, scored.ref_readout
     nll = -torch.stack([readout.logp for readout in readouts]).double() @ work.nll_share
     balance = nll.new_zeros(())
     if readouts[0].routing is not None and work.balance_share is not None:
         balance = (readouts[0].routing[1] * work.balance_share).sum()
+    # Of a policy that is the reference, all gains are 0, and so are the anchors.
     at_reference = objective(scored.ref, scored.ref) if work.linear is None else work.linear.loss_at_reference
     added = objective.nll_weight * nll + objective.balance_weight * balance
     weighted = torch.stack([loss, at_reference]).double() @ work.loss_share + added
     found |= {"loss": weighted[0], "loss_at_reference": weighted[1], "nll": nll[0], "balance": balance}
-    return torch.stack([found[name] for name in NAMES + CHECKS])
+    return torch.stack([found[name] for name in SUMS])
 
 
 def _means(scored: Scored, objective: Loss, work: Work) -> dict[str, Tensor]:
@@ -65,15 +62,17 @@ def _means(scored: Scored, objective: Loss, work: Work) -> dict[str, Tensor]:
     gap = (policy.chosen - ref.chosen).abs() / policy.num_chosen
     gap = 0.5 * (gap + (policy.rejected - ref.rejected).abs() / policy.num_rejected)
     chosen, rejected, every = work.side_share
-    gain = gains[0].double() @ chosen, gains[1].double() @ rejected
+    kl = None if work.anchors is None else work.anchors.kl
     return {
         "logps_chosen": policy.chosen.double() @ chosen,
         "logps_rejected": policy.rejected.double() @ rejected,
         "rewards_chosen": rewards[0].double() @ chosen,
         "rewards_rejected": rewards[1].double() @ rejected,
-        "margin": gain[0] - gain[1],
-        "accuracy": terms.right(*gains, work.microbatch, None) @ every,
+        "gains_chosen": gains[0].double() @ chosen,
+        "gains_rejected": gains[1].double() @ rejected,
+        "accuracy": terms.right(*gains, work.microbatch, objective.threshold(work.anchors)) @ every,
         "gap_per_token": gap.double() @ every,
+        "kl": every.sum() * (0.0 if kl is None else kl),  # that of the batch, once
     }
 
 
@@ -90,19 +89,26 @@ class MetricWindow:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.sums = torch.zeros(len(NAMES) + len(CHECKS), dtype=torch.float64, device=device)
-        self.num_steps = 0
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self.num_steps = np.zeros(3, np.int64)  # in all, with chosen answers, with rejected ones
 
-    def add(self, step_sums: Tensor) -> None:
+    def add(self, step_sums: Tensor, has_sides: tuple[bool, bool] = (True, True)) -> None:
         self.sums += step_sums
-        self.num_steps += 1
+        self.num_steps += (1, *has_sides)
 
     def reduce(self) -> dict[str, Tensor]:
-        """The means over the window and all ranks, by name; starts a new window. One collective, no host sync."""
-        means = over_ranks(self.sums, self.group) / max(1, self.num_steps)
-        self.sums = torch.zeros_like(self.sums)
-        self.num_steps = 0
-        return dict(zip(NAMES + CHECKS, means.unbind(), strict=True))
+        """The means over the window and all ranks, by name; starts a new window. One collective, no host sync.
+
+        A mean over chosen answers is that over the steps that have some, and left out if none has; likewise rejected.
+        """
+        num_steps = {name: int(self.num_steps[_side(name)]) for name in SUMS}
+        sums = over_ranks(self.sums, self.group).unbind()
+        means = {name: one / num_steps[name] for name, one in zip(SUMS, sums, strict=True) if num_steps[name]}
+        sides = means.pop("gains_chosen", None), means.pop("gains_rejected", None)
+        if sides[0] is not None and sides[1] is not None:
+            means["margin"] = sides[0] - sides[1]
+        self.sums, self.num_steps = torch.zeros_like(self.sums), np.zeros_like(self.num_steps)
+        return means
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint between two logs: the sums of all ranks."""
@@ -111,4 +117,9 @@ class MetricWindow:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         # Any number of ranks may go on; the first one takes the sums.
         self.sums = state["sums"].to(self.sums.device) * float(own_rank(self.group) == 0)
-        self.num_steps = int(state["num_steps"])
+        self.num_steps = state["num_steps"].cpu().numpy().copy()
+
+
+def _side(name: str) -> int:
+    """Which steps count in the mean of that name: all, those with chosen answers, those with rejected ones."""
+    return 1 if name.endswith("_chosen") else 2 if name.endswith("_rejected") else 0

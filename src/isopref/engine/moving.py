@@ -7,7 +7,7 @@ import torch.distributed.checkpoint.state_dict as checkpoint_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from isopref.batch.step import Work
+from isopref.batch.step import MismatchedWork, Work
 from isopref.errors import ConfigError
 from isopref.models.parallel import reshard, unwrap
 from isopref.score import score
@@ -33,6 +33,11 @@ class MovingReference:
     def logps(self, work: Work, policy: Readout) -> Readout:
         """Log-probabilities of the answers of a microbatch, as references.py has them."""
         return score(self.model, work.microbatch, Needs(heads=policy.head_logp is not None))
+
+    @torch.no_grad()
+    def mismatched(self, work: MismatchedWork, _policy: Readout) -> Tensor:
+        """The same of prompts with other examples' answers: E."""
+        return score(self.model, work.microbatch).logp
 
     def check(self, policy: nn.Module) -> None:
         """Raise ConfigError for a policy that it could not follow."""

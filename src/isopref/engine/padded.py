@@ -218,7 +218,8 @@ def padded_to_step(
         for piece, some, place, own, weight in zip(pieces, pairs, places, owns, weights, strict=True)
     ]
     work += [_filler()] * (num_microbatches - len(work))
-    return Step(tuple(work), int(num_pairs), int(num_pairs), int(num_tokens), 1 - num_tokens / num_slots)
+    count = int(num_pairs)
+    return Step(tuple(work), count, count, count, int(num_tokens), 1 - num_tokens / num_slots)
 
 
 class _Totals(NamedTuple):

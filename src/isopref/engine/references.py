@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isopref.batch.step import Work
+from isopref.batch.step import MismatchedWork, Work
 from isopref.score import TableLogps
 from isopref.types import Logps, Readout
 
@@ -26,6 +26,10 @@ class Reference(Protocol):
         """Log-probabilities of the answers of a microbatch, and of their heads where the policy has them."""
         ...
 
+    def mismatched(self, work: MismatchedWork, policy: Readout) -> Tensor:
+        """Log-probabilities of prompts with other examples' answers: E."""
+        ...
+
 
 class StoredReference:
     """Log-probabilities of a whole table, on the device."""
@@ -33,6 +37,7 @@ class StoredReference:
     def __init__(self, logps: TableLogps, device: torch.device):
         self.answers: Tensor = torch.from_numpy(logps.answers).to(device)
         self.heads: Tensor | None = None if logps.heads is None else torch.from_numpy(logps.heads).to(device)
+        self.mismatches = None if logps.mismatched is None else torch.from_numpy(logps.mismatched).to(device)
 
     def logps(self, work: Work, policy: Readout) -> Readout:
         dtype = policy.logp.dtype
@@ -42,6 +47,10 @@ class StoredReference:
         assert self.heads is not None, "heads were not scored"
         return found._replace(head_logp=self.heads[:, work.comparisons].to(dtype))
 
+    def mismatched(self, work: MismatchedWork, policy: Readout) -> Tensor:
+        assert self.mismatches is not None, "mismatched pairs were not scored"
+        return self.mismatches[work.index].to(policy.logp.dtype)
+
 
 class NoReference:
     """Zeros, for an objective without a reference."""
@@ -49,3 +58,6 @@ class NoReference:
     def logps(self, _work: Work, policy: Readout) -> Readout:
         zeros = Readout(torch.zeros_like(policy.logp))
         return zeros if policy.head_logp is None else zeros._replace(head_logp=torch.zeros_like(policy.head_logp))
+
+    def mismatched(self, _work: MismatchedWork, policy: Readout) -> Tensor:
+        return torch.zeros_like(policy.logp)

@@ -15,7 +15,7 @@ from isopref.data.table import ExampleTable
 from isopref.engine.arguments import check_choice, check_count, check_kind, check_policy, check_positive
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.moving import MovingReference
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, DataError
 from isopref.models.parallel import GradSync, reshard, unwrap
 from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
@@ -97,13 +97,17 @@ def check_loader(
             f"{WHERE}: the objective is a loss of {objective.kind}, but the ExampleLoader builds batches for a loss of "
             f"{loader.loss_kind}. Pass the same objective to both: ExampleLoader(..., objective=objective)."
         )
-    if objective.kind == "lists" and np.isnan(loader.table.scores).any():
-        first = int(loader.table.lengths.of_answer[np.isnan(loader.table.scores).argmax()])
+    if objective.needs_mismatched and loader.mismatched is None:
         raise ConfigError(
-            f"{WHERE}: a loss of lists needs the scores of all answers, and {loader.table.origin(first)} has none. "
-            "Write Example(prompt, answers, comparisons, scores)."
+            f"{WHERE}: the objective needs mismatched pairs, which the ExampleLoader does not build. Pass the same "
+            "objective to both: ExampleLoader(..., objective=objective)."
         )
-    if objective.needs.gaps:
+    check_table(loader.table, objective)
+    if objective.kind != "pairs" and weighting == "gap":
+        raise ConfigError(
+            f"{WHERE}: weighting is 'gap', between two answers, but the objective is of {objective.kind}."
+        )
+    if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)
     num_answers = len(loader.table.lengths.answer)
     if num_references not in (None, num_answers):
@@ -113,19 +117,53 @@ def check_loader(
         )
 
 
+def check_table(table: ExampleTable, objective: Loss) -> None:
+    """Raise DataError for a table without what a loss of this kind learns from."""
+    names = ", ".join(one.objective.name for one in objective.summands)
+    if objective.kind == "labels":
+        _check_labels(table, names)
+        return
+    lonely = table.lengths.num_comparisons == 0
+    if lonely.any():
+        raise DataError(
+            f"{table.origin(int(lonely.argmax()))}: nothing to compare, and {names} is a loss of {objective.kind} "
+            f"({int(lonely.sum())} of {len(table)} examples have labelled answers alone). Use objective.loss: kto or "
+            "bco, or train on pairs."
+        )
+    if objective.kind == "lists" and np.isnan(table.scores).any():
+        first = int(table.lengths.of_answer[np.isnan(table.scores).argmax()])
+        raise DataError(
+            f"{table.origin(first)}: a loss of lists needs the scores of all answers, and there are none. Write "
+            "Example(prompt, answers, comparisons, scores)."
+        )
+
+
+def _check_labels(table: ExampleTable, names: str) -> None:
+    wrong = ~np.isin(table.scores, (0.0, 1.0))
+    if wrong.any():
+        first = int(wrong.argmax())
+        score = table.scores[first]
+        found = "an answer has none" if np.isnan(score) else f"an answer has a score of {score:g}"
+        raise DataError(
+            f"{table.origin(int(table.lengths.of_answer[first]))}: {names} needs a label for every answer, good (1) or "
+            f"bad (0), and {found}. Scores of a list are not labels: use a loss of lists, such as plackett_luce, a "
+            "loss of pairs, or give every answer a label."
+        )
+
+
 def check_gaps(table: ExampleTable, where: str) -> None:
     """Raise ConfigError unless the data scores the better answer of every comparison above the worse one."""
     unknown, wrong = np.isnan(table.gaps), table.gaps <= 0
     count = f"of {len(table.gaps)} comparisons"
     if unknown.any():
         raise ConfigError(
-            f"{where}: {unknown.sum()} {count} have no score gap, which the loss needs; the first is "
+            f"{where}: {unknown.sum()} {count} have no score gap, which is needed; the first is "
             f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
             "lists with scores."
         )
     if wrong.any():
         raise ConfigError(
-            f"{where}: {wrong.sum()} {count} do not score the better answer higher, as the loss requires; the first is "
+            f"{where}: {wrong.sum()} {count} do not score the better answer higher; the first is "
             f"{_origin(table, wrong)}, with a gap of {table.gaps[wrong][0]:g}. Drop them with data.min_gap (above 0) "
             "and data.on_bad: drop."
         )

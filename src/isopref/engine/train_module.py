@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from isopref.batch.step import Step, Work
+from isopref.batch.step import MismatchedWork, Step, Work
 from isopref.batch.terms import TERMS
 from isopref.engine.arguments import check_choice
 from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.first_pass import FirstPass
 from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import ExampleLoader
-from isopref.engine.metrics import NAMES, MetricWindow, logged_names, microbatch_sums, over_ranks
+from isopref.engine.metrics import SUMS, MetricWindow, left_out_metrics, microbatch_sums, over_ranks
 from isopref.engine.moving import MovingReference
 from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
@@ -144,6 +144,11 @@ class DPOTrainModule(TrainModule):
                 "ld_alpha needs the reference's log-probabilities of the first tokens of every answer too. Pass what "
                 "score_table(..., needs=Needs(heads=True)) returns."
             )
+        if self.objective.needs_mismatched and given.mismatched is None:
+            raise ConfigError(
+                "kto needs the reference's log-probabilities of mismatched pairs too. Pass what "
+                "score_table(..., mismatched=True) returns."
+            )
         return StoredReference(given, self.device)
 
     @property
@@ -169,7 +174,7 @@ class DPOTrainModule(TrainModule):
             return
         if self.first_pass is not None:
             self.first_pass.keep()
-        self._window.add(sums)
+        self._window.add(sums, step.has_sides)
         self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
             self._check_first_step(sums)
@@ -179,7 +184,7 @@ class DPOTrainModule(TrainModule):
     def _accumulate(self, step: Step, before: Before = lambda _: None) -> Tensor:
         """Forward and backward of all microbatches. Returns what the step adds to the metrics."""
         if self.first_pass is not None:
-            step = self.first_pass.linear(step, self._score)
+            step = self.first_pass.prepare(step, self._score, self._mismatched_gain)
             reshard(self.model)
         sums = torch.zeros_like(self._window.sums)
         for n, work in enumerate(step.work):
@@ -196,10 +201,15 @@ class DPOTrainModule(TrainModule):
             raise ConfigError(
                 "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
-        if self.objective.needs.gaps:
+        if self.objective.kind == "labels":
             raise ConfigError(
-                f"{WHERE}: the loss needs the gap between the scores of two answers, and a padded batch has none. Use "
-                "isopref.ExampleLoader."
+                f"{WHERE}: a loss of labels needs all labels of a global batch, and a padded batch holds one rank's "
+                "pairs alone. Use isopref.ExampleLoader."
+            )
+        if self.objective.needs.gaps or self.weighting == "gap":
+            raise ConfigError(
+                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
+                "has none. Use isopref.ExampleLoader."
             )
         if self.rank_microbatch_size is None:
             raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
@@ -221,7 +231,7 @@ class DPOTrainModule(TrainModule):
         """Forward and backward. Returns what the microbatch adds to the metrics."""
         scored = self._score(work)
         if work.linear is None:
-            loss = self.objective(scored.policy, scored.ref)
+            loss = self.objective(scored.policy, scored.ref, anchors=work.anchors)
             share = share_of_loss(loss, work.loss_share, num_ranks=self.num_ranks)
         else:
             loss = work.linear.loss
@@ -235,11 +245,12 @@ class DPOTrainModule(TrainModule):
             share = share + self.objective.balance_weight * balance
         poisoned(share, loss).backward()
         with torch.no_grad():
-            self.guard.look(work.example, self._suspect(scored) if self.objective.coupled else loss)
+            is_alone = work.anchors is None and work.linear is None
+            self.guard.look(work.example, loss if is_alone else self._suspect(scored))
             return microbatch_sums(scored, loss, objective=self.objective, work=work)
 
     def _suspect(self, scored: Scored) -> Tensor:
-        """What tells which term is not finite if the loss is coupled, where one bad term spoils all: T."""
+        """What tells which term is not finite if one bad term may spoil the whole batch: T."""
         logps_KT = torch.cat([self.terms.logps(scored.policy), self.terms.logps(scored.ref)])
         return logps_KT.abs().sum(dim=0)
 
@@ -250,17 +261,26 @@ class DPOTrainModule(TrainModule):
         view = self.objective.view
         return Scored(view(policy, work.microbatch), view(ref, work.microbatch), policy, ref)
 
+    def _mismatched_gain(self, work: MismatchedWork) -> Tensor:
+        """log(policy / reference) of prompts with other examples' answers: E."""
+        policy = score(self.model, work.microbatch)
+        gain = policy.logp - self.reference.mismatched(work, policy)
+        self.guard.look(work.index, gain)
+        return gain
+
     def logs_now(self) -> bool:
         """Whether this step's metrics are logged."""
         step = self.trainer.global_step
         return step % self.trainer.metrics_collect_interval == 0 or step in (1, self.trainer.max_steps)
 
     def _record(self, step: Step) -> None:
-        means = self._window.reduce()
-        for name in logged_names(self.objective):
-            self.record_metric(f"train/{name}", means[name])
+        left_out = left_out_metrics(self.objective)
+        for name, mean in self._window.reduce().items():
+            if name not in left_out:
+                self.record_metric(f"train/{name}", mean)
         self.record_metric("train/token_count", step.num_tokens)
-        self.record_metric("train/pair_count", step.num_comparisons)
+        count = "answer_count" if self.objective.kind == "labels" else "pair_count"
+        self.record_metric(f"train/{count}", step.num_terms)
         self.record_metric("train/padding_fraction", step.padding_fraction)
 
     def _check_first_step(self, sums: Tensor) -> None:
@@ -315,7 +335,7 @@ class DPOTrainModule(TrainModule):
             self.record_metric("optim/grad_norm", norm)
             self.record_metric("optim/lr", float(self.optim.param_groups[0]["lr"]))
         if isinstance(self.optim, SkippingAdamW):
-            self.optim.observe(over_ranks(self._sums, self.group)[NAMES.index("loss")], norm)
+            self.optim.observe(over_ranks(self._sums, self.group)[SUMS.index("loss")], norm)
         self.guard.step(self.optim, norm, number=self.trainer.global_step)
         if isinstance(self.optim, SkippingAdamW) and self.logs_now():
             self.record_metric("optim/skipped", self.optim.step_skipped)

@@ -1,7 +1,8 @@
 """Evaluation on held-out examples: what the log-probabilities of policy and reference say of them.
 
 Pure arithmetic on scored tables; the scoring itself is score.py's. pairs.py has what is known of every comparison,
-losses.py the loss, intervals.py how certain a figure is; evaluation.py puts them together.
+lists.py the figures of lists, losses.py the loss, intervals.py how certain a figure is; evaluation.py puts them
+together.
 """
 
 from isopref.evaluate.evaluation import Evaluation, evaluate, source_labels

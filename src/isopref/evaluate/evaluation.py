@@ -1,16 +1,18 @@
 """The figures of an evaluation, of all held-out examples and of each source alone."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isopref.evaluate.calibration import calibration_error
 from isopref.evaluate.intervals import Figure, correlation, figure, means, share
+from isopref.evaluate.lists import Lists, lists_of
 from isopref.evaluate.losses import Losses, losses_of_lists, losses_of_pairs
-from isopref.evaluate.pairs import Bucket, Pairs, buckets, pairs_of, taken, won
+from isopref.evaluate.pairs import Bucket, Pairs, answer_rewards, buckets, pairs_of, taken, won
 from isopref.examples import Lengths
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss
@@ -31,6 +33,11 @@ class Evaluation:
     length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
     calibration_error: Figure | None  # of a reward model: see calibration.py
     by_length: tuple[Bucket, ...]
+    # Of lists, every one of which counts once; none where all examples are pairs.
+    lists: int = 0
+    top1_accuracy: Figure | None = None  # share of lists whose answer with the largest reward has the best score
+    kendall_tau: Figure | None = None  # mean over lists of the rank correlation of rewards and scores
+    ndcg: Figure | None = None  # mean over lists: how much of the gain of the best order is near the top
     by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
 
     def figures(self) -> dict[str, Figure]:
@@ -72,7 +79,7 @@ def evaluate(
     """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
 
     `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
-    `gaps`: between the scores of compared answers, for a loss that needs them.
+    `gaps`: between the scores of compared answers, for a loss or a weighting that needs them.
     """
     logps = taken(policy, ref, lengths, loss, gaps)
     pairs = pairs_of(logps, policy, lengths, own, loss)
@@ -80,18 +87,41 @@ def evaluate(
         assert scores is not None, "a loss of lists needs scores"
         losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
     else:
-        losses = losses_of_pairs(logps, lengths, own, loss, weighting)
+        losses = losses_of_pairs(logps, lengths, gaps, own, loss, weighting)
+    lists = None
+    if scores is not None and lengths.num_answers.max(initial=0) > 2:
+        lists = lists_of(answer_rewards(policy, ref, lengths, loss), scores, lengths)
+    parts = _Parts(pairs, losses, lists)
     by_source = {}
     if sources is not None and len(present := np.unique(sources).tolist()) > 1:
         labels = source_labels(source_names)
         for source in present:
-            there = sources == source
-            some = pairs.select(there[lengths.of_comparison]), losses.select(there[losses.example])
-            by_source[labels[source]] = _figures(*some, {})
-    return _figures(pairs, losses, by_source)
+            by_source[labels[source]] = _figures(parts.select(sources == source), {})
+    return _figures(parts, by_source)
 
 
-def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> Evaluation:
+@dataclass(frozen=True)
+class _Parts:
+    """All that is known of some examples."""
+
+    pairs: Pairs
+    losses: Losses
+    lists: Lists | None
+
+    def select(self, some: NDArray[np.bool_]) -> "_Parts":
+        """Those of some examples, which are numbered anew."""
+        number = np.cumsum(some) - 1
+
+        def selected(part: Any) -> Any:
+            kept = part.select(some[part.example])
+            return replace(kept, example=number[kept.example])
+
+        lists = None if self.lists is None else selected(self.lists)
+        return _Parts(selected(self.pairs), selected(self.losses), lists)
+
+
+def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
+    pairs, losses = parts.pairs, parts.losses
     is_reward = bool(np.isnan(pairs.per_token).any())
     won_N, reward_margin_N = pairs.won, pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
@@ -104,22 +134,24 @@ def _figures(pairs: Pairs, losses: Losses, by_source: dict[str, Evaluation]) -> 
         *(margin, margin**2),
         *(reward.mean(axis=1), tokens.mean(axis=1), *products),
     ]
-    found = means(np.stack(columns, axis=1), np.ones(len(won_N)))
-    loss = means(losses.value[:, None], losses.weight)[:, 0]
-    if pairs.nll.any():  # of pairs, the same draws as those of the loss
-        loss = loss + means(pairs.nll[:, None], pairs.chosen_weights)[:, 0]
+    found = means(np.stack(columns, axis=1), np.ones(len(won_N)), pairs.example)
+    loss = means(losses.value[:, None], losses.weight, losses.example)[:, 0]
+    if pairs.nll.any():  # with the same draws as those of the loss
+        loss = loss + means(pairs.nll[:, None], pairs.chosen_weights, pairs.example)[:, 0]
     reward_margin, first, second, *moments = found.T
     return Evaluation(
         pairs=len(won_N),
-        accuracy=share(won_N),
+        accuracy=share(won_N, pairs.example),
         reward_margin=figure(reward_margin),
         reward_margin_std=figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        logp_accuracy=None if is_reward else share(won(pairs.per_token)),
+        logp_accuracy=None if is_reward else share(won(pairs.per_token), pairs.example),
         loss=figure(loss),
         length_correlation=correlation(*moments),
-        calibration_error=calibration_error(reward_margin_N, won_N) if is_reward else None,
-        by_length=tuple(buckets(won_N, tokens_N2.mean(axis=1))),
+        calibration_error=calibration_error(reward_margin_N, won_N, pairs.example) if is_reward else None,
+        by_length=tuple(buckets(pairs)),
         by_source=by_source,
+        lists=0 if parts.lists is None else len(parts.lists.example),
+        **({} if parts.lists is None else parts.lists.figures()),
     )
 
 

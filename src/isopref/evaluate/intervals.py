@@ -3,7 +3,10 @@
 A share of the pairs has Wilson's interval, which keeps its width where all of them were won. Every other figure is a
 function of a few means over pairs, so its interval comes from the same function on the means of resampled pairs.
 
-N: pairs, R: resamples, K: means.
+The comparisons of a list are not independent: a model that likes its worst answer loses several of them at once. So
+whole examples are drawn, with all they have, and a share counts as many pairs as its spread over examples suggests.
+
+N: pairs, G: examples, R: resamples, K: means.
 """
 
 import math
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isopref.normalize import resampled_means
-from isopref.types import FloatArray
+from isopref.types import FloatArray, IntArray
 
 RESAMPLES, SEED = 1000, 0
 INTERVAL = (2.5, 97.5)  # percent of the resamples
@@ -22,35 +25,54 @@ BLOCK = 2**22  # pairs drawn at a time
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its 95% interval: Wilson's of a share, else that of 95 in 100 resamples of the pairs."""
+    """A figure with its 95% interval: Wilson's of a share, else that of 95 in 100 resamples of the examples."""
 
     value: float
     low: float
     high: float
 
 
-def means(values_NK: FloatArray, weights_N: FloatArray) -> FloatArray:
-    """Means over the pairs, then over resamples of them, N drawn from N: 1 + R, K. The same draws for the same N."""
-    size = len(weights_N)
+def means(values_NK: FloatArray, weights_N: FloatArray, example_N: IntArray | None = None) -> FloatArray:
+    """Means over the pairs, then over resamples of their examples, G drawn from G: 1 + R, K.
+
+    `example` is which example, from 0 to G - 1, each pair is of; None: each of its own. The same draws for the same G.
+    """
+    example_N = np.arange(len(weights_N)) if example_N is None else example_N
+    size = int(example_N.max()) + 1
     rng = np.random.default_rng(SEED)  # its own: no other random state moves
-    parts = [resampled_means(values_NK, weights_N, np.ones((1, size)))]
-    rows = max(1, BLOCK // size)
+    parts = [resampled_means(values_NK, weights_N, np.ones((1, len(weights_N))))]
+    rows = max(1, BLOCK // len(weights_N))
     for start in range(0, RESAMPLES, rows):
         count = min(rows, RESAMPLES - start)
         drawn = rng.integers(0, size, size=(count, size)) + size * np.arange(count)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size)
-        parts.append(resampled_means(values_NK, weights_N, counts.astype(np.float64)))
+        parts.append(resampled_means(values_NK, weights_N, counts.astype(np.float64)[:, example_N]))
     return np.concatenate(parts)
 
 
-def share(won_N: FloatArray) -> Figure:
+def share(won_N: FloatArray, example_N: IntArray | None = None) -> Figure:
     """The share of pairs that were won (Wilson 1927). Ties, which are half won, make the interval a little too wide."""
-    pairs, won = len(won_N), float(won_N.sum())
+    value = float(won_N.mean())
+    count = len(won_N) if example_N is None else _independent(won_N, example_N)
 
-    def low(count: float) -> float:
-        return (count + Z * Z / 2 - Z * math.sqrt(count * (pairs - count) / pairs + Z * Z / 4)) / (pairs + Z * Z)
+    def low(won: float) -> float:
+        return (won + Z * Z / 2 - Z * math.sqrt(won * (count - won) / count + Z * Z / 4)) / (count + Z * Z)
 
-    return Figure(won / pairs, low(won), 1 - low(pairs - won))
+    return Figure(value, low(value * count), 1 - low(count - value * count))
+
+
+def _independent(won_N: FloatArray, example_N: IntArray) -> float:
+    """As many independent pairs have a share that varies as much: no fewer than examples, no more than pairs.
+
+    The variance is that of a ratio of two sums over examples (Cochran 1977, eq. 2.46): pairs won, and pairs.
+    """
+    value, (won_G, pairs_G) = (
+        won_N.mean(),
+        (np.bincount(example_N, weights) for weights in (won_N, np.ones_like(won_N))),
+    )
+    variance = ((won_G - value * pairs_G) ** 2).sum() / len(won_N) ** 2
+    examples = np.count_nonzero(pairs_G)
+    return float(np.clip(value * (1 - value) / variance, examples, len(won_N))) if variance > 0 else float(examples)
 
 
 def figure(values: FloatArray) -> Figure:

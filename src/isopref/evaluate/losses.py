@@ -32,10 +32,15 @@ class Losses:
 
 
 def losses_of_pairs(
-    pairs: tuple[PairLogps, PairLogps], lengths: Lengths, own_N: FloatArray, loss: Loss, weighting: Weighting
+    pairs: tuple[PairLogps, PairLogps],
+    lengths: Lengths,
+    gaps: FloatArray | None,
+    own_N: FloatArray,
+    loss: Loss,
+    weighting: Weighting,
 ) -> Losses:
     """One term for each comparison. Where a loss couples the pairs of a batch, all held-out pairs are one."""
-    weights = comparison_weights(lengths, weighting, own_N)
+    weights = comparison_weights(lengths, weighting, own_N, gaps)
     whole = Whole.first(torch.from_numpy(coefficients(weights)))
     return Losses(loss(*pairs, whole=whole).numpy(), weights, lengths.of_comparison)
 
@@ -53,7 +58,7 @@ def losses_of_lists(
     found = np.zeros(len(lengths))
     for start in range(0, len(lengths), LISTS_AT_ONCE):
         some = lengths.answers_of(np.arange(start, min(start + LISTS_AT_ONCE, len(lengths))))
-        of = torch.from_numpy(lengths.answer[some]), torch.from_numpy(lengths.of_answer[some])
+        of = torch.from_numpy(lengths.answer[some]), torch.from_numpy(lengths.of_answer[some] - start)
         both = (
             ListLogps(torch.from_numpy(x.answers[some]), *of, torch.from_numpy(scores[some])) for x in (policy, ref)
         )

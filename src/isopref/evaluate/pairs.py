@@ -41,6 +41,7 @@ class Pairs:
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
     tokens: IntArray  # N, 2
     chosen_weights: FloatArray  # N: of the NLL
+    example: IntArray  # N: which example it is of
 
     def select(self, some_N: NDArray[np.bool_]) -> "Pairs":
         return Pairs(*(part[some_N] for part in vars(self).values()))
@@ -61,6 +62,7 @@ def pairs_of(
         nll=-loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0],
         tokens=tokens_N2,
         chosen_weights=own[lengths.of_comparison] * tokens_N2[:, 0],
+        example=lengths.of_comparison,
     )
 
 
@@ -76,6 +78,14 @@ def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -
     return _side_by_side(loss.rewards(*taken(policy, ref, lengths, loss, None)))
 
 
+def answer_rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
+    """The implicit reward of every answer, all its tokens alike (without LD-DPO's discount): A."""
+    tokens = torch.from_numpy(lengths.answer.astype(np.int64))
+    both = ((torch.from_numpy(of.answers),) * 2 for of in (policy, ref))
+    found: FloatArray = loss.rewards(*(PairLogps(*sides, tokens, tokens) for sides in both))[0].numpy()
+    return found
+
+
 def won(sides_N2: FloatArray) -> FloatArray:
     """1 where chosen has more than rejected, 0 where it has less; a tie is half."""
     difference = sides_N2[:, 0] - sides_N2[:, 1]
@@ -83,14 +93,16 @@ def won(sides_N2: FloatArray) -> FloatArray:
     return points
 
 
-def buckets(won_N: FloatArray, tokens_N: FloatArray) -> Iterator[Bucket]:
+def buckets(pairs: Pairs) -> Iterator[Bucket]:
     """Accuracy by length."""
+    tokens_N = pairs.tokens.mean(axis=1)
     edges = np.quantile(tokens_N, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
     bucket_N = np.searchsorted(edges, tokens_N, side="left")  # the edge belongs to the shorter ones
     for number in np.unique(bucket_N):
         inside = bucket_N == number
         shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())
-        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), share(won_N[inside]))
+        accuracy = share(pairs.won[inside], pairs.example[inside])
+        yield Bucket(int(number) + 1, shortest, longest, int(inside.sum()), accuracy)
 
 
 def _side_by_side(chosen_and_rejected: tuple[Tensor, Tensor]) -> FloatArray:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Gains = Callable[..., tuple[Tensor, Tensor]]  # (policy, ref, *, parameters) -> P, P
 
 Reading = Literal["logp", "reward"]
+Anchor = Literal["kl", "midpoint"]
 
 BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -84,6 +85,7 @@ class Objective:
     needs_gaps: bool | str
     coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
     readout: Reading  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
+    anchor: Anchor | None  # of a loss of labels: which of `Anchors` the formula is given as `anchor`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
         """One value for each term: T."""
@@ -106,13 +108,14 @@ def objective(
     needs_gaps: bool | str = False,
     coupled: bool = False,
     readout: Reading = "logp",
+    anchor: Anchor | None = None,
 ) -> Callable[[Formula], Objective]:
     """Declare the function below as the formula of an objective, which has its name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(
             *(formula.__name__, formula, params, equation, use, paper, gains),
-            *(needs_reference, kind, needs_gaps, coupled, readout),
+            *(needs_reference, kind, needs_gaps, coupled, readout, anchor),
         )
 
     return declared

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isopref.objectives.declare import BETA, objective
-from isopref.objectives.parts import beaten, list_gains, surprise
+from isopref.objectives.declare import BETA, Param, objective
+from isopref.objectives.parts import beaten, discount_gap, list_gains, logsigmoid, relative_scores, surprise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +33,32 @@ def plackett_luce(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     params={"beta": BETA},
     equation="-log exp(b G_1) / sum_j exp(b G_j), where 1 is the best answer and j is it and every answer below it",
     use="Lists whose best answer alone is known to be good: one against all the others",
-    paper="S-DPO, Chen et al. 2024 (2406.09215): softmax over one chosen and several rejected answers",
+    paper="S-DPO, Chen et al. 2024 (2406.09215): softmax over one chosen and several rejected ones. With one best "
+    "answer also MPO, Gupta et al. 2024 (2412.04628), without its weights",
     kind="lists",
 )
 def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
     below = beaten(policy)
     is_best = ~below.any(dim=0)
     return surprise(beta * list_gains(policy, ref), below) * is_best
+
+
+RANK_TEMPERATURE = Param(
+    0.1,
+    "How soft the ranks are by which pairs are weighed, in rewards; towards 0 they are whole numbers.",
+    {"ge": 0.01},
+)
+
+
+@objective(
+    params={"beta": BETA, "rank_temperature": RANK_TEMPERATURE},
+    equation="-sum_ij w_ij ls(b G_i - b G_j), where j is below i and w_ij is what DCG changes by if they swap ranks",
+    use="Lists where the order at the top matters most",
+    paper="LiPO-lambda, Liu et al. 2024 (2402.01878), with soft ranks",
+    kind="lists",
+)
+def lipo(policy: ListLogps, ref: ListLogps, *, beta: float, rank_temperature: float) -> Tensor:
+    reward = beta * list_gains(policy, ref)
+    value = (2 ** relative_scores(policy)).to(reward.dtype)
+    swapped = (value[:, None] - value) * discount_gap(reward.detach(), policy, rank_temperature)
+    return -(swapped.where(beaten(policy), 0.0) * logsigmoid(reward[:, None] - reward)).sum(dim=1)

@@ -14,8 +14,8 @@ from isopref.batch.terms import TERMS
 from isopref.errors import ConfigError
 from isopref.objectives import registry
 from isopref.objectives.coupled import Whole
-from isopref.objectives.declare import Objective, Reading
-from isopref.types import Kind, Logps, Microbatch, Needs, PairLogps, Readout
+from isopref.objectives.declare import Anchor, Objective, Reading
+from isopref.types import Anchors, Kind, Logps, Microbatch, Needs, PairLogps, Readout
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,24 @@ class Summand:
         declared = self.objective.needs_gaps
         return bool(self.params[declared]) if isinstance(declared, str) else declared
 
-    def __call__(self, policy: Any, ref: Any, whole: Whole | None) -> Tensor:
-        batch = {"whole": whole} if self.objective.coupled else {}
+    def __call__(self, policy: Any, ref: Any, whole: Whole | None, anchors: Anchors | None) -> Tensor:
+        batch: dict[str, Any] = {"whole": whole} if self.objective.coupled else {}
+        if self.objective.anchor is not None:
+            batch["anchor"] = self.anchor(anchors)
         return self.weight * self.objective(policy, ref, **batch, **self.params)
+
+    def anchor(self, anchors: Anchors | None) -> Tensor:
+        """What a gain is measured against: zero without an anchor."""
+        found = getattr(anchors, self.objective.anchor or "", None)
+        return torch.zeros(()) if found is None else found
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum of objectives of one kind: (policy, reference) -> T. A coupled one also takes what `whole` says."""
+    """A sum of objectives of one kind: (policy, reference) -> T.
+
+    What some have to know of the global batch is `whole` for those that couple pairs, `anchors` for labels.
+    """
 
     summands: tuple[Summand, ...]
     nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
@@ -46,8 +56,10 @@ class Loss:
     wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
     balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
 
-    def __call__(self, policy: Logps, ref: Logps, *, whole: Whole | None = None) -> Tensor:
-        first, *others = (summand(policy, ref, whole) for summand in self.summands)
+    def __call__(
+        self, policy: Logps, ref: Logps, *, whole: Whole | None = None, anchors: Anchors | None = None
+    ) -> Tensor:
+        first, *others = (summand(policy, ref, whole, anchors) for summand in self.summands)
         loss_T = sum(others, first)
         weight = policy.weight if isinstance(policy, PairLogps) else None
         return loss_T if weight is None else weight * loss_T
@@ -83,9 +95,24 @@ class Loss:
         return any(one.objective.coupled for one in self.summands)
 
     @property
+    def anchors(self) -> set[Anchor]:
+        """Numbers of the global batch that it measures gains against."""
+        return {one.objective.anchor for one in self.summands if one.objective.anchor is not None}
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether prompts are also scored with the answers of other examples."""
+        return "kl" in self.anchors
+
+    @property
+    def scores_twice(self) -> bool:
+        """Whether a step begins with a pass without gradient over all its examples."""
+        return self.coupled or "midpoint" in self.anchors or self.balance_weight > 0
+
+    @property
     def first_pass(self) -> bool:
-        """Whether a step begins with a pass without gradient over the global batch."""
-        return self.coupled or self.balance_weight > 0
+        """Whether anything is scored without gradient before a step's gradient is computed."""
+        return self.scores_twice or self.needs_mismatched
 
     def view(self, readout: Readout, microbatch: Microbatch) -> Logps:
         """A microbatch as this loss takes it."""
@@ -103,6 +130,10 @@ class Loss:
         whole = torch.stack([logps.chosen, logps.rejected])
         chosen, rejected = logps.heads + self.ld_alpha * (whole - logps.heads)
         return replace(logps, chosen=chosen, rejected=rejected, whole_chosen=logps.chosen)
+
+    def threshold(self, anchors: Anchors | None) -> Tensor:
+        """What the gain of a good answer should exceed, for a loss of labels. That of the first objective."""
+        return self.summands[0].anchor(anchors)
 
     def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
         """The implicit rewards over beta, up to a constant: P, P. Where there are several objectives, of the first."""

@@ -1,7 +1,7 @@
 """What formulas have in common: gains and margins, and functions that tensors have no method for.
 
 Torch is imported where a function needs it, and not before, so that declarations can be read without it (declare.py).
-All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers of lists.
+All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isopref.types import ListLogps, PairLogps
+    from isopref.types import LabelLogps, ListLogps, PairLogps
 
 EXP_LIMIT = 30.0  # above, e^x is continued by its tangent
 
@@ -55,6 +55,11 @@ def own_rewards(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Ten
 def list_gains(policy: ListLogps, ref: ListLogps) -> Tensor:
     """log(policy / reference) of every answer of some lists, in nats: A."""
     return policy.logp - ref.logp
+
+
+def label_margins(policy: LabelLogps, ref: LabelLogps, anchor: Tensor) -> Tensor:
+    """By how much each answer gained more than the anchor if it is good, and less if it is bad, in nats. Returns A."""
+    return (2 * policy.good.to(policy.logp.dtype) - 1) * (policy.logp - ref.logp - anchor)
 
 
 def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
@@ -121,6 +126,33 @@ def surprise(reward_A: Tensor, below_AA: Tensor) -> Tensor:
 
     field = below_AA | torch.eye(len(reward_A), dtype=torch.bool, device=reward_A.device)
     return reward_A.expand_as(field).where(field, -torch.inf).logsumexp(dim=1) - reward_A
+
+
+def relative_scores(lists: ListLogps) -> Tensor:
+    """The scores of each list from 0 for its worst answer to 1 for its best; 0 where all are equal. Returns A."""
+    low, high = (
+        lists.score.new_zeros(len(lists.score)).scatter_reduce(0, lists.list, lists.score, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    spread = (high - low)[lists.list]
+    return (lists.score - low[lists.list]) / spread.where(spread > 0, 1.0)
+
+
+def discount_gap(reward_A: Tensor, lists: ListLogps, temperature: float) -> Tensor:
+    """How far the discounts 1 / log(1 + rank) of two answers of a list are apart, by their rewards. Returns A, A.
+
+    Which of two answers ranks higher is left to chance, with a probability of sigmoid(difference / temperature). The
+    result is the mean over its two outcomes, each with the ranks then to be expected. Before the first step all rewards
+    are equal but for rounding: whole ranks would follow the rounding, and so the layout, while these hardly move.
+    """
+    import torch
+
+    others = (lists.list[:, None] == lists.list) & ~torch.eye(len(reward_A), dtype=torch.bool, device=reward_A.device)
+    above = ((reward_A - reward_A[:, None]) / temperature).sigmoid() * others  # how likely the second is to be higher
+    rank = 1 + above.sum(dim=1)
+    upper, lower = rank[:, None] - above, rank + 1 - above.T  # ranks of first and second if the first is higher
+    gap = (1 / upper.log1p() - 1 / lower.log1p()).abs()
+    return above.T * gap + above * gap.T
 
 
 def transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isopref.errors import ConfigError
-from isopref.objectives import coupled, lists, pairs, reference_free, rewards
+from isopref.objectives import coupled, labels, lists, pairs, reference_free, rewards
 from isopref.objectives.declare import Objective, Param, Reading, within
 from isopref.types import Kind
 
@@ -16,7 +16,7 @@ LossSpec = str | Mapping[Any, float]  # the name of an objective, or several wit
 
 OBJECTIVES: dict[str, Objective] = {
     one.name: one
-    for module in (pairs, coupled, reference_free, lists, rewards)
+    for module in (pairs, coupled, reference_free, lists, labels, rewards)
     for one in vars(module).values()
     if isinstance(one, Objective)
 }
@@ -154,6 +154,16 @@ def reward_problems(loss: LossSpec, *, nll_weight: float, ld_alpha: float, wpo: 
         yield (
             f"{modifiers} needs log-probabilities, and {named} trains a reward model, which has none. Remove it, or "
             "use another loss."
+        )
+
+
+def gap_problems(loss: LossSpec) -> Iterator[str]:
+    """Yield what is wrong with weights by the gap between scores for a loss."""
+    without = [name for name in weights(loss) if OBJECTIVES[name].kind != "pairs"]
+    if without:
+        yield (
+            f"gap weights comparisons of two answers, but {', '.join(without)} is not a loss of pairs. Use example, "
+            "completion or token, or a loss of pairs."
         )
 
 

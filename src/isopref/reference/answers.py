@@ -1,8 +1,9 @@
-"""What a reference scores of a table: its answers and, for LD-DPO, beginnings of them; each once, by its prompt.
+"""What a reference scores of a table: its answers, for LD-DPO beginnings of them, and for KTO mismatched pairs.
 
-A beginning of an answer has the log-probability of an answer that ends there, so that it is one like the others.
+Each is scored once, together with others of its prompt. A beginning of an answer has the log-probability of an answer
+that ends there, so that it is one like the others.
 
-N: examples of a table, A: its answers, M: its comparisons, I: items, which are the A answers and 2 M heads.
+N: examples of a table, A: its answers, M: its comparisons, I: items, which are A answers, 2 M heads and N mismatches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from isopref.batch.packing import Budget, RowKind
 from isopref.data.content import ID_BYTES, answer_id
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.examples import Example, Lengths
 from isopref.reference.store import as_keys
@@ -26,10 +28,11 @@ MOST_TOGETHER = 16  # answers that are scored as one example
 
 @dataclass(frozen=True)
 class Items:
-    """The answers of a table, in order, and then the heads of all better and all worse answers, where asked for."""
+    """The answers of a table, in order; if asked for, the heads of all better and all worse answers; and mismatches."""
 
     table: ExampleTable
     heads: bool = False
+    mismatched: bool = False
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -38,39 +41,54 @@ class Items:
     def num_answers(self) -> int:
         return len(self.table.lengths.answer)
 
+    @property
+    def num_heads(self) -> int:
+        return 2 * len(self.table.lengths.compared) if self.heads else 0
+
+    @cached_property
+    def others(self) -> Mismatched | None:
+        """The mismatched pairs, if asked for."""
+        return Mismatched(self.table) if self.mismatched else None
+
     @cached_property
     def answer(self) -> IntArray:
         """The answer that each item is a beginning of, or the whole of, as a number of the table: I."""
         lengths = self.table.lengths
-        every = np.arange(len(lengths.answer))
-        return np.concatenate([every, lengths.sides.ravel()]) if self.heads else every
+        parts: list[IntArray] = [np.arange(len(lengths.answer))]
+        if self.heads:
+            parts.append(lengths.sides.ravel())
+        if self.others is not None:
+            parts.append(self.others.answer)
+        return np.concatenate(parts)
 
     @cached_property
     def num_tokens(self) -> IntArray:
         """Tokens of each item: I."""
         lengths = self.table.lengths
-        if not self.heads:
-            return lengths.answer
-        shorter_M = lengths.compared_tokens.min(axis=0)
-        return np.concatenate([lengths.answer, shorter_M, shorter_M])
+        parts = [lengths.answer]
+        if self.heads:
+            shorter_M = lengths.compared_tokens.min(axis=0)
+            parts += [shorter_M, shorter_M]
+        if self.others is not None:
+            parts.append(self.others.lengths.answer)
+        return np.concatenate(parts)
 
     @cached_property
     def ids(self) -> NDArray[np.uint8]:
         """What each item is, by content: I, 16."""
-        whole = self.table.answer_ids
-        if not self.heads:
-            return whole
-        found = whole[self.answer].copy()
-        cut = np.flatnonzero(self.num_tokens < self.table.lengths.answer[self.answer])
+        matched = slice(0, self.num_answers + self.num_heads)
+        found = self.table.answer_ids[self.answer[matched]]
+        cut = np.flatnonzero(self.num_tokens[matched] < self.table.lengths.answer[self.answer[matched]])
         for item in cut.tolist():
             prompt, tokens = self.tokens(item)
             found[item] = np.frombuffer(answer_id(prompt, tokens), np.uint8, ID_BYTES)
-        return found
+        return found if self.others is None else np.concatenate([found, self.others.answer_ids])
 
     @cached_property
     def example(self) -> IntArray:
-        """The example of the table that each item is of: I."""
-        return self.table.lengths.of_answer[self.answer]
+        """The example of the table whose prompt each item has: I."""
+        matched = self.table.lengths.of_answer[self.answer[: self.num_answers + self.num_heads]]
+        return matched if self.others is None else np.append(matched, np.arange(len(self.table)))
 
     def num_examples(self, some: IntArray) -> int:
         """How many examples some items are of."""
@@ -79,6 +97,9 @@ class Items:
     def tokens(self, item: int) -> tuple[IntArray, IntArray]:
         """Prompt and answer."""
         example = int(self.example[item])
+        if self.others is not None and item >= self.num_answers + self.num_heads:
+            mismatched = self.others.example(example)
+            return mismatched.prompt, mismatched.answers[0]
         prompt, answers = self.table.example(example)[:2]
         number = int(self.answer[item] - self.table.lengths.first_answer[example])
         return prompt, answers[number][: int(self.num_tokens[item])]

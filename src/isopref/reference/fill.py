@@ -99,8 +99,8 @@ def proven(known: Known, items: Items) -> TableLogps:
             f"{items.origin(int(bad[0]))}: {known.logps[bad[0]]}. Use another number type "
             "(model.dtype, model.compute_dtype), or leave the example out."
         )
-    answers, heads = np.split(known.logps, [items.num_answers])
-    return TableLogps(answers, heads.reshape(2, -1) if items.heads else None)
+    answers, heads, mismatched = np.split(known.logps, np.cumsum([items.num_answers, items.num_heads]))
+    return TableLogps(answers, heads.reshape(2, -1) if items.heads else None, mismatched if items.mismatched else None)
 
 
 @dataclass

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopref.report.elements import Html, element, join, number
+from isopref.report.elements import Html, element, fixed, join, number
 from isopref.types import FloatArray, IntArray
 
-WIDTH, HEIGHT = 360, 190
+WIDTH, HEIGHT = 360, 200
 LEFT, RIGHT, TOP, BOTTOM = 46, 302, 10, 164  # of what is drawn in; labels are around it
 MOST_POINTS = 2000  # of a line; a longer one keeps the extremes of every stretch
 TREND_FROM, TREND_PARTS = 120, 25  # points from which a line gets a trend, and its window as a share of them
@@ -85,7 +85,13 @@ def over_steps(
     steps = [step for line in lines for step in line.x]
     x = Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, RIGHT)
     y = fitted([value for line in lines for value in line.y], BOTTOM, TOP)
-    parts = [_grid(x, y), _step_labels(x), *(_line(line, x, y) for line in lines), *_end_labels(lines, y)]
+    parts = [
+        _grid(x, y),
+        _step_labels(x),
+        _axis_title("step"),
+        *(_line(line, x, y) for line in lines),
+        *_end_labels(lines, y),
+    ]
     svg = element(
         "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex="0", aria_label=f"{title} over steps",
         data_chart=key,
@@ -107,7 +113,7 @@ def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Htm
     shares = [np.histogram(side.y, edges)[0] / max(1, len(side.y)) for side in sides]
     x = Scale(low, high, LEFT, WIDTH - 8)
     y = fitted([0.0, *(float(share.max()) for share in shares)], BOTTOM, TOP)
-    parts = [_grid(x, y, percent=True), _value_labels(x)]
+    parts = [_grid(x, y, percent=True), _value_labels(x), _axis_title("reward")]
     for side, share in zip(sides, shares, strict=True):
         tops = "".join(
             f"L{x(left):.1f} {y(top):.1f}L{x(right):.1f} {y(top):.1f}"
@@ -116,31 +122,38 @@ def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Htm
         parts.append(
             element("path", d=f"M{x(low):.1f} {BOTTOM}{tops}L{x(high):.1f} {BOTTOM}Z", class_=f"area {side.style}")
         )
-    return _static(title, parts, sides)
+    return _static(title, parts, sides, "share of answers")
 
 
 def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
     """Dots of a few sets of (x, y); of very many, one in so many."""
     every = max(1, math.ceil(sum(len(side.x) for side in sides) / MOST_DOTS))
     x = fitted([float(end) for side in sides for end in (side.x.min(), side.x.max())], LEFT, WIDTH - 8)
-    parts = [_grid(x, y), _value_labels(x)]
+    parts = [_grid(x, y), _value_labels(x), _axis_title("tokens of the answer")]
     for side in sides:
         some = zip(side.x[::every], side.y[::every], strict=True)
         dots = "".join(f"M{x(a):.1f} {y(b):.1f}h0" for a, b in some)
         parts.append(element("path", d=dots, class_=f"dots {side.style}"))
-    return _static(title, parts, sides)
+    return _static(title, parts, sides, "reward")
 
 
-def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high: float) -> Html:
-    """A strip with a dot and a whisker for each figure, one above the other; each has a class for its colour."""
-    x, row = Scale(low, high, 4, 116), 11
-    parts = [element("line", x1=x(0), x2=x(0), y1=0, y2=row * len(figures), class_="zero") if low < 0 < high else None]
+def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high: float, sign: str = "") -> Html:
+    """A strip with a dot and a whisker for each figure, one above the other; each has a class for its colour.
+
+    Under them are the ends of the scale. Places are in percent of the width, so that nothing is stretched with it.
+    """
+    x, row = Scale(low, high, 3, 97), 11
+    bottom = row * len(figures)
+    zero = f"{x(0):.2f}%"
+    parts = [element("line", x1=zero, x2=zero, y1=0, y2=bottom, class_="zero") if low < 0 < high else None]
     for place, (figure, style) in enumerate(figures):
         y = row * place + row / 2
-        whisker = element("line", x1=f"{x(figure['low']):.1f}", x2=f"{x(figure['high']):.1f}", y1=y, y2=y)
-        dot = element("circle", cx=f"{x(figure['value']):.1f}", cy=y, r=3)
+        whisker = element("line", x1=f"{x(figure['low']):.2f}%", x2=f"{x(figure['high']):.2f}%", y1=y, y2=y)
+        dot = element("circle", cx=f"{x(figure['value']):.2f}%", cy=y, r=3)
         parts.append(element("g", whisker, dot, class_=f"whisker {style}"))
-    return element("svg", *parts, viewBox=f"0 0 120 {row * len(figures)}", class_="strip", aria_hidden="true")
+    for end, anchor in ((low, "start"), (high, "end")):
+        parts.append(element("text", fixed(end, 2, sign), x=f"{x(end):.2f}%", y=bottom + 9, text_anchor=anchor))
+    return element("svg", *parts, class_="strip", style=f"height:{bottom + 12}px", aria_hidden="true")
 
 
 def _figure(title: str, svg: Html, unit: str, legend: Sequence[Line]) -> Html:
@@ -149,9 +162,9 @@ def _figure(title: str, svg: Html, unit: str, legend: Sequence[Line]) -> Html:
     return element("figure", head, svg)
 
 
-def _static(title: str, parts: Sequence[Html], sides: Sequence[Side]) -> Html:
+def _static(title: str, parts: Sequence[Html], sides: Sequence[Side], unit: str) -> Html:
     svg = element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
-    return _figure(title, svg, "", [Line(side.label, (), (), side.style) for side in sides])
+    return _figure(title, svg, unit, [Line(side.label, (), (), side.style) for side in sides])
 
 
 def _line(line: Line, x: Scale, y: Scale) -> Html:
@@ -240,6 +253,11 @@ def _labels(x: Scale, ticks: Sequence[float], texts: Sequence[str]) -> Html:
         for tick, text in zip(ticks, texts, strict=True)
     ]
     return element("g", *parts, class_="grid")
+
+
+def _axis_title(text: str) -> Html:
+    """What is measured across a chart."""
+    return element("text", text, x=(LEFT + RIGHT) / 2, y=BOTTOM + 31, text_anchor="middle")
 
 
 def _end_labels(lines: Sequence[Line], y: Scale) -> list[Html]:

@@ -7,14 +7,14 @@ from typing import Any
 
 from isopref.errors import ConfigError
 from isopref.objectives.registry import PARAMS, resolve
-from isopref.report.figures import LABELS, FieldRow, field_rows
+from isopref.report.figures import LABELS, OF_LISTS, FieldRow, field_rows
 from isopref.runs.read import RunRecord
 
 # How far the losses of two runs with the same math may be apart by rounding alone, by the number type they compute in:
 # relative above a loss of 1, absolute below. (Metrics are kept in float32.)
 ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2}
 
-HELD_OUT = ("accuracy", "logp_accuracy", "reward_margin", "loss")  # figures that runs are compared by
+HELD_OUT = ("accuracy", "logp_accuracy", "reward_margin", "loss", *OF_LISTS)  # figures that runs are compared by
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def final_figures(run: RunRecord) -> dict[str, float | None]:
         "training accuracy": "train/accuracy",
         "training margin": "train/margin",
         "gradient norm": "optim/grad_norm",
-        "pairs/s": "speed/pairs_per_s",
+        "examples/s": "speed/pairs_per_s",
     }
     return {"steps": run.last_step, **{label: run.last(name) for label, name in metrics.items()}, **held_out}
 

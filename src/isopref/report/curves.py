@@ -19,14 +19,14 @@ class Curve(NamedTuple):
 
 
 CURVES = (
-    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out"))),
-    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share of pairs"),
+    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out")), "as it is minimised"),
+    Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share won"),
     Curve("Margin", (("train/margin", "margin"),), "nats, without beta"),
     Curve("Log-probabilities", (("train/logps_chosen", "chosen"), ("train/logps_rejected", "rejected")), "nats"),
     Curve("Rewards", (("train/rewards_chosen", "chosen"), ("train/rewards_rejected", "rejected")), "nats times beta"),
     Curve("Gradient norm", (("optim/grad_norm", "norm"),), "before clipping"),
     Curve("Learning rate", (("optim/lr", "rate"),), noisy=False),
-    Curve("Speed", (("speed/pairs_per_s", "pairs/s"),), "pairs per second"),
+    Curve("Speed", (("speed/pairs_per_s", "per second"),), "pairs or lists per second"),
     Curve("MFU", (("speed/mfu", "MFU"),), "useful share of the hardware"),
     Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank", noisy=False),
 )
@@ -46,7 +46,7 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     if not figures:
         return None, data
     longest = max(len(series.steps) for entry in every for series in entry.run.metrics.values())
-    hints = ["Point at a chart, or use the arrow keys, for values."]
+    hints = []
     if longest >= charts.TREND_FROM:
         hints.append("A bold line is the mean around each step.")
     if longest > charts.MOST_POINTS:
@@ -55,7 +55,13 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     return join(
         element("h2", "Over steps"),
         element("p", *runs, class_="runs") if len(every) > 1 else None,
-        element("p", " ".join(hints), class_="soft"),
+        element(
+            "p",
+            element("span", "Point at a chart, or use the arrow keys, for values. ", class_="mouse"),
+            element("span", "Tap a chart for values. ", class_="touch"),
+            " ".join(hints),
+            class_="soft",
+        ),
         element("div", *figures, class_="charts"),
     ), data
 
@@ -69,10 +75,12 @@ def _lines(curve: Curve, every: Sequence[Entry]) -> Iterator[Line]:
             if series is None:
                 continue
             held_out = metric.startswith("eval/")
+            start = entry.run.figure(metric.removeprefix("eval/"), "before") if held_out else None
+            before = [] if start is None else [start["value"]]
             yield Line(
                 side if not several else entry.label if len(curve.metrics) == 1 else f"{entry.label}, {side}",
-                series.steps,
-                series.values,
+                [0] * len(before) + series.steps,
+                before + series.values,
                 entry.style if several else f"slot{place}",
                 dashed=several and place > 0,
                 marks=held_out,

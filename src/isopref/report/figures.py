@@ -18,7 +18,13 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "calibration_error": ("calibration error", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
+    # Of lists alone.
+    "top1_accuracy": ("best answer on top", ""),
+    "kendall_tau": ("Kendall's tau", "+"),
+    "ndcg": ("NDCG", ""),
 }
+OF_ONE_READOUT = ("logp_accuracy", "calibration_error")  # the first of a policy, the second of a reward model
+OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
 MISSING = object()  # a config field that another version of isopref does not have
 
 Interval = dict[str, float]  # value, low, high
@@ -50,6 +56,16 @@ class Entry(NamedTuple):
     run: RunRecord
     label: str
     style: str
+
+
+def held_out_title(pairs: int, lists: int) -> str:
+    """What was evaluated: "40 held-out pairs", or "199 comparisons of 40 held-out lists"."""
+    return f"{pairs:,} comparisons of {lists:,} held-out lists" if lists else f"{pairs:,} held-out pairs"
+
+
+def unit(run: RunRecord) -> str:
+    """What an example of a run is called: "pair" or "list"."""
+    return str(run.start("unit") or "pair")
 
 
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:

@@ -9,7 +9,17 @@ from isopref.engine.display import visible
 from isopref.report.compare import final_figures, math_that_differs
 from isopref.report.cost import cost_of
 from isopref.report.elements import fixed, number
-from isopref.report.figures import Entry, Interval, entries, field_rows, figure_rows, is_default, range_text, shown
+from isopref.report.figures import (
+    Entry,
+    Interval,
+    entries,
+    field_rows,
+    figure_rows,
+    held_out_title,
+    is_default,
+    range_text,
+    shown,
+)
 from isopref.runs.read import RunRecord
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
@@ -25,8 +35,9 @@ def markdown(runs: Sequence[RunRecord]) -> str:
     for entry in every:
         if entry.run.evaluation:
             whose = f": {_text(entry.label)}" if len(every) > 1 else ""
-            pairs = entry.run.evaluation["after"]["pairs"]
-            lines += [f"### {pairs} held-out pairs, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
+            after = entry.run.evaluation["after"]
+            title = held_out_title(after["pairs"], after.get("lists", 0))
+            lines += [f"### {title}, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
     for entry in every:
         if entry.run.spot_checks:
             whose = f": {_text(entry.label)}" if len(every) > 1 else ""

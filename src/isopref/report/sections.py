@@ -1,6 +1,7 @@
 """The parts of a report besides its curves, each for one run or several."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,9 +19,11 @@ from isopref.report.figures import (
     duration,
     field_rows,
     figure_rows,
+    held_out_title,
     is_default,
     range_text,
     shown,
+    unit,
 )
 from isopref.runs.read import Rewards, RunRecord, Series
 
@@ -46,7 +49,7 @@ def _about(run: RunRecord) -> Html:
     parts = [
         str(run.config.get("model", {}).get("path", "")),
         f"{objective.get('loss', '')}, weighting by {objective.get('weighting', '')}",
-        f"{pairs:,} {run.start('unit') or 'pair'}s" if pairs else "",
+        f"{pairs:,} {unit(run)}s" if pairs else "",
         run.status,
     ]
     error = element("p", f"It failed: {run.state.error}") if run.state is not None and run.state.error else None
@@ -69,7 +72,7 @@ def _tiles(run: RunRecord) -> Html:
     speed, mfu = (run.metrics.get(name) for name in ("speed/pairs_per_s", "speed/mfu"))
     if speed is not None:
         note = "" if mfu is None else f"MFU {100 * _median(mfu):.0f}%, "
-        tiles.append(_tile("pairs per second", number(_median(speed)), f"{note}median of all steps"))
+        tiles.append(_tile(f"{unit(run)}s per second", number(_median(speed)), f"{note}median of all steps"))
     steps = run.state.steps if run.state is not None else run.last_step
     took = f", {duration(run.state.seconds)}" if run.state is not None and run.state.seconds else ""
     since = " since the last start" * bool(took and len(run.starts) > 1)
@@ -119,10 +122,10 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
             body.append(element("tr", element("th", element("b", label), colspan=4)))
         for entry, row in found:
             body.append(_figure_row(label if len(every) == 1 else _key(entry), row, entry.style, low, high))
-    columns = element("tr", *(element("th", text) for text in ("", "before", "after", "")))
+    columns = element("tr", *(element("th", text) for text in ("", "before", "after", "95% intervals")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    what = "comparisons" if evaluated[0].run.start("unit") == "list" else "pairs"
-    title = f"{evaluated[0].run.evaluation['after']['pairs']:,} held-out {what}"
+    after = evaluated[0].run.evaluation["after"]
+    title = held_out_title(after["pairs"], after.get("lists", 0))
     return join(element("h2", title), element("div", table, class_="wide"))
 
 
@@ -161,7 +164,7 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Html]) -> Html:
 def _figure_row(name: str, row: FigureRow, style: str, low: float, high: float) -> Html:
     both = [(figure, of) for figure, of in ((row.before, "was"), (row.after, style)) if figure and _is_finite(figure)]
     cells = [_interval_cell(figure, row.sign) for figure in (row.before, row.after)]
-    return element("tr", element("th", name), *cells, element("td", charts.intervals(both, low, high)))
+    return element("tr", element("th", name), *cells, element("td", charts.intervals(both, low, high, row.sign)))
 
 
 def _interval_cell(figure: Interval | None, sign: str) -> Html:
@@ -266,11 +269,17 @@ def _field_table(rows: Sequence[FieldRow], every: Sequence[Entry]) -> Html:
             element("td", element("code", shown(value)), class_="default" if is_default(row.name, value) else None)
             for value in row.values
         ]
-        body.append(element("tr", element("th", row.name), *cells, class_="differs" if row.differs else None))
+        name = element("th", _breakable(row.name), class_="field")
+        body.append(element("tr", name, *cells, class_="differs" if row.differs else None))
     columns = None
     if len(every) > 1:
         columns = element("thead", element("tr", element("th"), *(element("th", _key(entry)) for entry in every)))
     return element("div", element("table", columns, element("tbody", *body)), class_="wide")
+
+
+def _breakable(name: str) -> Html:
+    """The name of a field, which may be broken after a point or an underscore, and nowhere else."""
+    return Html(re.sub(r"(?<=[._])(?=.)", "<wbr>", join(name)))
 
 
 def environment(every: Sequence[Entry]) -> Html | None:

@@ -230,6 +230,37 @@ def softmax(ranked: Ranked, *, beta: float) -> Tensor:
     return total
 
 
+def lipo(ranked: Ranked, *, beta: float, rank_temperature: float) -> Tensor:
+    """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda).
+
+    D_ij = |gain_i - gain_j| |1/log(1 + rank_i) - 1/log(1 + rank_j)|: the mean over the two orders of i and j, by how
+    likely they are, each with the ranks that are expected then.
+    """
+    scores = [score for _, score in ranked]
+    rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
+
+    def gain(score: float) -> float:
+        return float(2 ** ((score - min(scores)) / (max(scores) - min(scores))) - 1)
+
+    def is_above(k: int, i: int) -> float:
+        return 1 / (1 + math.exp(-(rewards[k] - rewards[i]) / rank_temperature))
+
+    def discounts(i: int, j: int) -> float:
+        """Their difference if i is above j."""
+        others = [k for k in range(len(ranked)) if k not in (i, j)]
+        first, second = 1 + sum(is_above(k, i) for k in others), 2 + sum(is_above(k, j) for k in others)
+        return abs(1 / math.log(1 + first) - 1 / math.log(1 + second))
+
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (y, score) in enumerate(ranked):
+        for j, (z, lower) in enumerate(ranked):
+            if score > lower:
+                apart = is_above(i, j) * discounts(i, j) + is_above(j, i) * discounts(j, i)
+                loss = torch.log(1 + torch.exp(-beta * (y.log_ratio - z.log_ratio)))
+                total = total + (gain(score) - gain(lower)) * apart * loss
+    return total
+
+
 def plackett_luce_reward(ranked: Ranked) -> Tensor:
     """-sum_k log (e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k)), r being the reward itself."""
     total = torch.zeros((), dtype=torch.float64)
@@ -240,7 +271,7 @@ def plackett_luce_reward(ranked: Ranked) -> Tensor:
 
 
 LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax, plackett_luce_reward)
+    equation.__name__: equation for equation in (plackett_luce, softmax, lipo, plackett_luce_reward)
 }
 
 
@@ -360,11 +391,23 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),
+    "lipo": ("lipo", {"beta": 0.3, "rank_temperature": 0.2}),
     "plackett_luce_reward": ("plackett_luce_reward", {}),
 }
-REWARD_CASES = (
-    "bradley_terry",
-    "bradley_terry_margin",
-    "plackett_luce_reward",
-)  # those that are computed with a reward model
-ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {**CASES, **BATCH_CASES, **LIST_CASES}
+# Their equations are in labels.py.
+LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    "kto": ("kto", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.8}),
+    "bco": ("bco", {"beta": 0.3}),
+    "several_labels": (
+        {"bco": 0.5, "kto": 1.0},
+        {"beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    ),
+}
+# Those that are computed with a reward model.
+REWARD_CASES = ("bradley_terry", "bradley_terry_margin", "plackett_luce_reward")
+ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
+    **CASES,
+    **BATCH_CASES,
+    **LIST_CASES,
+    **LABEL_CASES,
+}

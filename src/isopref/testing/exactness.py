@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, Group, RowKind, plan_step, tokens_alone
-from isopref.batch.step import build_step
+from isopref.batch.step import build_mismatched, build_step
+from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.train_module import DPOTrainModule
@@ -31,9 +32,10 @@ from isopref.models.reward import RewardModel
 from isopref.normalize import Weighting
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
-from isopref.testing import oracle
+from isopref.testing import labels, oracle
 from isopref.testing.equations import (
     ALL_CASES,
+    LABEL_CASES,
     LIST_CASES,
     REWARD_CASES,
     Answer,
@@ -42,8 +44,17 @@ from isopref.testing.equations import (
     lists_loss,
     reward,
 )
-from isopref.testing.models import random_pairs, tiny_model, tiny_reward_model, tree_examples, with_adapter
+from isopref.testing.models import (
+    labelled_trees,
+    random_pairs,
+    tiny_model,
+    tiny_reward_model,
+    tree_examples,
+    with_adapter,
+)
 from isopref.types import PairLogps
+
+REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
 
 Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
@@ -68,7 +79,8 @@ class Cell:
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
+    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -130,7 +142,8 @@ def tree_batch() -> tuple[list[Example], list[float]]:
 def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
     """The batch of a cell."""
     if cell.trees:
-        return tree_batch()
+        examples, own = tree_batch()
+        return labelled_trees(examples) if cell.objective in LABEL_CASES else examples, own
     pairs, own = batch(cell.num_pairs)
     return _with_gaps([pair.example for pair in pairs]), own
 
@@ -144,7 +157,7 @@ def _with_gaps(examples: list[Example]) -> list[Example]:
 def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
     return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
+        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees, cell.at_start),
         *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
     )
 
@@ -157,6 +170,7 @@ def _expected(
     own_weights: bool,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     objective: str,
     nll_weight: float,
     ld_alpha: float,
@@ -165,26 +179,40 @@ def _expected(
     adapter: Kind | None,
     quantize: bool,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees))
+    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, objective=objective))
+    if objective in LABEL_CASES:
+        return labels.expected(
+            *_models(architecture, dtype, adapter, quantize, reference_seed=REFERENCE_OF_LABELS),
+            examples,
+            own if own_weights else [1.0] * len(own),
+            case=objective,
+            weighting=weighting,
+            nll_weight=nll_weight,
+            balance_weight=balance_weight,
+        )
     is_reward = objective in REWARD_CASES
     model, whole, policy, ref, reference = _scored(
-        architecture, dtype, num_pairs, trees, ld_alpha, adapter, quantize, is_reward
+        *(architecture, dtype, num_pairs, trees, at_start, ld_alpha, adapter, quantize, is_reward)
     )
     pairs = oracle.comparisons(examples)
     told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
     count = [len(one.comparisons) for one in examples for _ in one.comparisons]
     shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
+    gaps = [gap for one in examples for gap in one.gaps]
     nll = oracle.token_nll(whole, told)
     factors = oracle.wpo_weights(model, pairs) if wpo else None
     if objective in LIST_CASES:
         weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
         loss = lists_loss(objective, _ranked(model, examples, reference, is_reward), weights)
     else:
-        loss = batch_loss(objective, policy, ref, oracle.weights(pairs, weighting, shared), factors)
+        sizes = oracle.weights(pairs, weighting, shared, gaps)
+        loss = batch_loss(objective, policy, ref, sizes, factors)
     loss = loss + nll_weight * nll
     metrics = _metrics(policy, ref, objective)
     if not is_reward:
         metrics["train/nll"] = float(nll.detach())
+    if at_start:  # every comparison is a tie that rounding decides
+        del metrics["train/accuracy"]
     if balance_weight:
         balance = oracle.balance(model, examples)
         loss = loss + balance_weight * balance
@@ -198,10 +226,10 @@ def _expected(
 
 
 def _ranked(
-    model: nn.Module, examples: list[Example], reference: TableLogps, reward: bool
+    model: nn.Module, examples: list[Example], reference: TableLogps, is_reward: bool
 ) -> list[list[tuple[Answer, float]]]:
     """The answers of each example with their scores, as the equations take them."""
-    of = oracle.sequence_reward if reward else oracle.sequence_logp
+    of = oracle.sequence_reward if is_reward else oracle.sequence_logp
     ref = iter(torch.from_numpy(reference.answers))
     return [
         [
@@ -218,6 +246,7 @@ def _scored(
     dtype: str,
     num_pairs: int,
     trees: bool,
+    at_start: bool,
     ld_alpha: float,
     adapter: Kind | None,
     quantize: bool,
@@ -231,13 +260,13 @@ def _scored(
     pairs = oracle.comparisons(examples)
     gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     if is_reward:
-        model = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
-        policy = replace(oracle.pair_rewards(model, pairs), gap=gap)
+        rewarding = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
+        policy = replace(oracle.pair_rewards(rewarding, pairs), gap=gap)
         nothing = torch.zeros_like(policy.chosen.detach())
         none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
-        return model, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, 1))
-    _adapt(model, adapter, quantize)
+        return rewarding, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
+    seed = 0 if at_start else 1
+    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=seed)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
         answers = [oracle.sequence_logp(other, one.prompt, answer) for one in examples for answer in one.answers]
@@ -246,6 +275,14 @@ def _scored(
     whole = replace(oracle.pair_logps(model, pairs), gap=gap)
     policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
     return model, whole, policy, ref, reference
+
+
+def _models(
+    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """The policy and the reference."""
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
+    return _adapt(model, adapter, quantize), other
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
@@ -297,8 +334,13 @@ def _planned(cell: Cell, rank: int) -> dict[str, Any]:
     table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
     index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
     cut = plan(cell, table.lengths.select(index))
-    kind = pair_objective(cell.objective).kind
-    return {"step": build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=kind)}
+    loss = pair_objective(cell.objective)
+    step = build_step(table, index, cut, cell.rows, cell.weighting, rank=rank, loss_kind=loss.kind)
+    if loss.needs_mismatched:
+        mismatched = Mismatched(table)
+        cut = plan(cell, mismatched.lengths.select(index))
+        step = replace(step, mismatched=build_mismatched(mismatched, index, cut, cell.rows, rank=rank))
+    return {"step": step}
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
-from isopref.testing.equations import ALL_CASES, LIST_CASES
+from isopref.testing.equations import ALL_CASES, LABEL_CASES, LIST_CASES
 from isopref.testing.exactness import KINDS, Cell, Cut, Found, measure
 from isopref.testing.ranks import Ranks
 
@@ -23,6 +24,7 @@ BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5}
 FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
 NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
 MOE = "qwen3_moe"
+WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
 CHUNK = 40  # cells a rank measures before it answers
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
@@ -52,8 +54,9 @@ def cells(ranks: int) -> list[Cell]:
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
             found.update(dict.fromkeys(_tensor(base)))
         found.update(dict.fromkeys(_objectives(base)))
-        found.update(dict.fromkeys(_adapters(base)))
+        found.update(dict.fromkeys(_labels(base)))
         found.update(dict.fromkeys(_rewards(base)))
+        found.update(dict.fromkeys(_adapters(base)))
     return list(found)
 
 
@@ -72,6 +75,7 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, reverse=True)
         yield replace(kind, own_weights=True)
         yield replace(kind, own_weights=True, weighting="example")
+        yield replace(kind, own_weights=True, weighting="gap")
         yield replace(kind, nll_weight=0.7, cut="pair")
         yield replace(kind, nll_weight=0.7, own_weights=True, weighting="example")
         yield replace(kind, ld_alpha=0.4, nll_weight=0.7)
@@ -90,21 +94,25 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
 def _trees(base: Cell) -> Iterator[Cell]:
     """Examples of one to eight answers: every kind of row and every cut, and whatever follows comparisons."""
     trees = replace(base, trees=True)
-    weightings: tuple[Weighting, ...] = get_args(Weighting)
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, rows in enumerate(KINDS):
         kind = replace(trees, rows=rows)
         for turn, cut in enumerate(cuts):
-            yield replace(kind, cut=cut, weighting=weightings[(n + turn) % len(weightings)], own_weights=turn == 1)
+            yield replace(kind, cut=cut, weighting=WEIGHTINGS[(n + turn) % len(WEIGHTINGS)], own_weights=turn == 1)
         yield replace(kind, ld_alpha=0.4, wpo=True, nll_weight=0.7, own_weights=True)
         yield replace(kind, objective="aot", cut="pair")
+        yield replace(kind, objective="odpo", weighting="gap", cut="pair", own_weights=True)
         yield replace(kind, architecture="mistral", checkpointing=True)  # with a sliding window
+        for objective in LIST_CASES:
+            yield replace(kind, objective=objective, cut="pair", at_start=True)
         if base.ranks > 1:
             yield replace(kind, split="uneven", nll_weight=0.7)
             yield replace(kind, split="idle")
     yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
     yield replace(trees, architecture="llama", dtype="float32", native=True)
     yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
+    for dtype in ("float64", "float32"):
+        yield replace(trees, architecture="llama", dtype=dtype, objective="lipo", at_start=True)
 
 
 def _collated(base: Cell) -> Iterator[Cell]:
@@ -172,9 +180,8 @@ def _tensor(base: Cell) -> Iterator[Cell]:
 def _objectives(base: Cell) -> Iterator[Cell]:
     """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
-    weightings: tuple[Weighting, ...] = get_args(Weighting)
     for n, objective in enumerate(ALL_CASES):
-        trees = objective in LIST_CASES
+        trees = objective in LIST_CASES or objective in LABEL_CASES
         for turn in range(3) if base.ranks == 1 else [n % 3]:
             yield replace(
                 base,
@@ -182,9 +189,29 @@ def _objectives(base: Cell) -> Iterator[Cell]:
                 trees=trees,
                 rows=KINDS[(n + turn) % len(KINDS)],
                 cut=cuts[turn],
-                weighting=weightings[(n + turn) % len(weightings)],
+                weighting=WEIGHTINGS[(n + turn) % len(WEIGHTINGS)],
                 split="uneven" if base.ranks > 1 and turn == 2 else "plan",
             )
+
+
+def _labels(base: Cell) -> Iterator[Cell]:
+    """Losses of labels, on pairs and on labelled answers: every kind of row and cut, and whatever has a denominator."""
+    cuts: tuple[Cut, ...] = get_args(Cut)
+    weightings: tuple[Weighting, ...] = get_args(Weighting)
+    for n, (objective, rows) in enumerate(product(("kto", "bco"), KINDS)):
+        cell = replace(base, objective=objective, rows=rows)
+        for turn, cut in enumerate(cuts if base.ranks == 1 else [cuts[n % 3]]):
+            weighting = weightings[(n + turn) % 3]
+            yield replace(cell, cut=cut, weighting=weighting, trees=True, own_weights=turn == 1)
+            yield replace(cell, cut=cut, weighting=weighting, nll_weight=0.7, own_weights=turn != 1)
+        if base.ranks > 1:
+            yield replace(cell, split="uneven", trees=True)
+            yield replace(cell, split="idle", own_weights=True)
+    for objective in ("kto", "bco"):
+        trees = replace(base, objective=objective, trees=True)
+        yield replace(trees, adapter="lora", grad_sync="every", cut="pair")
+        yield replace(trees, architecture=MOE, dtype="float32", balance_weight=20.0)
+        yield replace(trees, architecture="llama", dtype="float32", native=True, checkpointing=True)
 
 
 def _adapters(base: Cell) -> Iterator[Cell]:
@@ -287,12 +314,11 @@ rows with and without a shared prompt, padded batches in one forward and in two;
 at all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on
 1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
 gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
-recomputed; pairs in order and in reverse;
-weighted by token, completion and example, with and without weights of their own; every objective in some of these
-layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood of chosen answers and the
-balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model
-that is whole or in four bits; some models in OLMo-core's own modules too, and with two ranks that compute every layer
-together; padded batches from a script's collator. The oracle computes one
+recomputed; pairs in order and in reverse; weighted by token, completion, example and the gap between scores, with and
+without weights of their own; every objective in some of these layouts, also those that couple a batch; reward models;
+the likelihood of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all weights trained, or
+an adapter (LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; some models in OLMo-core's own modules too,
+and with two ranks that compute every layer together; padded batches from a script's collator. The oracle computes one
 sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
 sums by the definition.
 

@@ -188,6 +188,14 @@ def tree_examples(*, seed: int = 0) -> list[Example]:
     ]
 
 
+def labelled_trees(examples: Sequence[Example]) -> list[Example]:
+    """The same with labels in place of comparisons and scores: the first answer is bad, and every third one after."""
+    return [
+        Example(one.prompt, one.answers, (), tuple(float((k + n) % 3 > 0) for k in range(len(one.answers))))
+        for n, one in enumerate(examples)
+    ]
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -115,12 +115,19 @@ def balance(model: Any, examples: Sequence[Example]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def weights(pairs: Sequence[PairTokens], weighting: str, own: Sequence[float] | None = None) -> list[float]:
+def weights(
+    pairs: Sequence[PairTokens],
+    weighting: str,
+    own: Sequence[float] | None = None,
+    gaps: Sequence[float] | None = None,
+) -> list[float]:
     """w_p by its definition."""
     each = []
     for n, pair in enumerate(pairs):
         completion = len(pair.chosen) + len(pair.rejected)
-        size = {"token": completion + 2 * len(pair.prompt), "completion": completion, "example": 1}[weighting]
+        gap = 1.0 if gaps is None else gaps[n]
+        sizes = {"token": completion + 2 * len(pair.prompt), "completion": completion, "example": 1, "gap": gap}
+        size = sizes[weighting]
         each.append(size * (1.0 if own is None else own[n]))
     return each
 

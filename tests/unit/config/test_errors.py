@@ -345,6 +345,7 @@ def test_override_that_is_not_yaml(file: Path) -> None:
         (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
         (["objective.loss=simpo", "objective.label_smoothing=0.0"], "objective.label_smoothing", "aot_unpaired."),
         (["objective.loss=aot", "objective.wpo=true"], "objective.wpo", "use another loss."),
+        (["objective.loss=softmax", "objective.weighting=gap"], "objective.weighting", "or a loss of pairs."),
         (["objective.loss=simpo", "objective.reference_moves=[8, 0.5]"], "objective.reference_moves", "Remove it."),
         (["objective.loss=exo_pair", "objective.label_smoothing=0.0"], "objective.label_smoothing", "; found 0.0."),
         (["objective.loss={simpo: 1, cpo: 1}", "model.reference=r"], "model.reference", "no reference. Remove it."),

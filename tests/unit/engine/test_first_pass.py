@@ -15,7 +15,7 @@ from torch import Tensor
 from isopref.batch.packing import Budget, plan_step
 from isopref.batch.step import Step, build_step
 from isopref.data.table import ExampleTable
-from isopref.engine.first_pass import FirstPass, Score
+from isopref.engine.first_pass import FirstPass, Gain, Score
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError
 from isopref.objectives.coupled import Whole
@@ -41,7 +41,8 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     ref = -tokens * (0.5 + torch.rand(2, num_pairs, generator=generator, dtype=torch.float64))
     policy = ref + torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     weights = 0.2 + torch.rand(num_pairs, generator=generator, dtype=torch.float64)
-    return PairLogps(*policy, *tokens), PairLogps(*ref, *tokens), weights
+    gap = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
+    return PairLogps(*policy, *tokens, gap=gap), PairLogps(*ref, *tokens, gap=gap), weights
 
 
 def total(loss: Loss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:
@@ -184,22 +185,22 @@ def test_the_past_is_in_the_checkpoint_and_a_dry_run_is_not_in_the_past() -> Non
 @pytest.mark.parametrize("case", COUPLED)
 def test_coupling_inside_a_microbatch_would_show(case: str) -> None:
     """What others do: each microbatch is sorted by itself."""
-    linear = FirstPass.linear
+    prepare = FirstPass.prepare
 
-    def local(self: FirstPass, step: Step, score: Score) -> Step:
+    def local(self: FirstPass, step: Step, score: Score, gain: Gain) -> Step:
         alone = []
         for work in step.work:
             places = torch.arange(len(work.place))
             share = float(work.loss_share.sum())
             one = replace(work, place=places, loss_share=work.loss_share / share)
-            cut = linear(self, replace(step, work=(one,), num_comparisons=len(places)), score).work[0]
+            cut = prepare(self, replace(step, work=(one,), num_comparisons=len(places)), score, gain).work[0]
             assert cut.linear is not None
             alone.append(replace(work, linear=replace(cut.linear, slope=cut.linear.slope * share)))
         return replace(step, work=tuple(alone))
 
     cell = Cell(objective=case)
     assert measure(cell).gradient_error <= matrix.bound(cell)
-    with patch.object(FirstPass, "linear", local):
+    with patch.object(FirstPass, "prepare", local):
         assert measure(cell).gradient_error > 1e-3
         assert measure(replace(cell, cut="whole")).gradient_error <= matrix.bound(cell)
 

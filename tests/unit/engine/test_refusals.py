@@ -76,5 +76,5 @@ def test_gaps_that_nobody_told() -> None:
 
 def test_padded_batches_have_no_gaps() -> None:
     module, _ = build_module(Cell(objective="odpo"), TableLogps(torch.zeros(16)))
-    with pytest.raises(ConfigError, match="needs the gap between the scores of two answers, and a padded batch has"):
+    with pytest.raises(ConfigError, match="need the gap between the scores of two answers, and a padded batch"):
         module.train_batch(padded_batch([0, 1], 8))

@@ -15,7 +15,7 @@ def logit(p: float) -> float:
 def test_a_model_that_is_right_as_often_as_it_says() -> None:
     """Of ten pairs at a confidence of 0.7, it has seven right."""
     margin = np.array([logit(0.7)] * 7 + [-logit(0.7)] * 3)
-    found = calibration_error(margin, (margin > 0).astype(float))
+    found = calibration_error(margin, (margin > 0).astype(float), np.arange(len(margin)))
     assert found.value == pytest.approx(0, abs=1e-12)
     assert found.high > 0.1
 
@@ -25,4 +25,6 @@ def test_a_model_that_is_too_sure() -> None:
     sure = np.array([logit(0.9)] * 5 + [-logit(0.9)] * 5)
     unsure = np.array([logit(0.6)] * 6 + [-logit(0.6)] * 4)
     margin = np.concatenate([sure, unsure])
-    assert calibration_error(margin, (margin > 0).astype(float)).value == pytest.approx(0.2, abs=1e-12)
+    assert calibration_error(margin, (margin > 0).astype(float), np.arange(len(margin))).value == pytest.approx(
+        0.2, abs=1e-12
+    )

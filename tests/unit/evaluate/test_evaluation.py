@@ -81,6 +81,7 @@ def test_all_other_figures_count_each_pair_once(weighting: Weighting) -> None:
     # Margins of rewards are 1, -0.5, 0, 1.5 around their mean 0.5: squares 0.25, 1, 0.25, 1.
     assert found.reward_margin_std.value == pytest.approx(math.sqrt(2.5 / 4))
     # Per token: -1 > -1.5; -2 = -2; -2.5 < -1.5; -0.5 = -0.5.
+    assert found.logp_accuracy is not None
     assert found.logp_accuracy.value == (1 + 0.5 + 0 + 0.5) / 4
 
 
@@ -202,6 +203,7 @@ def test_a_share_of_all_pairs_has_wilsons_interval() -> None:
     all_won = many(8, seed=0, share=1.0)
     for figure in (all_won.accuracy, all_won.logp_accuracy):
         # w = n: z^2/2 +- z^2/2 is z^2 or nothing, so the ends are (n + z^2) / (n + z^2) and n / (n + z^2).
+        assert figure is not None
         assert (figure.value, figure.high) == (1.0, 1.0)
         assert figure.low == pytest.approx(8 / (8 + Z2), abs=1e-6)  # 0.676
     all_lost = many(8, seed=0, share=0.0).accuracy

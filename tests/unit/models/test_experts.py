@@ -11,7 +11,7 @@ from isopref.batch.packing import Budget, RowKind, plan_step
 from isopref.batch.rows import build_microbatch
 from isopref.batch.step import Step, build_step
 from isopref.data.table import ExampleTable
-from isopref.engine.first_pass import FirstPass, Score
+from isopref.engine.first_pass import FirstPass, Gain, Score
 from isopref.engine.train_module import DPOTrainModule
 from isopref.errors import ConfigError, ModelError
 from isopref.examples import PairTokens
@@ -90,15 +90,15 @@ def test_one_layer_is_what_transformers_computes() -> None:
 
 def test_the_balance_of_each_microbatch_would_show() -> None:
     """What others do: the share of an expert is that in a microbatch."""
-    linear = FirstPass.linear
+    prepare = FirstPass.prepare
 
-    def local(self: FirstPass, step: Step, score: Score) -> Step:
-        alone = [linear(self, replace(step, work=(work,)), score).work[0] for work in step.work]
+    def local(self: FirstPass, step: Step, score: Score, gain: Gain) -> Step:
+        alone = [prepare(self, replace(step, work=(work,)), score, gain).work[0] for work in step.work]
         return replace(step, work=tuple(alone))
 
     cell = Cell(architecture="qwen3_moe", dtype="float32", balance_weight=20.0)
     assert measure(cell).gradient_error <= matrix.bound(cell)
-    with patch.object(FirstPass, "linear", local):
+    with patch.object(FirstPass, "prepare", local):
         assert measure(cell).gradient_error > 1e-2
 
 

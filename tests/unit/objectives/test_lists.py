@@ -40,6 +40,42 @@ def test_softmax_by_hand() -> None:
     assert of_each("softmax", policy, ref, beta=1.0).tolist() == pytest.approx([0.0, -math.log(2 / 6), 0.0])
 
 
+def test_lipo_by_hand_where_ranks_are_whole_numbers() -> None:
+    """By reward, the third answer is first, the second one second. Scores from 0 to 1 are 0, 1 and 1/2."""
+    policy, ref = lists(GAINS, SCORES)
+    first, second, third = (1 / math.log(1 + rank) for rank in (1, 2, 3))
+    root = math.sqrt(2)
+    expected = [
+        0.0,
+        (2 - root) * (first - second) * math.log(1 + 3 / 2) + (2 - 1) * (second - third) * math.log(1 + 1 / 2),
+        (root - 1) * (first - third) * math.log(1 + 1 / 3),
+    ]
+    assert of_each("lipo", policy, ref, beta=1.0, rank_temperature=0.01).tolist() == pytest.approx(expected)
+
+
+def test_lipo_by_hand_where_all_rewards_are_equal() -> None:
+    """Of three tied answers the third is as likely to be above as below: ranks 1.5 and 2.5 for any two of them."""
+    policy, ref = lists([0.0, 0.0, 0.0], [0.0, 1.0, 0.5])
+    apart = 1 / math.log(2.5) - 1 / math.log(3.5)
+    expected = [value * apart * math.log(2) for value in (0, (2 - math.sqrt(2)) + (2 - 1), math.sqrt(2) - 1)]
+    assert of_each("lipo", policy, ref).tolist() == pytest.approx(expected)
+
+
+def test_lipo_is_not_decided_by_rounding() -> None:
+    """Before the first step the rewards of a list differ by rounding alone, and every layout rounds in its own way."""
+    random = torch.Generator().manual_seed(0)
+    scores = [0.1, 0.9, 0.4, 0.7, 0.2]
+    found = []
+    for _ in range(20):
+        policy, ref = lists((1e-12 * torch.randn(5, generator=random, dtype=torch.float64)).tolist(), scores)
+        loss = of_each("lipo", policy, ref).sum()
+        found.append((float(loss.detach()), torch.autograd.grad(loss, policy.logp)[0]))
+    for value, gradient in found[1:]:
+        assert value == pytest.approx(found[0][0], rel=1e-10)
+        torch.testing.assert_close(gradient, found[0][1], rtol=1e-10, atol=0)
+    assert found[0][1].abs().min() > 1e-4  # and it trains
+
+
 @pytest.mark.parametrize("case", LIST_CASES)
 def test_a_tie_says_nothing(case: str) -> None:
     policy, ref = lists([1.0, 2.0, 3.0, 7.0], [4.0, 4.0, 4.0, math.nan])

@@ -21,12 +21,14 @@ from isopref.testing.equations import (
     BATCH_CASES,
     CASES,
     COUPLED_EQUATIONS,
+    LABEL_CASES,
     LIST_CASES,
     LIST_EQUATIONS,
     answers,
     by_equation,
     reward,
 )
+from isopref.testing.labels import LABEL_EQUATIONS
 from isopref.types import PairLogps, moved
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "d"}}
@@ -174,7 +176,10 @@ def test_rewards_are_those_of_the_second_writing(case: str) -> None:
 
 
 def test_every_objective_has_a_formula_and_a_case() -> None:
-    assert {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS) | set(LIST_EQUATIONS) == set(OBJECTIVES)
+    paired = {name for name, _ in CASES.values()} | set(COUPLED_EQUATIONS)
+    assert paired | set(LIST_EQUATIONS) | set(LABEL_EQUATIONS) == set(OBJECTIVES)
+    assert {name for name, about in OBJECTIVES.items() if about.kind == "labels"} == set(LABEL_EQUATIONS)
+    assert set(LABEL_EQUATIONS) < set(LABEL_CASES)
     assert (
         {name for name, about in OBJECTIVES.items() if about.kind == "lists"} == set(LIST_EQUATIONS) == set(LIST_CASES)
     )
@@ -182,7 +187,8 @@ def test_every_objective_has_a_formula_and_a_case() -> None:
     for name, objective in OBJECTIVES.items():
         parameters = inspect.signature(objective.formula).parameters.values()
         keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
-        assert keywords == {*objective.params, *(["whole"] if objective.coupled else [])}, name
+        of_batch = ["whole"] * objective.coupled + ["anchor"] * (objective.anchor is not None)
+        assert keywords == {*objective.params, *of_batch}, name
         assert [term.params for term in pair_loss(name).summands] == [objective.defaults]
 
 

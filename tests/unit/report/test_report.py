@@ -15,8 +15,9 @@ from isopref.errors import RunError
 from isopref.report import charts
 from isopref.report.charts import Line, fitted, over_steps
 from isopref.report.compare import math_that_differs, parting
+from isopref.report.curves import curves
 from isopref.report.elements import element, fixed, join, number
-from isopref.report.figures import field_rows, figure_rows
+from isopref.report.figures import entries, field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.runs.read import RunRecord, read_run
@@ -330,3 +331,40 @@ def test_figures_in_markdown(tmp_path: Path) -> None:
     assert "| preference accuracy | 0.500 (0.450 to 0.550) | 0.900 (0.850 to 0.950) |" in text
     assert "| model.path | m |" in text
     assert [row.label for row in figure_rows(run)] == ["preference accuracy", "loss"]
+
+
+# --- charts --------------------------------------------------------------------------------------------
+
+
+def test_held_out_curves_begin_before_training(tmp_path: Path) -> None:
+    metrics = [{"step": step, "train/loss": 0.6, "eval/loss": 0.8 - 0.1 * step} for step in (1, 2)]
+    _, data = curves(entries([read_run(make_run(tmp_path / "run", metrics))]))
+    training, held_out = data["loss"]["lines"]
+    assert (training["x"], held_out["x"]) == ([1, 2], [0, 1, 2])
+    assert held_out["y"] == pytest.approx([0.5, 0.7, 0.6])  # what was evaluated before training, and at both steps
+
+
+def test_strips_of_intervals_have_a_scale() -> None:
+    strip = charts.intervals([({"value": 0.5, "low": 0.25, "high": 0.75}, "was")], -0.5, 1.5, "+")
+    assert f">{MINUS}0.50</text>" in strip
+    assert ">+1.50</text>" in strip
+    assert 'cx="50.00%"' in strip  # the middle of -0.5 to 1.5
+    assert 'x1="26.50%"' in strip  # of 3% to 97%, a quarter: zero
+
+
+def test_axes_are_named(tmp_path: Path) -> None:
+    html = page([read_run(make_run(tmp_path / "run", noisy_metrics(20)))])
+    for title in ("step", "reward", "tokens of the answer"):
+        assert f">{title}</text>" in html
+    assert "<small>share of answers</small>" in html
+
+
+def test_names_of_fields_are_broken_at_their_joints(tmp_path: Path) -> None:
+    html = page([read_run(make_run(tmp_path / "run", noisy_metrics(20)))])
+    assert '<th class="field">objective.<wbr>nll_<wbr>weight</th>' in html
+
+
+def test_hints_fit_the_device(tmp_path: Path) -> None:
+    html = page([read_run(make_run(tmp_path / "run", noisy_metrics(20)))])
+    assert '<span class="mouse">Point at a chart' in html
+    assert '<span class="touch">Tap a chart' in html

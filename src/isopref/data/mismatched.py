@@ -1,0 +1,102 @@
+"""Mismatched pairs: every prompt of a table with an answer to another question, as KTO estimates its KL term with.
+
+Who is matched with whom depends on content alone: neither the order of the examples, nor their files, batches or ranks
+have a say. N: examples of a table.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isopref.data.content import ID_BYTES, answer_id
+from isopref.data.table import ExampleTable
+from isopref.errors import DataError
+from isopref.examples import Example, Lengths
+from isopref.types import IntArray
+
+
+class Mismatched:
+    """The examples of a table, each with one answer: that of its partner, which asks something else.
+
+    The partner is the next example in the order of the examples' ids that has another question; the last one is
+    followed by the first. Of its answers, the one with the smallest id is taken. Where it would make the sequence
+    longer than every one of the table, it is cut there, so that what holds the table holds this too.
+
+    Raises DataError for a table with a single question.
+    """
+
+    def __init__(self, table: ExampleTable):
+        self.table = table
+        self.answer = _first_answers(table)[partners(table.ids, table.question_ids)]  # N: number of the table's answer
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        of_table = self.table.lengths
+        room = of_table.sequence.max() - of_table.prompt
+        answer = np.minimum(of_table.answer[self.answer], room)
+        return Lengths(
+            prompt=of_table.prompt,
+            answer=answer,
+            tree=of_table.prompt + answer,
+            num_answers=np.ones(len(self), np.int64),
+            num_comparisons=np.zeros(len(self), np.int64),
+            compared=np.zeros((0, 2), np.int64),
+        )
+
+    def example(self, index: int) -> Example:
+        answer = int(self.answer[index])
+        lengths = self.table.lengths
+        partner = int(lengths.of_answer[answer])
+        tokens = self.table.example(partner).answers[answer - int(lengths.first_answer[partner])]
+        return Example(self.table.example(index).prompt, (tokens[: int(self.lengths.answer[index])],))
+
+    def origin(self, index: int) -> str:
+        return self.table.origin(index)
+
+    @cached_property
+    def answer_ids(self) -> NDArray[np.uint8]:
+        """What each prompt with its answer is, by content: N, 16."""
+        ids = bytearray()
+        for index in range(len(self)):
+            prompt, (answer,), *_ = self.example(index)
+            ids += answer_id(prompt, answer)
+        return np.frombuffer(bytes(ids), np.uint8).reshape(-1, ID_BYTES)
+
+
+def partners(ids_N: NDArray[np.uint8], questions_N: NDArray[np.uint64]) -> IntArray:
+    """The next example by id, cyclically, that has another question, for each one: N. Raises DataError for none."""
+    order = _by_id(ids_N)
+    questions = questions_N[order]
+    twice = np.concatenate([questions, questions])
+    changes = np.flatnonzero(twice[1:] != twice[:-1]) + 1  # where another question begins
+    if not len(changes):
+        raise DataError(
+            "kto compares answers with those to other questions, but all examples of the table ask the same. Add data "
+            "with other prompts, or use another loss, such as bco."
+        )
+    size = len(order)
+    following = changes[np.searchsorted(changes, np.arange(size), side="right")]
+    found = np.empty(size, np.int64)
+    found[order] = order[following % size]
+    return found
+
+
+def _first_answers(table: ExampleTable) -> IntArray:
+    """The answer of each example that has the smallest id, as a number of the table: N."""
+    rank = np.empty(len(table.answer_ids), np.int64)
+    rank[_by_id(table.answer_ids)] = np.arange(len(rank))
+    order = np.lexsort((rank, table.lengths.of_answer))
+    first: IntArray = order[table.lengths.first_answer]
+    return first
+
+
+def _by_id(ids: NDArray[np.uint8]) -> IntArray:
+    """What puts ids in order."""
+    high, low = np.ascontiguousarray(ids).view(">u8").T
+    return np.lexsort((low, high))

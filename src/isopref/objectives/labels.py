@@ -1,0 +1,69 @@
+"""Objectives of one labelled answer at a time, compared with a reference. Imports no torch; declare.py says how.
+
+An answer is good or bad, by itself: nothing has to be known of other answers to its prompt. A formula may ask for an
+anchor, a number of nats that a gain is measured against. It comes from the whole global batch, before the pass with
+gradients, and no gradient goes through it (engine/first_pass.py). A: labelled answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isopref.objectives.declare import BETA, Param, objective
+from isopref.objectives.parts import label_margins, logsigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isopref.types import LabelLogps
+
+
+def midpoint(past_22: Tensor) -> Tensor:
+    """Half the way between the mean gains of good and bad answers; the mean of one of them if that is all there is.
+
+    `past` has a row for good and one for bad answers: the sum of their gains, and the sum of what they count for.
+    """
+    sums, counts = past_22.unbind(dim=1)
+    seen = counts > 0
+    means = sums / counts.where(seen, 1)
+    return means.sum() / seen.sum()
+
+
+@objective(
+    params={
+        "beta": BETA,
+        "desirable_weight": Param(1.0, "Factor of the loss of good answers.", {"gt": 0}),
+        "undesirable_weight": Param(1.0, "Factor of the loss of bad answers.", {"gt": 0}),
+    },
+    equation="w_d (1 - s(b (G - z))) of a good answer, w_u (1 - s(b (z - G))) of a bad one, where z = max(0, mean G of "
+    "mismatched pairs in the batch)",
+    use="Answers with a thumbs up or down; also unbalanced ones, and pairs whose labels are noisy",
+    paper="KTO, Ethayarajh et al. 2024 (2402.01306), eq. 8",
+    kind="labels",
+    anchor="kl",
+)
+def kto(
+    policy: LabelLogps,
+    ref: LabelLogps,
+    *,
+    anchor: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    good = policy.good.to(policy.logp.dtype)
+    factor = desirable_weight * good + undesirable_weight * (1 - good)
+    return factor * (-beta * label_margins(policy, ref, anchor)).sigmoid()  # 1 - s(x) = s(-x)
+
+
+@objective(
+    params={"beta": BETA},
+    equation="-ls(b G - d) of a good answer, -ls(d - b G) of a bad one, where d is half way between the mean rewards "
+    "b G of good and of bad answers so far, this batch included",
+    use="A classifier of good and bad answers, whose threshold moves along with the rewards",
+    paper="BCO, Jung et al. 2024 (2404.04656)",
+    kind="labels",
+    anchor="midpoint",
+)
+def bco(policy: LabelLogps, ref: LabelLogps, *, anchor: Tensor, beta: float) -> Tensor:
+    return -logsigmoid(beta * label_margins(policy, ref, anchor))
