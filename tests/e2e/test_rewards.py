@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from isopref.batch.packing import Budget
 from isopref.data.table import ExampleTable
+from isopref.engine import train_module
 from isopref.models.reward import RewardModel, load_reward_model
-from isopref.score import score_table
+from isopref.score import score, score_table
 from isopref.testing.models import random_pairs
 from support.project import MakeProject, Project, Weights
 
@@ -97,6 +99,9 @@ def test_a_reward_model_learns_and_its_run_speaks_of_rewards(
     assert not any("logp" in name or name.endswith("nll") for line in read_metrics(run) for name in line)
     after = json.loads((run / "evaluation.json").read_text())["after"]
     assert after["accuracy"]["value"] > 0.8
+    assert after["logp_accuracy"] is None
+    assert 0 < after["loss"]["value"] < math.log(2)
+    assert 0 <= after["calibration_error"]["value"] <= 1
     for text in (outcome.out, (run / "report.html").read_text()):
         assert "log-prob" not in text.lower()
         assert "implicit" not in text.lower()
@@ -114,6 +119,24 @@ def test_it_goes_on_where_it_was_stopped(project: Project) -> None:
     assert "resume after step 9" in outcome.out
     found = weights(project.folder / "again" / "model")
     assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
+
+
+def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = weights(project.train("whole", LOSS, *FAST) / "model")
+
+    def limited(model: Any, microbatch: Any, needs: Any) -> Any:
+        if model.training and microbatch.passes[0].input_ids.numel() > 150:
+            raise torch.OutOfMemoryError("planted")
+        return score(model, microbatch, needs)
+
+    monkeypatch.setattr(train_module, "score", limited)
+    outcome = project.isopref("train", "my.yaml", "run.folder=small", LOSS, *FAST)
+    assert outcome.code == 0, outcome.err
+    assert "memory" in outcome.out
+    found = weights(project.folder / "small" / "model")
+    assert all(tensor.sub(found[name]).abs().max() < 1e-9 for name, tensor in whole.items())
 
 
 def test_a_new_head_is_the_seed_s_and_replaces_the_language_model_s(project: Project) -> None:
@@ -176,9 +199,9 @@ def test_other_models_are_refused(project: Project) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     outcome = project.isopref("train", "my.yaml", LOSS, f"model.path={folder}")
     assert "its padding token (2) also ends answers" in outcome.err
-    load(folder).config.__class__.from_pretrained(folder, num_labels=3).save_pretrained(folder)
+    AutoConfig.from_pretrained(folder, num_labels=3).save_pretrained(folder)
     outcome = project.isopref("train", "my.yaml", LOSS, f"model.path={folder}")
-    assert outcome.code == 1
+    assert "has 3 labels" in outcome.err
 
 
 def test_the_other_commands(project: Project) -> None:

@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def tokens(tokenizer: Any, record: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
+def tokens(tokenizer: Any, record: dict[str, Any], answer: str) -> tuple[Any, Any]:
     """A prompt and its answer, up to the token that ends it."""
     question = [{"role": "user", "content": record["prompt"]}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
@@ -55,7 +55,7 @@ def test_rewards_are_transformers_own(project: Project, reward: Path) -> None:
 
 @torch.no_grad()
 def test_a_language_model_gives_log_probabilities_of_lists(project: Project) -> None:
-    record = {"prompt": "why?", "responses": ["because", "because it is", "no"], "scores": [2, 3, 1]}
+    record: dict[str, Any] = {"prompt": "why?", "responses": ["because", "because it is", "no"], "scores": [2, 3, 1]}
     project.write_pairs("lists.jsonl", [record])
     outcome = project.isopref("score", "lists.jsonl", "--model", str(project.model), "--out", "found.jsonl", FLOAT64)
     assert outcome.code == 0, outcome.err
@@ -73,7 +73,8 @@ def test_it_goes_on_where_it_was_killed(project: Project, reward: Path, torn: st
     with mock.patch.object(score, "CHUNK", 4):
         outcome = project.isopref("score", "many.jsonl", "--model", str(reward), "--out", "whole.jsonl")
         assert outcome.code == 0, outcome.err
-        append, written = score.Unfinished.append, []
+        append = score.Unfinished.append
+        written: list[str] = []
 
         def killed(self: score.Unfinished, text: str) -> None:
             if len(written) == 2:

@@ -8,7 +8,7 @@ from isopref.build.model import score_all
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.evaluate import Evaluation, Figure, evaluate, rewards
-from isopref.report.figures import LABELS, OF_LABELS, OF_LISTS, held_out_title
+from isopref.report.figures import LABELS, OF_LABELS, OF_LISTS, OF_ONE_READOUT, held_out_title
 from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
@@ -74,7 +74,7 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
     for name, (label, sign) in LABELS.items():
         if name in figures:
             yield label, _cell(figures[name], sign)
-        elif found.pairs and name not in (*OF_LISTS, *OF_LABELS, "logp_accuracy"):  # a reward model has no logp
+        elif found.pairs and name not in (*OF_LISTS, *OF_LABELS, *OF_ONE_READOUT):
             yield label, "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)

@@ -91,7 +91,8 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
 
     Until then all ranks of a machine share it, and a cast of the whole would have filled its memory once for each.
     """
-    model, options = run.config.model, {"trust_remote_code": run.config.model.trust_remote_code, "setting": setting}
+    model = run.config.model
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "setting": setting}
     is_reward = run.loss.readout == "reward"
     kind = RewardModel if is_reward else Policy
     if model.dtype == "float32" and not model.native and not hf.is_olmo_core(path):

@@ -100,11 +100,12 @@ class ObjectiveConfig(Section):
             yield "wpo", what
         for what in registry.kind_problems(self.loss, ld_alpha=self.ld_alpha):
             yield "loss", what
+        for what in registry.reward_problems(
+            self.loss, nll_weight=self.nll_weight, ld_alpha=self.ld_alpha, wpo=self.wpo
+        ):
+            yield "loss", what
         for what in registry.gap_problems(self.loss) if self.weighting == "gap" else ():
             yield "weighting", what
-        modifiers = {"nll_weight": self.nll_weight, "ld_alpha": self.ld_alpha, "wpo": self.wpo}
-        for what in registry.reward_problems(self.loss, **modifiers):
-            yield "loss", what
         if self.reference_moves and not self.needs_reference:
             moves, loss = list(self.reference_moves), ", ".join(registry.weights(self.loss))
             yield (
@@ -120,7 +121,9 @@ def param_fields() -> dict[str, FieldInfo]:
         first, param = next(iter(of.items()))
         number: Any = Annotated[float, Field(**param.bounds)]
         kind: Any = (Literal[param.words] | number if param.words else number) | None
-        takers = "" if len(of) == len(OBJECTIVES) else f" For {', '.join(of)}."
+        others = [one for one in OBJECTIVES if one not in of]
+        takers = f" Not for {', '.join(others)}." if len(others) < len(of) else f" For {', '.join(of)}."
+        takers = takers if others else ""
         plain = param.default if isinstance(param.default, str) else f"{param.default:g}"
         default = f"null: the loss's own default, which is {plain} for {first}."
         found[name] = FieldInfo.from_annotated_attribute(

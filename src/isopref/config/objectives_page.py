@@ -106,6 +106,11 @@ ones, `margin` between their mean gains, and for kto its KL term as `kl`. `accur
 right side of z, or of d. A batch without bad answers adds nothing to figures of bad ones. Held-out answers are one
 batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the share of good answers.
 
+## Reward models
+
+`bradley_terry` and `plackett_luce_reward` train a [reward model](rewards.md): r is the number that its head gives an
+answer, and `gap` the difference between the scores that the data gives the two answers of a pair.
+
 ## Divergences
 
 `objective.divergence` of `sigmoid`, in terms of u = pi/ref of an answer (f-DPO, table 1). Constants cancel in the

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isopref.evaluate.calibration import calibration_error
 from isopref.evaluate.intervals import Figure, correlation, figure, means, share
 from isopref.evaluate.labels import Bin, Labels
 from isopref.evaluate.lists import Lists, lists_of
@@ -45,7 +46,8 @@ class Evaluation:
     auc: Figure | None = None  # share of pairs of a good and a bad answer of which the good one has the larger reward
     reward_good: Figure | None = None  # mean reward of good answers
     reward_bad: Figure | None = None  # mean reward of bad answers
-    calibration_error: Figure | None = None  # by how much sigmoid(reward) is off the share of good answers
+    # How far sigmoid(reward) is off the share of good answers; of a reward model, see calibration.py.
+    calibration_error: Figure | None = None
     calibration: tuple[Bin, ...] = ()
     by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
 
@@ -172,6 +174,7 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
     if not len(pairs.won):
         names = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "length_correlation")
         return {"pairs": 0, "by_length": (), **dict.fromkeys(names)}
+    is_reward = bool(np.isnan(pairs.per_token).any())
     reward_margin_N = pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
@@ -190,8 +193,9 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
         "accuracy": share(pairs.won, pairs.example),
         "reward_margin": figure(reward_margin),
         "reward_margin_std": figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        "logp_accuracy": None if np.isnan(pairs.per_token).any() else share(won(pairs.per_token), pairs.example),
+        "logp_accuracy": None if is_reward else share(won(pairs.per_token), pairs.example),
         "length_correlation": correlation(*moments),
+        "calibration_error": calibration_error(reward_margin_N, pairs.won, pairs.example) if is_reward else None,
         "by_length": tuple(buckets(pairs)),
     }
 

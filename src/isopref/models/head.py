@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 REWARD_HEADS = ("score", "classifier")  # what transformers and peft call it
 
 
-def head_of(model: PreTrainedModel | NativeModel) -> nn.Module | None:
-    """The head of either kind of model, if it has one."""
-    found: nn.Module | None = model.get_output_embeddings()
+def head_of(model: PreTrainedModel | NativeModel) -> Any:
+    """The head of either kind of model; None where it has none."""
+    found = model.get_output_embeddings()
     name = None if found is not None else reward_head_name(model)
     return found if name is None else getattr(model, name)
 

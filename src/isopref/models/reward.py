@@ -97,15 +97,21 @@ def load_reward_model(
         return adapter.merged(base, path, setting=setting)
     if not is_reward_model(path, trust_remote_code=trust_remote_code, setting=setting):
         return with_new_head(hf.load_model(path, **options), dtype=head_dtype, seed=seed, setting=setting)
-    return _checked(hf.load_model(path, kind=AutoModelForSequenceClassification, **options), path, setting)
+    _check_labels(hf.read_config(path, trust_remote_code=trust_remote_code, setting=setting), path, setting)
+    model = hf.load_model(path, kind=AutoModelForSequenceClassification, **options)
+    _head_name(model, setting)
+    return model
 
 
 def load_narrow(path: str, *, seed: int, trust_remote_code: bool, setting: str) -> PreTrainedModel | None:
     """The same as `hf.load_narrow` has it; a new head is in float32."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "setting": setting}
     if is_reward_model(path, **options):
+        _check_labels(hf.read_config(path, **options), path, setting)
         found = hf.load_narrow(path, kind=AutoModelForSequenceClassification, **options)
-        return None if found is None else _checked(found, path, setting)
+        if found is not None:
+            _head_name(found, setting)
+        return found
     found = hf.load_narrow(path, **options)
     return None if found is None else with_new_head(found, dtype=torch.float32, seed=seed, setting=setting)
 
@@ -113,7 +119,11 @@ def load_narrow(path: str, *, seed: int, trust_remote_code: bool, setting: str) 
 def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
     """The model without its weights, on the meta device. Raises ModelError."""
     config = hf.read_config(path, trust_remote_code=trust_remote_code, setting=setting)
-    return _checked(empty_classifier(config, setting=setting), path, setting)
+    if _is_classifier(config):
+        _check_labels(config, path, setting)
+    model = empty_classifier(config, setting=setting)
+    _head_name(model, setting)
+    return model
 
 
 def with_new_head(
@@ -169,15 +179,13 @@ def one_label(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _checked(model: PreTrainedModel, path: str, setting: str) -> PreTrainedModel:
-    """The model, if its score is one number from one linear layer. Raises ModelError."""
-    if model.config.num_labels != 1:
+def _check_labels(config: PreTrainedConfig, path: str, setting: str) -> None:
+    """Raise ModelError for a classifier that does not give one number."""
+    if config.num_labels != 1:
         raise ModelError(
-            f"{setting}: {path} has {model.config.num_labels} labels (num_labels in its config), and a reward is one "
-            "number. Start from a model with one label, or from the language model that it was made of."
+            f"{setting}: {path} has {config.num_labels} labels (num_labels in its config), and a reward is one number. "
+            "Start from a model with one label, or from the language model that it was made of."
         )
-    _head_name(model, setting)
-    return model
 
 
 def _head_name(model: PreTrainedModel, setting: str) -> str:

@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 )
 def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: float) -> Tensor:
     chosen, rejected = policy.chosen, policy.rejected
-    wanted = 0.0 if policy.gap is None else margin * policy.gap
-    return -logsigmoid(chosen - rejected - wanted) + center * (chosen + rejected) ** 2
+    apart = chosen - rejected
+    if margin:
+        assert policy.gap is not None, "declared above"
+        apart = apart - margin * policy.gap
+    return -logsigmoid(apart) + center * (chosen + rejected) ** 2
 
 
 @objective(

@@ -28,6 +28,7 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "ndcg": ("NDCG", ""),
 }
 OF_LABELS = ("auc", "reward_good", "reward_bad", "calibration_error")
+OF_ONE_READOUT = ("logp_accuracy", "calibration_error")  # the first of a policy, the second of a reward model
 OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
 MISSING = object()  # a config field that another version of isopref does not have
 

@@ -404,6 +404,8 @@ LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
         {"beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     ),
 }
+# Those that are computed with a reward model.
+REWARD_CASES = ("bradley_terry", "bradley_terry_margin", "plackett_luce_reward")
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
     **CASES,
     **BATCH_CASES,

@@ -236,10 +236,10 @@ def _expected(
 
 
 def _ranked(
-    model: nn.Module, examples: list[Example], reference: TableLogps, reward: bool
+    model: nn.Module, examples: list[Example], reference: TableLogps, is_reward: bool
 ) -> list[list[tuple[Answer, float]]]:
     """The answers of each example with their scores, as the equations take them."""
-    of = oracle.sequence_reward if reward else oracle.sequence_logp
+    of = oracle.sequence_reward if is_reward else oracle.sequence_logp
     ref = iter(torch.from_numpy(reference.answers))
     return [
         [

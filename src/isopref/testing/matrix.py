@@ -60,8 +60,8 @@ def cells(ranks: int) -> list[Cell]:
             found.update(dict.fromkeys(_tensor(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_labels(base)))
-        found.update(dict.fromkeys(_adapters(base)))
         found.update(dict.fromkeys(_rewards(base)))
+        found.update(dict.fromkeys(_adapters(base)))
     return list(found)
 
 

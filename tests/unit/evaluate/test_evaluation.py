@@ -212,6 +212,7 @@ def test_a_share_of_all_pairs_has_wilsons_interval() -> None:
     all_won = many(8, seed=0, share=1.0)
     for figure in (all_won.figures()["accuracy"], all_won.figures()["logp_accuracy"]):
         # w = n: z^2/2 +- z^2/2 is z^2 or nothing, so the ends are (n + z^2) / (n + z^2) and n / (n + z^2).
+        assert figure is not None
         assert (figure.value, figure.high) == (1.0, 1.0)
         assert figure.low == pytest.approx(8 / (8 + Z2), abs=1e-6)  # 0.676
     all_lost = many(8, seed=0, share=0.0).figures()["accuracy"]

@@ -1,0 +1,30 @@
+"""Expected calibration error, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from isopref.evaluate.calibration import calibration_error
+
+
+def logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def test_a_model_that_is_right_as_often_as_it_says() -> None:
+    """Of ten pairs at a confidence of 0.7, it has seven right."""
+    margin = np.array([logit(0.7)] * 7 + [-logit(0.7)] * 3)
+    found = calibration_error(margin, (margin > 0).astype(float), np.arange(len(margin)))
+    assert found.value == pytest.approx(0, abs=1e-12)
+    assert found.high > 0.1
+
+
+def test_a_model_that_is_too_sure() -> None:
+    """At 0.9 it has five of ten right, at 0.6 six of ten: half of the pairs are off by 0.4."""
+    sure = np.array([logit(0.9)] * 5 + [-logit(0.9)] * 5)
+    unsure = np.array([logit(0.6)] * 6 + [-logit(0.6)] * 4)
+    margin = np.concatenate([sure, unsure])
+    assert calibration_error(margin, (margin > 0).astype(float), np.arange(len(margin))).value == pytest.approx(
+        0.2, abs=1e-12
+    )
