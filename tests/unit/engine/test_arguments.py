@@ -42,7 +42,7 @@ def loader(**changes: Any) -> ExampleLoader:
     ("changes", "message"),
     [
         ({"grad_sync": "never"}, "grad_sync must be one of last, every; found 'never'."),
-        ({"weighting": "tokens"}, "weighting must be one of token, completion, example; found 'tokens'."),
+        ({"weighting": "tokens"}, "weighting must be one of token, completion, example, gap; found 'tokens'."),
         ({"model": tiny_model("gpt2")}, "model must be a Policy, or what parallelize returns for one; found a GPT2LM"),
         ({"objective": "sigmoid"}, 'objective must be what pair_loss returns, as in pair_loss("sigmoid"); found \'sig'),
         ({"optim": "adamw"}, "optim must be a torch optimizer of the model's parameters; found 'adamw'."),
@@ -72,7 +72,7 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
         ({"table": TABLE.select([])}, "the table has no pairs."),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1; found 0."),
         ({"budget": 4096}, 'budget must be a Budget, as in Budget("shared", 8192); found 4096.'),
-        ({"weighting": "tokens"}, "weighting must be one of token, completion, example; found 'tokens'."),
+        ({"weighting": "tokens"}, "weighting must be one of token, completion, example, gap; found 'tokens'."),
         ({"seed": -1}, "seed must be a whole number, at least 0; found -1."),
     ],
 )

@@ -41,7 +41,9 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     ref = -tokens * (0.5 + torch.rand(2, num_pairs, generator=generator, dtype=torch.float64))
     policy = ref + torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     weights = 0.2 + torch.rand(num_pairs, generator=generator, dtype=torch.float64)
-    return PairLogps(*policy, *tokens), PairLogps(*ref, *tokens), weights
+    gap = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
+    both = [PairLogps(side[0], side[1], tokens[0], tokens[1], gap=gap) for side in (policy, ref)]
+    return both[0], both[1], weights
 
 
 def total(loss: PairLoss, policy: PairLogps, ref: PairLogps, weights: Tensor) -> Tensor:
