@@ -183,7 +183,7 @@ def test_charts_have_every_logged_step(
     held_out = sum("eval/loss" in line for line in lines)
     assert held_out == 2
     points = tab.value(POINTS)
-    assert points["loss"] == points["accuracy"] == [STEPS, held_out]
+    assert points["loss"] == points["accuracy"] == [STEPS, 1 + held_out]  # and one before training
     assert points["log-probabilities"] == points["rewards"] == [STEPS, STEPS]
     for chart in ("margin", "gradient-norm", "learning-rate", "speed", "peak-memory"):
         assert points[chart] == [STEPS], chart
@@ -214,7 +214,7 @@ def test_values_under_the_pointer(tab: Tab, run: Path, read_metrics: Callable[[P
 def test_values_by_the_keyboard(tab: Tab, run: Path) -> None:
     tab.show(run / "report.html")
     tab.value("document.querySelector('svg[data-chart=\"loss\"]').focus()")
-    for key, step in (("End", STEPS), ("ArrowLeft", STEPS - 1), ("Home", 1), ("ArrowLeft", 1)):
+    for key, step in (("End", STEPS), ("ArrowLeft", STEPS - 1), ("Home", 0), ("ArrowLeft", 0)):
         tab.press(key)
         assert (tip(tab, "loss") or "").startswith(f"step {step}\n"), key
     tab.press("Escape")

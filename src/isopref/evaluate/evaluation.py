@@ -65,7 +65,12 @@ class Evaluation:
         return named
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without figures of lists where there are none."""
+        named = asdict(self)
+        for name in ("top1_accuracy", "kendall_tau", "ndcg"):
+            if named[name] is None:
+                del named[name]
+        return named | {"by_source": {source: part.as_json() for source, part in self.by_source.items()}}
 
     def _values(self, prefix: str) -> Iterator[tuple[str, float]]:
         for name, one in self.figures().items():

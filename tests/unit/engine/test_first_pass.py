@@ -42,7 +42,7 @@ def some_pairs(num_pairs: int = 12) -> tuple[PairLogps, PairLogps, Tensor]:
     policy = ref + torch.randn(2, num_pairs, generator=generator, dtype=torch.float64)
     weights = 0.2 + torch.rand(num_pairs, generator=generator, dtype=torch.float64)
     gap = 0.2 + 3 * torch.rand(num_pairs, generator=generator, dtype=torch.float64)
-    both = [replace(PairLogps(*logps, *tokens), gap=gap) for logps in (policy, ref)]
+    both = [PairLogps(side[0], side[1], tokens[0], tokens[1], gap=gap) for side in (policy, ref)]
     return both[0], both[1], weights
 
 

@@ -98,7 +98,7 @@ def test_an_evaluation_of_lists() -> None:
 def test_pairs_have_no_figures_of_lists() -> None:
     lengths, scores = lists((1, 0), (1, 0))
     found = figures(array(1, 0, 0, 1), lengths, scores)
-    assert not {"top1_accuracy", "kendall_tau", "ndcg"} & set(found.figures())
+    assert not {"top1_accuracy", "kendall_tau", "ndcg"} & {*found.figures(), *found.as_json()}
 
 
 def test_lists_that_say_nothing_are_left_out() -> None:
