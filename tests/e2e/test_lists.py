@@ -57,7 +57,7 @@ def test_what_a_run_says_of_lists(lists: Project) -> None:
     outcome = lists.isopref("train", "my.yaml", "run.folder=run", "objective.loss=plackett_luce", "optim.epochs=1")
     assert outcome.code == 0, outcome.err
     assert "data  train.jsonl: 23 lists (jsonl, list)\n" in outcome.out
-    assert "train 5 steps: 23 lists, 5 a step, 1 epoch\n" in outcome.out
+    assert "train 5 steps: 23 lists, 5 per step, 1 epoch\n" in outcome.out
     assert " lists/s" in outcome.out
     assert "held-out comparisons, with 95% intervals" in outcome.out
     page = (lists.folder / "run" / "report.html").read_text()

@@ -67,7 +67,7 @@ class Beginning:
         key, made_of = read_models(path)[name]
         if key != _key(identity):
             difference = _difference(made_of, identity or {}, self.run.folder)
-            raise RunError(f"--resume: {what} {difference}, or start a new run in another run.folder.")
+            raise RunError(f"--resume: {what} {difference}, or start a new run in a different run.folder.")
 
     def known(self, table: NamedTable, key: str) -> Known:
         """What the run began with of a table; says what a run that goes on should have and has not.
@@ -81,8 +81,8 @@ class Beginning:
         if self.resumed and lacks:
             self.run.display.say(
                 f"warning: {self.folder} lacks the reference of {lacks} of {len(table.pairs)} {table.name} "
-                f"{table.pairs.unit}s. From the cache, or scored again, it may be off by rounding from what the run "
-                "began with."
+                f"{table.pairs.unit}s. Values from "
+                "the cache, or scored again, may differ by rounding from those it started with."
             )
         return found
 
@@ -122,7 +122,7 @@ def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:
             "frozen": (found.get("frozen"), dict(found.get("frozen_made_of", {}))),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the models the config names.") from error
+        raise RunError(f"{path}: damaged ({error}). Remove it to continue with the models in the config.") from error
 
 
 def _key(identity: Identity | None) -> str | None:
@@ -136,18 +136,18 @@ def _difference(before: Identity, now: Identity, folder: Path) -> str:
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if not before:
         return (
-            f"is another model now than {then}, or transformers is another version ({folder / STARTS_FILE} has the "
-            "first). Put the first one back"
+            f"is a different model than {then}, or transformers has a different version (see "
+            f"{folder / STARTS_FILE}). Restore the original one"
         )
     if "transformers" in other:
         first = before.get("transformers")
         return (
-            f"was computed with transformers {first} {then}; here is {now.get('transformers')}, whose numbers may be "
-            f"others. Install the first: pip install transformers=={first}"
+            f"was computed with transformers {first} {then}; the installed version is {now.get('transformers')}, whose "
+            f"results may differ. Try: pip install transformers=={first}"
         )
     if "score_version" in other:
         return (
-            f"was scored by another version of isopref {then}, with other numbers. Install the first, which "
-            f"{folder / STARTS_FILE} has"
+            f"was scored by a different version of isopref {then}, with different numbers. Install that version (see "
+            f"{folder / STARTS_FILE})"
         )
-    return f"is another model now than {then}: its {' and '.join(other)} differ. Put the first one back"
+    return f"is a different model than {then}: its {' and '.join(other)} differ. Restore the original one"

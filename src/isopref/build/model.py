@@ -34,11 +34,11 @@ def check_parallel(run: Run) -> None:
             f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
         )
     if layout.offload and run.env.device.type == "cpu":
-        raise ConfigError("layout.offload: true, but the run is on the CPU, whose memory is the host's. Remove it.")
+        raise ConfigError("layout.offload: true has no effect on the CPU, which already uses host memory. Remove it.")
     if ranks % layout.tensor_parallel:
         raise ConfigError(
-            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. Start "
-            "another number (--nproc), or change it."
+            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. "
+            "Change --nproc or layout.tensor_parallel."
         )
     if layout.hsdp_shard is not None:
         check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
@@ -53,12 +53,12 @@ def say_attention(run: Run) -> None:
     kernels, fault = flash.load()
     if fault is not None:
         run.display.say(
-            f"warning: the package flash-attn-4 is installed, but cannot be imported ({fault}). Attention uses torch's "
+            f"warning: the package flash-attn-4 is installed but cannot be imported ({fault}). Attention uses torch's "
             "own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: pip uninstall "
             "flash-attn-4"
         )
     elif kernels is None:
-        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
+        run.display.say("note: a faster attention kernel is available for this card. Try: pip install 'isopref[flash]'")
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
@@ -146,7 +146,7 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
     if path is not None:
         own = adapter.base_of(path, setting=setting)
         if not _same(own, base):
-            run.display.say(f"warning: {setting}: the adapter {path} was made for {own}; here it is put on {base}")
+            run.display.say(f"warning: {setting}: the adapter {path} was made for {own}, but is used on {base}")
         adapter.load_adapter(loaded, path, dtype=getattr(torch, model.dtype), setting=setting)
     return loaded
 
@@ -160,14 +160,14 @@ def check_base(path: str) -> None:
     """Raise ConfigError for what cannot be the model under an adapter."""
     if hf.is_olmo_core(path):
         raise ConfigError(
-            f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
-            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+            f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot use as a base model. Use "
+            "a Hugging Face folder: isopref writes one next to a checkpoint."
         )
     if adapter.is_adapter(Path(path)):
         raise ConfigError(
-            f"model.adapter: {path} is an adapter itself, and what is trained on top of it could not be loaded by "
-            f"others. To train it further, set model.adapter: {{path: {path}}}, and model.path to its base model. For "
-            f"a new one, make one model of the two first: isopref merge {path} FOLDER."
+            f"model.adapter: {path} is itself an adapter, and other tools could not load an adapter on top of it. To "
+            f"continue training it, set model.adapter: {{path: {path}}} and model.path to its base model. To train a "
+            f"new adapter, merge this one first: isopref merge {path} FOLDER."
         )
 
 
@@ -199,7 +199,7 @@ def add_adapter(run: Run, policy: Policy) -> None:
     )
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
     if asked.quantize is not None:  # not of experts, which are no linear layers
-        run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in four bits ({packed / every:.2%})")
+        run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in 4 bits ({packed / every:.2%})")
 
 
 def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
@@ -221,7 +221,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     # A model that must not be whole on a device is asked when it is sharded; a native one shows its own form here only.
     large = from_host(run, policy)
     if large:
-        run.display.say(f"{policy.name} is sharded from the host's memory: it does not fit on one device as a whole")
+        run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
     own = None if large and policy.native is None else own_logps(policy)
     if _compiles(run, policy):
         compile_layers(policy)
@@ -252,22 +252,22 @@ def _compiles(run: Run, policy: Policy) -> bool:
     can = resolve.can_compile(run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, summed=summed)
     if asked and balanced:
         raise ConfigError(
-            "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
-            "decide. Remove one of the two."
+            "layout.compile: true with objective.balance_weight, but compiled layers do not expose their routers' "
+            "decisions. Remove one of them."
         )
     if asked and summed:
         raise ConfigError(
-            "layout.compile: true with an adapter of fused experts, whose layers would be compiled for each pass anew. "
-            "Remove layout.compile, or name model.adapter.targets without experts and routers."
+            "layout.compile: true with an adapter of fused experts, whose layers would be recompiled for each pass. "
+            "Remove layout.compile, or set model.adapter.targets without experts and routers."
         )
     if asked and not can and rows in ("shared", "packed"):
         raise ConfigError(
             f"layout.compile: true with layout.rows: {rows} needs a CUDA GPU and bfloat16 "
-            "(model.compute_dtype), else every row would be compiled anew. Remove layout.compile."
+            "(model.compute_dtype), otherwise every row would be recompiled. Remove layout.compile."
         )
     chosen = resolve.compiles(run.config, can=can, has_layers=has_layers(policy), native=policy.native is not None)
     if chosen and asked is None:
-        run.display.say("layout.compile: null compiles the layers; the first steps take a minute longer")
+        run.display.say("layout.compile: null: compiling the layers; the first steps take a minute longer")
     return chosen
 
 
@@ -277,13 +277,13 @@ def _say_precision(run: Run) -> None:
     half = "bfloat16" in (model.dtype, model.compute_dtype)
     if run.env.device.type == "cuda" and rows in ("shared", "packed") and not half:
         run.display.say(
-            "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
+            "note: attention runs segment by segment, because the CUDA kernel supports only bfloat16. For speed, set "
             "model.compute_dtype: bfloat16"
         )
     if model.dtype == "bfloat16":
         run.display.say(
-            "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "
-            "their gradients add up in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
+            "warning: with bfloat16 weights, small updates are rounded away (nearly all of them at learning rates like "
+            "1e-6) and gradients accumulate in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
         )
 
 

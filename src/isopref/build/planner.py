@@ -94,11 +94,11 @@ def make_plan(
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
-        raise ConfigError("model.dtype: float64 is for checks on a CPU, and no card is planned for. Use float32.")
+        raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
     if config.layout.tensor_parallel > 1:
         raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} is not planned for: what it sends inside every "
-            "layer was not measured. Plan with layout.tensor_parallel=1."
+            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
+            "not been measured. Plan with layout.tensor_parallel=1."
         )
     if hf.is_olmo_core(model.path):
         empty = conversion.empty_checkpoint(model.path)
@@ -209,7 +209,9 @@ class Planner:
         state = resolve.training_bytes(self.config, trained=trained, whole=whole)
         chosen = parallel or resolve.parallel(self.config, state, room, ranks=ranks)
         if chosen == "single" and ranks > 1:
-            raise ConfigError(f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set it to auto.")
+            raise ConfigError(
+                f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
+            )
         sharded = chosen in ("fsdp", "hsdp")
         node = self.hardware.network.ranks_per_node
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
@@ -386,11 +388,11 @@ def _read_lengths(path: Path) -> Lengths:
     try:
         lengths = np.load(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"--lengths {path}: cannot be read ({error}). Give a .npy file with three columns.") from error
+        raise DataError(f"--lengths {path}: cannot be read ({error}). Pass a .npy file with three columns.") from error
     right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
     if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
         raise DataError(
-            f"--lengths {path}: it holds {lengths.dtype} of shape {lengths.shape}, not whole numbers from 1 on in "
-            "three columns: the tokens of prompt, chosen and rejected."
+            f"--lengths {path}: expected positive whole numbers in three columns (tokens of prompt, chosen and "
+            f"rejected), found {lengths.dtype} of shape {lengths.shape}."
         )
     return Lengths.of_pairs(lengths)

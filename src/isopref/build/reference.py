@@ -101,11 +101,11 @@ def look_up_or_score(
     with answer_progress(run, f"score {table.name}", len(known.missing)) as progress:
         filled = fill(store, items, known, spread_model, run.score_budget, device=run.env.device, progress=progress)
     logps = proven(filled, items)
-    left = find(store, items, device=run.env.device, kept=kept).missing  # from the disk, once more
+    left = find(store, items, device=run.env.device, kept=kept).missing  # reread from disk
     if len(left):
         raise CacheError(
-            f"{store.folder}: {len(left)} of {len(items)} answers were written and cannot be read. Check the disk, "
-            "or set ISOPREF_CACHE to another folder."
+            f"{store.folder}: {len(left)} of {len(items)} answers were written but cannot be read back. Check the "
+            "disk, or set ISOPREF_CACHE to another folder."
         )
     return logps
 
@@ -170,12 +170,14 @@ def moving(run: Run) -> MovingReference:
     assert moves is not None
     path, setting = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
     every, mix = moves
-    run.display.say(f"reference: moves {mix:g} of the way to the model every {every} steps; a second model in memory")
+    run.display.say(
+        f"reference: moves {mix:g} of the way to the model every {every} steps; keeps a second model in memory"
+    )
     return MovingReference(spread(run, load_policy(run, path, setting=setting), trained=False), every=every, mix=mix)
 
 
 def none_needed(tables: Sequence[NamedTable]) -> Reference:
-    """What stands for the reference where the objective has none."""
+    """Zeros, if the objective has no reference."""
 
     def zeros(lengths: Lengths) -> TableLogps:
         return TableLogps(np.zeros(len(lengths.answer)), np.zeros((2, len(lengths.compared))))

@@ -14,15 +14,16 @@ log = logging.getLogger(__name__)
 
 
 def write_report(run: Run) -> None:
-    """A page that shows the run, in its folder. The run is done: no fault of the page may look like one of it."""
+    """Write the report into the run folder. The run is done: a failure here must not look like a failed run."""
     if not run.env.is_first:
         return
     try:
         write_whole(run.folder / REPORT_FILE, page([read_run(run.folder)]).encode())
     except Exception as error:
-        log.exception("the report could not be made")
+        log.exception("failed to write the report")
         run.display.say(
-            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see {LOG_FILE}."
+            f"warning: failed to write {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; "
+            f"see {LOG_FILE}."
         )
 
 
@@ -37,11 +38,11 @@ def say_end(run: Run, seconds: float) -> None:
         what = "an adapter in peft's format" if adapted else "a Hugging Face folder"
         load = f":\n              AutoModelForCausalLM.from_pretrained({str(run.model_folder)!r})"
         if adapted and hf.locate(run.config.model.path, setting="model.path").gguf_file:
-            load = ", on a GGUF file, which others do not load an adapter on"
+            load = "; its base is a GGUF file, so only isopref can load it"
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         if run.config.model.native:
             run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
-        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
+        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, to write your own config"
         run.display.say(
             f"  model       {run.model_folder}, {what}{load}\n{merge}"
             f"  next        isopref ls; isopref compare {run.folder} OTHER_RUN{init}"
