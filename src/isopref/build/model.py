@@ -1,4 +1,4 @@
-"""The policy of a run: loaded, proven, spread over ranks, scored."""
+"""The policy of a run: loaded, checked, distributed over ranks, scored."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from isopref.types import Needs
 
 
 def check_parallel(run: Run) -> None:
-    """Raise ConfigError where layout.parallel cannot work with the processes there are."""
+    """Raise ConfigError if layout.parallel does not fit the number of processes."""
     layout, ranks = run.config.layout, run.env.world_size
     if layout.parallel == "single" and ranks > 1:
         raise ConfigError(
@@ -45,7 +45,7 @@ def check_parallel(run: Run) -> None:
 
 
 def say_attention(run: Run) -> None:
-    """What a user may not know of the attention kernels of their card."""
+    """Tell the user about the attention kernels for their card."""
     model, rows = run.config.model, run.config.layout.rows
     half = "bfloat16" in (model.dtype, model.compute_dtype)
     if not (half and rows in ("shared", "packed") and flash.knows(run.env.device)):
@@ -62,7 +62,7 @@ def say_attention(run: Run) -> None:
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
-    """The model at `path`, where `place` puts it; if that is not given, the one that the run starts from.
+    """The model at `path`, or by default the starting model, placed by `place`.
 
     `setting` names it in messages.
     """
@@ -99,13 +99,13 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
 
 
 def place(run: Run, policy: Policy) -> None:
-    """Put the policy on this rank's device, unless that must never hold all of it."""
+    """Move the policy to this rank's device, unless the device must never hold all of it."""
     if not from_host(run, policy):
         policy.move_to(run.env.device)
 
 
 def from_host(run: Run, policy: Policy) -> bool:
-    """Whether the policy stays in the host's memory until `spread` shards it."""
+    """Whether the policy stays in host memory until `spread` shards it."""
     layout = run.config.layout
     sharded = layout.offload or (run.env.world_size > 1 and layout.parallel in ("auto", "fsdp", "hsdp"))
     weights = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
@@ -114,7 +114,7 @@ def from_host(run: Run, policy: Policy) -> bool:
 
 
 def weight_bytes(policy: Policy, parameter: nn.Parameter) -> int:
-    """Memory of a parameter where it is trained."""
+    """Bytes of a parameter once it is being trained."""
     return parameter.numel() * torch.float32.itemsize if policy.narrow else adapter.stored_bytes(parameter)
 
 
@@ -126,7 +126,7 @@ def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedMo
 
 
 def load_exported(run: Run) -> PreTrainedModel:
-    """What the run has written: a whole model, or an adapter on its base."""
+    """The exported model: a full model, or an adapter on its base."""
     model, folder = run.config.model, str(run.model_folder)
     if model.adapter is not None:
         return _load_adapted(run, model.path, folder, "run.folder")
@@ -134,9 +134,9 @@ def load_exported(run: Run) -> PreTrainedModel:
 
 
 def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTrainedModel:
-    """The model `base`, in 4 bits if that is asked for, under the adapter in the folder `path`, if any.
+    """The model `base`, in 4 bits if requested, with the adapter in the folder `path`, if any.
 
-    Not merged: a sum would be rounded to the base's number type, and so be another model than the one that was trained.
+    Not merged: the sum would be rounded to the base's dtype and differ from the trained model.
     """
     model = run.config.model
     check_base(base)
@@ -152,12 +152,12 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
 
 
 def _same(path: str | None, other: str) -> bool:
-    """Whether two names, of folders or on the hub, are those of one model."""
+    """Whether two folders or hub names refer to the same model."""
     return path is not None and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def check_base(path: str) -> None:
-    """Raise ConfigError for what cannot be the model under an adapter."""
+    """Raise ConfigError for a model that cannot be the base of an adapter."""
     if hf.is_olmo_core(path):
         raise ConfigError(
             f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot use as a base model. Use "
@@ -172,7 +172,7 @@ def check_base(path: str) -> None:
 
 
 def say_unused(run: Run, policy: Policy) -> None:
-    """What of a model has no gradient and is not trained, if there is any."""
+    """List the parts of a model that have no gradient and are not trained, if any."""
     choosing = indexers(policy.model)
     for parts, what, why in (
         (policy.unused, ", ".join(policy.unused), "text does not use it"),
@@ -184,7 +184,7 @@ def say_unused(run: Run, policy: Policy) -> None:
 
 
 def add_adapter(run: Run, policy: Policy) -> None:
-    """Wrap the policy's layers with what model.adapter asks for, if it is a new one. Scores stay as they are."""
+    """Add the adapter from model.adapter to the policy, if it is a new one. Scores do not change."""
     asked = run.config.model.adapter
     if asked is None:
         return
@@ -203,7 +203,7 @@ def add_adapter(run: Run, policy: Policy) -> None:
 
 
 def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
-    """What model.adapter asks for, where it is a new one."""
+    """The settings of a new adapter, from model.adapter."""
     rank = asked.rank or 16
     return adapter.NewAdapter(
         kind=asked.kind or "lora",
@@ -214,9 +214,9 @@ def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
 
 
 def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
-    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for.
+    """The policy distributed over all ranks by layout.parallel, checked to score correctly in the requested rows.
 
-    One that is not trained is not wrapped by DDP, which would keep room for its gradients.
+    A model that is not trained is not wrapped in DDP, which would reserve memory for its gradients.
     """
     # A model that must not be whole on a device is asked when it is sharded; a native one shows its own form here only.
     large = from_host(run, policy)
@@ -245,7 +245,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 
 
 def _compiles(run: Run, policy: Policy) -> bool:
-    """Whether layers are compiled; said aloud where layout.compile leaves it open. Raises ConfigError."""
+    """Whether to compile the layers; logged if layout.compile is null. Raises ConfigError."""
     asked, rows = run.config.layout.compile, run.config.layout.rows
     summed = bool(adapter.summed_parameters(policy.model))
     balanced = bool(run.loss.balance_weight)
@@ -272,7 +272,7 @@ def _compiles(run: Run, policy: Policy) -> bool:
 
 
 def _say_precision(run: Run) -> None:
-    """What a user may not expect of the number types chosen."""
+    """Warn about unexpected effects of the chosen dtypes."""
     model, rows = run.config.model, run.config.layout.rows
     half = "bfloat16" in (model.dtype, model.compute_dtype)
     if run.env.device.type == "cuda" and rows in ("shared", "packed") and not half:
@@ -288,13 +288,13 @@ def _say_precision(run: Run) -> None:
 
 
 def compute_dtype(run: Run) -> torch.dtype | None:
-    """What forward and backward compute in, where that differs from the weights."""
+    """The dtype of forward and backward, if it differs from the weights'."""
     model = run.config.model
     return getattr(torch, str(model.compute_dtype)) if model.is_mixed else None
 
 
 def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> TableLogps:
-    """Log-probabilities of a whole table, all ranks together."""
+    """Log-probabilities of a table, all ranks together."""
     model.eval()
     needs = Needs(heads=run.loss.needs.heads)
     with answer_progress(run, f"score {what}", len(table.lengths.answer)) as progress:
@@ -303,7 +303,7 @@ def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> Tab
 
 @contextmanager
 def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is told how many answers were scored, and shows how many are scored in a second."""
+    """A progress bar that shows how many answers are scored per second."""
     started, done = time.perf_counter(), 0
     with run.display.bar(what, total) as advance:
 
@@ -317,7 +317,7 @@ def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int],
 
 
 def _parallel(run: Run, policy: Policy) -> Parallel:
-    """How the policy lies on the ranks; said aloud where layout.parallel leaves it open."""
+    """How to distribute the policy over ranks; logged if layout.parallel is auto."""
     config, ranks = run.config, run.env.world_size
     whole = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
     trained = sum(weight_bytes(policy, parameter) for parameter in policy.parameters() if parameter.requires_grad)

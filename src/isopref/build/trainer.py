@@ -55,9 +55,9 @@ def build_trainer(
     held_out: HeldOut | None,
     resume: bool,
 ) -> Trainer:
-    """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder, if there is one.
+    """A trainer ready to fit; with `resume`, restored from the last checkpoint in the run folder, if there is one.
 
-    Raises RunError for a checkpoint of other data.
+    Raises RunError for a checkpoint of different data.
     """
     optim = run.config.optim
     if run.num_shares > optim.batch_size:
@@ -145,7 +145,7 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
         trainer.fit()
     except Exception as error:
         if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, of a number in an update
-            what = f"the update overflows the weights' number type ({error})"
+            what = f"the update overflows the weights' dtype ({error})"
             raise checkpointer(trainer).refusal(what) from error
         cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
         if cause is None:

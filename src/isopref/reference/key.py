@@ -53,7 +53,7 @@ def identity(model: PreTrainedModel, *, compute_dtype: str, narrow: bool = False
 
 
 def weights_digest(model: PreTrainedModel, *, narrow: bool = False) -> str:
-    """Digest of all tensors: names, number types, shapes and bytes, those of adapters included."""
+    """Digest of all tensors, including adapters: names, dtypes, shapes and bytes."""
 
     def dtype(tensor: Tensor) -> torch.dtype:
         return torch.float32 if narrow and tensor.is_floating_point() else tensor.dtype
@@ -93,7 +93,7 @@ def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
 
 def _ranks_here() -> list[int]:
-    """The ranks of this machine, who share the hashing: every machine may have a copy of the model of its own."""
+    """The ranks of this machine, which share the hashing: every machine may have its own copy of the model."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
     if num_ranks() % count:
         return [own_rank()]
