@@ -99,7 +99,7 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ),
         (
             "objective: {zzz: 1}",
-            f"objective.zzz: no such field. Known: {', '.join(fields('objective'))}.",
+            f"objective.zzz: no such field. Known fields: {', '.join(fields('objective'))}.",
         ),
         ("optimizer: {lr: 1}", "optimizer: no such section. Did you mean optim?"),
         ("learning_rate: 1e-6", "learning_rate: no such section. Did you mean optim.lr?"),
