@@ -300,7 +300,7 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
         ),
         (
             "model.adapter.lora_target_modules=all",
-            "model.adapter.lora_target_modules: no such field. model.adapter.targets takes a list, as in "
+            "model.adapter.lora_target_modules: no such field. model.adapter.targets takes a list, e.g. "
             "[q_proj, v_proj]; auto means every linear layer.",
         ),
         ("beta=3", "write section.field=value, e.g. optim.lr=1e-6. Did you mean objective.beta=3?"),
