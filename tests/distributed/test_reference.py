@@ -45,7 +45,7 @@ def test_ranks_share_the_hashing_and_agree(two_ranks: Ranks, architecture: str) 
 
 def test_machines_with_other_weights_are_refused(two_ranks: Ranks) -> None:
     for found in two_ranks(key_with_other_weights, "llama"):
-        assert found.startswith("the machine of ranks 1 to 1 has other weights than that of rank 0")
+        assert found.startswith("the machine of ranks 1 to 1 has different weights than rank 0")
 
 
 def test_one_folder_for_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_an_adapter_on_another_base_is_said(project: Project) -> None:
 
 def test_an_adapter_is_no_base(project: Project) -> None:
     message = project.refused("stacked", "model.path=lora/model", LORA)
-    assert message.startswith("model.adapter: lora/model is an adapter itself")
+    assert message.startswith("model.adapter: lora/model is itself an adapter")
     assert "isopref merge lora/model FOLDER" in message
 
 

@@ -221,7 +221,7 @@ def test_weights_that_are_not_finite_and_sharded_from_the_host(
 def test_a_folder_that_cannot_be_written(project: Project) -> None:
     message = project.refused("train.jsonl/run", *QUICK)
     assert message.startswith("run.folder: cannot write to train.jsonl/run")
-    assert message.endswith("Choose another.")
+    assert message.endswith("Choose another folder.")
 
 
 def test_a_folder_that_cannot_be_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_looked_at(project: Project, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "exists", exists)
     assert project.refused("home/run", *QUICK) == (
-        "run.folder: cannot use home/run (Permission denied). Set run.folder to another."
+        "run.folder: cannot use home/run (Permission denied). Set run.folder to another folder."
     )
 
 

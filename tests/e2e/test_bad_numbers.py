@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite_are_blamed_on_no_pair(project: Project) -> 
 def test_an_update_that_torch_refuses_ends_the_run(project: Project) -> None:
     """A rate of 1e300 is no number of float32, which torch's optimizers refuse."""
     message = project.refused("run", "optim.lr=1e300", "data.eval=null", "model.dtype=float32")
-    assert message.startswith("step 1: the update overflows the weights' number type (value cannot be converted to ")
+    assert message.startswith("step 1: the update overflows the weights' dtype (value cannot be converted to ")
     assert "so no checkpoint was written. There is no earlier checkpoint. Start again in a new" in message
     assert not (project.folder / "run" / "model").exists()
 

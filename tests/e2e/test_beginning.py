@@ -17,7 +17,7 @@ from support.project import Project, Weights
 
 SAVE = ("run.save_every=3", "run.keep=9")
 LoadWeights = Callable[[Path], "Weights"]
-LACKS = "warning: run/reference lacks the reference of {} pairs. From the cache, or scored again, it may be off by "
+LACKS = "warning: run/reference lacks the reference of {} pairs. Values from the cache, or scored again, may differ by "
 
 
 def cut(run: Path) -> None:
@@ -99,7 +99,7 @@ def test_without_them_the_cache_has_to_do_and_that_is_said(
     out = went_on(project)
     assert LACKS.format("23 of 23 training") in out
     assert (LACKS.format("8 of 8 held-out") in out) == (how == "gone")
-    named = f"warning: {shards['training'].relative_to(project.folder)}: damaged: its content is not what its name says"
+    named = f"warning: {shards['training'].relative_to(project.folder)}: damaged: its content does not match its name"
     assert (named in out) == (how == "damaged")
     assert result(run, load_weights) == before  # nobody else wrote to the cache
     # It has them again.
@@ -137,8 +137,8 @@ def test_another_version_of_transformers(project: Project, monkeypatch: pytest.M
         message = project.refused("run", *told, "--resume")
     assert message == (
         f"--resume: the reference {project.model} was computed with transformers {first} when the run in run began; "
-        f"here is 99.1, whose numbers may be others. Install the first: pip install transformers=={first}, or start "
-        "a new run in another run.folder."
+        f"the installed version is 99.1, whose results may differ. Try: pip install transformers=={first}, or start a "
+        "new run in a different run.folder."
     )
     assert sorted((project.folder / "cache").rglob("*.shard")) == shards
     project.train("run", *told, "--resume")
@@ -149,8 +149,8 @@ def test_another_version_of_the_score_path(project: Project, monkeypatch: pytest
     shutil.rmtree(run / "model")
     monkeypatch.setattr("isopref.reference.key.SCORE_VERSION", 99)
     message = project.refused("run", *SAVE, "optim.max_steps=4", "--resume")
-    assert "was scored by another version of isopref when the run in run began" in message
-    assert "Install the first, which run/starts.jsonl has, or start a new run" in message
+    assert "was scored by a different version of isopref when the run in run began" in message
+    assert "Install that version (see run/starts.jsonl), or start a new run" in message
 
 
 def test_a_run_of_an_earlier_version(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,10 @@ def test_a_run_of_an_earlier_version(project: Project, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr("isopref.reference.key.transformers.__version__", "99.1")
         message = project.refused("run", *told, "--resume")
-    assert "is another model now than when the run in run began, or transformers is another version (run/st" in message
+    assert (
+        "is a different model than when the run in run began, or transformers has a different version (see run/st"
+        in message
+    )
     project.train("run", *told, "--resume")
     assert json.loads(path.read_text())["made_of"]["transformers"] == transformers.__version__
 
@@ -175,4 +178,6 @@ def test_weights_are_named(project: Project) -> None:
     shutil.rmtree(project.folder / "start")
     (run / "model").rename(project.folder / "start")
     message = project.refused("run", *told, "--resume")
-    assert "is another model now than when the run in run began: its weights differ. Put the first one back" in message
+    assert (
+        "is a different model than when the run in run began: its weights differ. Restore the original one" in message
+    )

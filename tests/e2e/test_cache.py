@@ -165,11 +165,13 @@ def test_damage_is_named_and_repaired(project: Project, scored: Scored) -> None:
     verified = project.isopref("cache", "verify")
     assert verified.code == 1
     assert f"{store.name[:12]}  damaged\n" in verified.out
-    assert verified.err == f"error: {shard}: damaged: its content is not what its name says\n"
+    assert verified.err == f"error: {shard}: damaged: its content does not match its name\n"
     before = scored.num_pairs
     outcome = project.isopref("train", "my.yaml", "run.folder=second", *NO_EVAL)
     assert outcome.code == 0, outcome.err
-    assert f"warning: {shard}: damaged: its content is not what its name says. Its answers are looked up" in outcome.out
+    assert (
+        f"warning: {shard}: damaged: its content does not match its name. Its answers will be looked up" in outcome.out
+    )
     assert scored.num_pairs - before == NUM_TRAIN
     assert project.isopref("cache", "verify").code == 0
     assert shard.read_bytes() == content
@@ -369,7 +371,7 @@ def test_an_objective_without_a_reference_scores_none(
     assert message.endswith("has no effect with objective.loss: cpo, which uses no reference. Remove it.")
     outcome = project.isopref("cache", "my.yaml", *REFERENCE_FREE)
     assert outcome.code == 1
-    assert "nothing to fill" in outcome.err
+    assert "nothing to score" in outcome.err
 
 
 # --- the commands ----------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_a_place_that_is_not_a_folder(project: Project) -> None:
     (project.folder / "file").write_text("")
     message = project.refused("file/run", *SETTINGS)
     assert message.startswith("run.folder: cannot write to file/run (")
-    assert message.endswith("Choose another.")
+    assert message.endswith("Choose another folder.")
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lose", "unseal"])
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name(
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "--resume", "auto")
     assert outcome.code == 0, outcome.err
     problem = what.get(harm, f"model_and_optim/{file.name} is damaged")
-    assert f"resume skips run/checkpoints/step10: {problem}\nresume after step 9\n" in outcome.out
+    assert f"resume: skipping run/checkpoints/step10: {problem}\nresume after step 9\n" in outcome.out
     assert equal(load_weights(run / "model"), load_weights(whole / "model"))
 
 
@@ -147,7 +147,7 @@ def test_no_whole_checkpoint_is_said_not_overwritten(project: Project, whole: Pa
     for name in checkpoints(run):
         (run / "checkpoints" / name / "seal.json").write_text("{")
     message = project.refused("run", *SETTINGS, "--resume")
-    assert message.startswith("--resume: no checkpoint in run/checkpoints is whole.")
+    assert message.startswith("--resume: no intact checkpoint in run/checkpoints.")
     assert checkpoints(run) == ["step10", "step9"]
 
 
@@ -255,7 +255,7 @@ def test_the_best_model_is_kept_besides_the_last(
     outcome = project.isopref("train", "my.yaml", *settings)
     assert outcome.code == 0, outcome.err
     assert checkpoints(run) == ["step10", "step4"]
-    assert "best  step4 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
+    assert "best  step4 has the lowest eval/loss; exporting it to run/model_best\n" in outcome.out
     best, last, wanted = (load_weights(one) for one in (run / "model_best", run / "model", at_4 / "model"))
     assert oracle.relative_error(best, wanted) == 0
     assert oracle.relative_error(last, wanted) > 0.001
@@ -281,8 +281,8 @@ def test_a_best_step_that_was_not_kept_is_forgotten(project: Project, monkeypatc
     expected = (
         f"warning: run.keep_best: the lowest eval/loss so far is that of {place / 'step4'}, but it does not exist."
     )
-    assert f"{expected} The best from here on is kept.\n" in outcome.out
-    assert "best  step8 has the lowest eval/loss; its model is run/model_best\n" in outcome.out
+    assert f"{expected} The best checkpoint from here on will be kept.\n" in outcome.out
+    assert "best  step8 has the lowest eval/loss; exporting it to run/model_best\n" in outcome.out
     assert checkpoints(run) == ["step10", "step8"]
 
 
@@ -300,12 +300,12 @@ def test_a_damaged_best_model_is_not_exported(project: Project, monkeypatch: pyt
     outcome = project.isopref("train", "my.yaml", *OFTEN, "run.keep_best=true")
     assert outcome.code == 0, outcome.err
     assert "warning: run.keep_best: run/checkpoints/step4 has the lowest eval/loss, but model_and_optim/" in outcome.out
-    assert " is damaged: no run/model_best\n" in outcome.out
+    assert " is damaged; not writing run/model_best\n" in outcome.out
     assert sorted(path.name for path in (project.folder / "run").glob("model*")) == ["model"]
 
 
 def test_auto_starts_goes_on_and_has_nothing_to_do(project: Project) -> None:
-    for said in ("train 10 steps", "run holds this run, finished: there is nothing to do\n"):
+    for said in ("train 10 steps", "run already contains this run, finished; nothing to do\n"):
         outcome = project.isopref("train", "my.yaml", "run.folder=run", *SETTINGS, "--resume", "auto")
         assert outcome.code == 0, outcome.err
         assert said in outcome.out

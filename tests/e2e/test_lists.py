@@ -66,7 +66,7 @@ def test_what_a_run_says_of_lists(lists: Project) -> None:
     outcome = lists.isopref("train", "my.yaml", "run.folder=run", "objective.loss=plackett_luce", "optim.epochs=1")
     assert outcome.code == 0, outcome.err
     assert "data  train.jsonl: 23 lists (jsonl, list)\n" in outcome.out
-    assert "train 5 steps: 23 lists, 5 a step, 1 epoch\n" in outcome.out
+    assert "train 5 steps: 23 lists, 5 per step, 1 epoch\n" in outcome.out
     assert " lists/s" in outcome.out
     assert re.search(r"\d+ comparisons of 8 held-out lists, with 95% intervals", outcome.out)
     assert all(name in outcome.out for name in ("best answer on top", "Kendall's tau", "NDCG"))

@@ -76,6 +76,6 @@ def test_an_adapter_has_no_base_in_a_checkpoint(olmo: Any) -> None:
     write_checkpoint(from_hf(tiny_model("olmo3", vocab_size=len(tokenizer))), tokenizer, folder)
     for adapter in ("{rank: 4}", "{rank: 4, quantize: nf4}"):
         assert olmo.refused("run", f"model.path={folder}", f"model.adapter={adapter}") == (
-            f"model.adapter: {folder} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
-            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+            f"model.adapter: {folder} is an OLMo-core checkpoint, which peft cannot use as a base model. Use a "
+            "Hugging Face folder: isopref writes one next to a checkpoint."
         )

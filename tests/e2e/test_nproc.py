@@ -49,7 +49,7 @@ def test_more_processes_than_pairs_in_a_step(project: Project, start: Callable[.
     command = start(project, "run.folder=run", "optim.batch_size=1", "optim.max_steps=2", "data.eval=null")
     code, out, err = command.end()
     assert code == 0, err
-    assert out.count("warning: 2 ranks share 1 pairs a step; some stay idle\n") == 1
+    assert out.count("warning: 2 ranks share 1 pairs per step; some will be idle\n") == 1
     assert out.count("step 2/2  ") == 1
 
 

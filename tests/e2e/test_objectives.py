@@ -80,9 +80,9 @@ def test_a_moving_reference_is_not_scored_ahead(project: Project) -> None:
     moves = "objective.reference_moves=[2, 0.5]"
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SHORT, moves)
     assert outcome.code == 0, outcome.err
-    assert "reference: moves 0.5 of the way to the model every 2 steps; a second model in memory" in outcome.out
+    assert "reference: moves 0.5 of the way to the model every 2 steps; keeps a second model in memory" in outcome.out
     assert "held-out pairs have their reference" in outcome.out
     assert "training pairs have their reference" not in outcome.out
     outcome = project.isopref("cache", "my.yaml", moves)
     assert outcome.code == 1
-    assert "objective.reference_moves is [2, 0.5]: what a moving reference says of the training pairs" in outcome.err
+    assert "objective.reference_moves is [2, 0.5]: a moving reference cannot be scored ahead of time" in outcome.err

@@ -96,7 +96,9 @@ def test_a_report_that_cannot_be_made_does_not_fail_the_run(project: Project, mo
     monkeypatch.setattr("isopref.build.summary.page", broken)
     outcome = project.isopref("train", "my.yaml", "run.folder=runs/planted", "optim.max_steps=1", "data.eval=null")
     assert outcome.code == 0
-    assert "warning: no report.html (ZeroDivisionError: planted). The run itself is complete" in outcome.out
+    assert (
+        "warning: failed to write report.html (ZeroDivisionError: planted). The run itself is complete" in outcome.out
+    )
     assert (project.folder / "runs/planted/model").exists()
     assert "Traceback" in (project.folder / "runs/planted/engine.log").read_text()
 

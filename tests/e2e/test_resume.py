@@ -245,7 +245,7 @@ def test_before_the_first_checkpoint_it_starts_again(
     pulled(2, *SAVE)
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
     assert outcome.code == 0, outcome.err
-    assert "resume from the first step: there is no checkpoint yet\n" in outcome.out
+    assert "resume from the first step: no checkpoint yet\n" in outcome.out
     run = project.folder / "run"
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -327,7 +327,7 @@ def test_resume_where_the_run_id_names_the_folder(stopped: Project) -> None:
     """Another value in the config is another folder, which the message has to say."""
     outcome = stopped.isopref("train", "my.yaml", "optim.lr=1e-5", "--resume")
     assert outcome.code == 1
-    assert "holds no run. Its name has the run id, which changes with the math." in outcome.err
+    assert "holds no run. Its name contains the run id, which changes with the math." in outcome.err
 
 
 def test_a_second_run_in_the_folder(stopped: Project) -> None:
@@ -353,7 +353,7 @@ def test_resume_with_other_math(stopped: Project, override: str, says: str) -> N
     before = snapshot(stopped.folder / "run")
     message = stopped.refused("run", *SAVE, override, "--resume")
     assert f"the run in run had another config: {says}." in message
-    assert "Use the first values, or start a new run in another run.folder." in message
+    assert "Restore the original values, or start a new run in a different run.folder." in message
     assert snapshot(stopped.folder / "run") == before
 
 

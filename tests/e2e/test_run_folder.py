@@ -149,7 +149,7 @@ def test_resume_without_the_checkpoints_there_were_is_refused(
     message = project.refused("run", *SETTINGS, *resume)
     assert message == (
         "--resume: run had a checkpoint of step 6, but run/checkpoints has none now, so the run would start from the "
-        "first step. Put the checkpoints back, or start over: remove run, or set another run.folder."
+        "first step. Put the checkpoints back; or, to start over, remove run or set a different run.folder."
     )
     assert (run / "metrics.jsonl").read_bytes() == metrics
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(project:
     assert len((project.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     outcome = project.isopref("train", "my.yaml", "run.folder=run", "data.eval=null", "run.save_every=100", *AUTO)
     assert outcome.code == 0, outcome.err
-    assert "resume from the first step: there is no checkpoint yet\n" in outcome.out
+    assert "resume from the first step: no checkpoint yet\n" in outcome.out
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

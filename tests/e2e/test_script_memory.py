@@ -65,8 +65,8 @@ def test_a_run_is_that_of_a_file_and_its_folder_says_what_the_data_was(
     assert "in_memory" not in from_file.starts[0]
     text = Path("memory/config.yaml").read_text()
     assert " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#")) == " ".join(
-        f"memory:{one['digest']} stands for {one['records']} records that a script passed to isopref.train as "
-        f"{one['field']}, in memory. No file has them: to resume or repeat this run, call isopref.train with the same "
+        f"memory:{one['digest']} stands for {one['records']} in-memory records that a script passed to isopref.train "
+        f"as {one['field']}. They are not in any file: to resume or repeat this run, call isopref.train with the same "
         "records."
         for one in (trained, held)
     )

@@ -51,7 +51,7 @@ def test_a_reference_that_is_off(project: Project, monkeypatch: pytest.MonkeyPat
     # What the message advises can be tried at once, in the same folder.
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *QUICK, "layout.rows=padded", "--resume")
     assert outcome.code == 0, outcome.err
-    assert "resume from the first step: there is no checkpoint yet\n" in outcome.out
+    assert "resume from the first step: no checkpoint yet\n" in outcome.out
 
 
 def test_weights_that_changed_after_the_reference(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

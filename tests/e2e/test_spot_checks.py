@@ -102,8 +102,8 @@ def test_the_run_shows_them(project: Project) -> None:
     ("content", "message"),
     [
         ('{"prompt": "a"}', r"bad.jsonl:1: has the fields ['prompt']. A spot check is "),
-        ('{"text": "a"}', "bad.jsonl: text 1 is one token, which leaves nothing to predict. Use a longer one."),
-        (json.dumps({"text": 300 * "a"}), "text 1 is 300 tokens long, the model's max_position_embeddings is 256."),
+        ('{"text": "a"}', "bad.jsonl: text 1 has only one token, so there is nothing to predict. Use a longer text."),
+        (json.dumps({"text": 300 * "a"}), "text 1 has 300 tokens, but the model's max_position_embeddings is 256."),
     ],
 )
 def test_a_bad_file_is_refused_before_training(project: Project, content: str, message: str) -> None:

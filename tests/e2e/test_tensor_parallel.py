@@ -76,4 +76,4 @@ def test_what_cannot_work_is_refused(make: Callable[[], Project], start: Start) 
     assert "layout.tensor_parallel: 2 does not divide the number of processes, 1" in make().refused("run", TOGETHER)
     code, _, err = start(make(), "layout.tensor_parallel=3").end()
     assert code == 1
-    assert "layout.tensor_parallel: 3 does not divide the number of processes, 2. Start another number" in err
+    assert "layout.tensor_parallel: 3 does not divide the number of processes, 2. Change --nproc" in err

@@ -49,7 +49,7 @@ def test_no_more_checkpoints_than_asked_for(project: Project) -> None:
 def test_one_is_not_many(project: Project) -> None:
     project.write_pairs("one.jsonl", [{"prompt": "a?", "chosen": "yes b", "rejected": "no"}])
     outcome = project.isopref("train", "my.yaml", "run.folder=run", "data.train=one.jsonl", "optim.epochs=1")
-    assert "train 1 step: 1 pair, 5 a step, 1 epoch\n" in outcome.out
+    assert "train 1 step: 1 pair, 5 per step, 1 epoch\n" in outcome.out
 
 
 def test_output(project: Project) -> None:
@@ -66,7 +66,7 @@ def test_output(project: Project) -> None:
     for line, name, count in ((lines[3], "training", 23), (lines[4], "held-out", 8)):
         assert line.startswith(f"cache 0 of {count} {name} pairs have their reference (store ")
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
-    assert lines[5] == "train 2 steps of 10 (optim.max_steps): 23 pairs, 5 a step, 2 epochs"
+    assert lines[5] == "train 2 steps of 10 (optim.max_steps): 23 pairs, 5 per step, 2 epochs"
     assert lines[6].startswith("step 1/2  loss 0.6931  accuracy 0.50  margin ")
     assert "preference accuracy" in outcome.out
     assert "AutoModelForCausalLM.from_pretrained('run/model')" in outcome.out

@@ -1,4 +1,4 @@
-"""What a run began with, kept in its folder, so that one that goes on has the same: models, and what they said.
+"""What a run started with, kept in its folder for resuming: its models and their log-probabilities.
 
 `reference.json` names the models by content. `reference/` holds the reference's log-probabilities: for the same pairs
 the cache may have others by then, off by rounding, which a run in another layout scored at the same time; or none.
@@ -25,14 +25,14 @@ from isopref.score import TableLogps
 
 
 class Models(NamedTuple):
-    """What a run may not change unnoticed, by content: its reference, and the model under an adapter (None: none)."""
+    """What must not change unnoticed, by content: the reference, and the model under an adapter (None: none)."""
 
     reference: Identity | None
     frozen: Identity | None = None
 
 
 class NamedTable(NamedTuple):
-    """Pairs, and what they are called: "training" or "held-out"."""
+    """Pairs and their name: "training" or "held-out"."""
 
     name: str
     pairs: ExampleTable
@@ -40,7 +40,7 @@ class NamedTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginning:
-    """Of one run. `resumed`: it lies in the folder already, else it is still to be written."""
+    """The beginning of one run. `resumed`: it is already in the folder; otherwise it is yet to be written."""
 
     run: Run
     resumed: bool
@@ -51,7 +51,7 @@ class Beginning:
         return self.run.folder / VALUES_FOLDER
 
     def check(self, models: Models) -> None:
-        """Raise RunError where a run is to go on with other models than it began with."""
+        """Raise RunError if a run would resume with different models than it started with."""
         self.check_reference(models.reference)
         self._check("frozen", f"the model under the adapter, {self.run.config.model.path},", models.frozen)
 
@@ -67,10 +67,10 @@ class Beginning:
         key, made_of = read_models(path)[name]
         if key != _key(identity):
             difference = _difference(made_of, identity or {}, self.run.folder)
-            raise RunError(f"--resume: {what} {difference}, or start a new run in another run.folder.")
+            raise RunError(f"--resume: {what} {difference}, or start a new run in a different run.folder.")
 
     def known(self, table: NamedTable, key: str) -> Known:
-        """What the run began with of a table; says what a run that goes on should have and has not.
+        """The values of a table that the run started with; warns if a resumed run lacks some.
 
         All ranks call this together.
         """
@@ -81,13 +81,13 @@ class Beginning:
         if self.resumed and lacks:
             self.run.display.say(
                 f"warning: {self.folder} lacks the reference of {lacks} of {len(table.pairs)} {table.name} "
-                f"{table.pairs.unit}s. From the cache, or scored again, it may be off by rounding from what the run "
-                "began with."
+                f"{table.pairs.unit}s. Values from "
+                "the cache, or scored again, may differ by rounding from those it started with."
             )
         return found
 
     def write(self, models: Models, tables: Sequence[NamedTable], logps: Sequence[TableLogps]) -> None:
-        """Keep models and values, but for what is kept already."""
+        """Write models and values, unless already written."""
         if not self.run.env.is_first:
             return
         if (key := _key(models.reference)) is not None:
@@ -101,7 +101,7 @@ class Beginning:
         write_whole(self.run.folder / MODELS_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
     def forget_values(self) -> None:
-        """For values that turned out to be wrong."""
+        """Discard values that turned out to be wrong."""
         if self.run.env.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -118,7 +118,7 @@ def items_of(run: Run, table: ExampleTable) -> Items:
 
 
 def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:
-    """The keys of a run's models, and what they were made of: nothing, where an earlier version wrote the file."""
+    """The keys of a run's models and what went into them (empty if an earlier version wrote the file)."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -126,7 +126,7 @@ def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:
             "frozen": (found.get("frozen"), dict(found.get("frozen_made_of", {}))),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: damaged ({error}). Remove it to go on with the models the config names.") from error
+        raise RunError(f"{path}: damaged ({error}). Remove it to continue with the models in the config.") from error
 
 
 def _key(identity: Identity | None) -> str | None:
@@ -134,24 +134,24 @@ def _key(identity: Identity | None) -> str | None:
 
 
 def _difference(before: Identity, now: Identity, folder: Path) -> str:
-    """How a model's content differs, and what to do. Code comes first: other code may read the same files otherwise."""
+    """How a model's content differs, and what to do. Code comes first: it may read the same files differently."""
     then = f"when the run in {folder} began"
     now = json.loads(json.dumps(now))  # as it is read back
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if not before:
         return (
-            f"is another model now than {then}, or transformers is another version ({folder / STARTS_FILE} has the "
-            "first). Put the first one back"
+            f"is a different model than {then}, or transformers has a different version (see "
+            f"{folder / STARTS_FILE}). Restore the original one"
         )
     if "transformers" in other:
         first = before.get("transformers")
         return (
-            f"was computed with transformers {first} {then}; here is {now.get('transformers')}, whose numbers may be "
-            f"others. Install the first: pip install transformers=={first}"
+            f"was computed with transformers {first} {then}; the installed version is {now.get('transformers')}, whose "
+            f"results may differ. Try: pip install transformers=={first}"
         )
     if "score_version" in other:
         return (
-            f"was scored by another version of isopref {then}, with other numbers. Install the first, which "
-            f"{folder / STARTS_FILE} has"
+            f"was scored by a different version of isopref {then}, with different numbers. Install that version (see "
+            f"{folder / STARTS_FILE})"
         )
-    return f"is another model now than {then}: its {' and '.join(other)} differ. Put the first one back"
+    return f"is a different model than {then}: its {' and '.join(other)} differ. Restore the original one"

@@ -18,13 +18,13 @@ def fill_cache(config: Config, *, name: str) -> None:
         say_attention(run)
         if not run.loss.needs_reference:
             raise ConfigError(
-                f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to fill. "
-                "Go on with isopref train."
+                f"objective.loss: {to_yaml(config.objective.loss)} has no reference, so there is nothing to score. Run "
+                "isopref train."
             )
         if config.objective.reference_moves is not None:
             raise ConfigError(
-                f"objective.reference_moves is {list(config.objective.reference_moves)}: what a moving reference says "
-                "of the training pairs cannot be known ahead of time. Go on with isopref train."
+                f"objective.reference_moves is {list(config.objective.reference_moves)}: a moving reference cannot be "
+                "scored ahead of time. Run isopref train."
             )
         tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         path, setting = reference.path_of(config)
@@ -34,5 +34,6 @@ def fill_cache(config: Config, *, name: str) -> None:
         found = reference.of_other_model(run, tokenizer, reference.scored_tables(run, tables), path, setting=setting)
         pairs = sum(map(len, tables.all))
         run.display.say(
-            f"cache complete: the reference of all {pairs} {tables.train.unit}s is in store {str(found.key)[:12]}"
+            f"cache complete: the reference scores of all {pairs} {tables.train.unit}s are in store "
+            f"{str(found.key)[:12]}"
         )

@@ -26,13 +26,13 @@ def export_model(run: Run, model: nn.Module, tokenizer: Any) -> None:
     if (native := unwrap(model).native) is not None:
         env = run.env
         conversion.write_checkpoint(native, tokenizer, run.native_folder, is_first=env.is_first, barrier=env.barrier)
-    if run.env.is_first:  # last: it is by this folder that a run is finished
+    if run.env.is_first:  # last: this folder marks a run as finished
         _write(run, model, state, tokenizer, run.model_folder)
     run.env.barrier()
 
 
 def _gathered(run: Run, model: nn.Module) -> dict[str, Any]:
-    """The trained weights, whole, on the first rank."""
+    """The full trained weights, on the first rank."""
     adapted = run.config.model.adapter is not None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     state: dict[str, Any] = get_model_state_dict(model, options=whole)
@@ -45,22 +45,26 @@ def _write(run: Run, model: nn.Module, state: dict[str, Any], tokenizer: Any, fo
 
 
 def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) -> None:
-    """Write the model of the lowest eval/loss, where run.keep_best asks for it, from its checkpoint."""
+    """Export the model with the lowest eval/loss from its checkpoint, if run.keep_best is set."""
     best, folder = checkpointer(trainer).best(), run.best_folder
     if best is None:
         return
     checkpoint, problem = best
     if problem is not None:
-        run.display.say(f"warning: run.keep_best: {checkpoint} has the lowest eval/loss, but {problem}: no {folder}")
+        run.display.say(
+            f"warning: run.keep_best: {checkpoint} has the lowest eval/loss, but {problem}; not writing {folder}"
+        )
         return
-    run.display.say(f"best  {checkpoint.name} has the lowest eval/loss; its model is {folder}")
+    run.display.say(f"best  {checkpoint.name} has the lowest eval/loss; exporting it to {folder}")
     with weights_of(trainer.train_module, checkpoint):
-        if bad := bad_weights(unwrap(model).model, trained_only=True):  # of a version that did not look before it saved
+        if bad := bad_weights(
+            unwrap(model).model, trained_only=True
+        ):  # from a version that did not check before saving
             raise RunError(
                 f"run.keep_best: the weights in {checkpoint} contain NaN or Inf ({bad[0]}). Remove that checkpoint and "
                 "use --resume again."
             )
         state = _gathered(run, model)
         if run.env.is_first:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here, and now goes on
+            shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed here and now resumes
             _write(run, model, state, tokenizer, folder)

@@ -1,4 +1,4 @@
-"""The folder of a run: opened, held and claimed, or refused for what it holds."""
+"""The run folder: opened, locked and claimed, or refused because of its content."""
 
 import logging
 import os
@@ -17,11 +17,11 @@ from isopref.runs.files import CONFIG_FILE, LOG_FILE
 from isopref.runs.folder import holds_run, others_in
 from isopref.runs.lock import locked
 
-Resume = Literal["no", "must", "auto"]  # auto: if the folder holds a run
+Resume = Literal["no", "must", "auto"]  # auto: if the folder contains a run
 
 
 def goes_on(run: Run, resume: Resume) -> bool:
-    """Whether a run starts from a checkpoint. A process that its launcher restarted does."""
+    """Whether a run resumes. A process restarted by its launcher does."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
     if resume == "must":
         return True
@@ -29,7 +29,7 @@ def goes_on(run: Run, resume: Resume) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the folder holds the result of the run already. Raises RunError where it is that of another."""
+    """Whether the folder already contains the result of this run. Raises RunError if it is that of another run."""
     if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
         return False
     _refuse_other_math(run, ("model", "data", "objective", "optim"))
@@ -38,15 +38,15 @@ def is_finished(run: Run) -> bool:
 
 @contextmanager
 def open_folder(run: Run, resume: bool) -> Iterator[None]:
-    """Make the run's folder, or refuse one that holds anything else; hold it, and send the engine's log into it.
+    """Create the run folder, or refuse one with other content; lock it, and write the engine's log to it.
 
-    What makes a folder a run is its config.yaml, which `claim_folder` writes. A run that is refused before that leaves
-    no folder behind.
+    A folder becomes a run with its config.yaml, which `claim_folder` writes. A run refused before that leaves no folder
+    behind.
     """
     try:
         _refuse_folder(run, resume)
     except OSError as error:
-        raise RunError(f"run.folder: cannot read {run.folder} ({error}). Choose another.") from error
+        raise RunError(f"run.folder: cannot read {run.folder} ({error}). Choose another folder.") from error
     run.env.barrier()
     with _held_folder(run):
         yield
@@ -54,7 +54,7 @@ def open_folder(run: Run, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def _removed_if_unused(folder: Path) -> Iterator[None]:
-    """Remove a folder that was made for a run which is then refused. It is held meanwhile: nobody else uses it."""
+    """Remove a folder created for a run that is then refused. It is locked, so nobody else uses it."""
     try:
         yield
     except UserError:
@@ -64,7 +64,7 @@ def _removed_if_unused(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> bool:
-    """Make a folder; returns whether there was none."""
+    """Create a folder; returns whether it is new."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
@@ -84,13 +84,13 @@ def _held_folder(run: Run) -> Iterator[None]:
                     stack.enter_context(_removed_if_unused(run.folder))
                 stack.enter_context(_engine_log(run.folder / LOG_FILE))
             except OSError as error:
-                raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another.") from error
+                raise RunError(f"run.folder: cannot write to {run.folder} ({error}). Choose another folder.") from error
         quiet_libraries()
         run.env.barrier()
         if apart := run.env.ranks_without(run.folder):
             raise RunError(
-                f"run.folder: rank {apart[0]} does not see what rank 0 writes to {run.folder.absolute()}. Checkpoints "
-                "have parts from every rank: set run.folder to a folder that all machines share."
+                f"run.folder: rank {apart[0]} does not see what rank 0 writes to {run.folder.absolute()}. Every rank "
+                "writes part of a checkpoint. Set run.folder to a folder that all machines share."
             )
         ranks = f"{run.env.world_size} x {run.env.device.type}"
         run.display.say(f"run   {run.folder} (run id {run_id(run.config)}, {ranks})")
@@ -112,22 +112,22 @@ def _engine_log(path: Path) -> Iterator[None]:
 
 
 def claim_folder(run: Run) -> None:
-    """Write the resolved config: the folder holds this run from here on.
+    """Write the resolved config: from here on, the folder contains this run.
 
-    Comes after all that can be wrong with config, data and model, so that a start that fails leaves the folder free,
-    and a resume that is refused leaves it as it was.
+    Comes after all checks of config, data and model, so a failed start leaves the folder free, and a refused resume
+    leaves it unchanged.
     """
     if run.env.is_first:
         notes = [
-            f"{name} stands for {data.count} records that a script passed to isopref.train as {data.label}, in memory. "
-            "No file has them: to resume or repeat this run, call isopref.train with the same records."
+            f"{name} stands for {data.count} in-memory records that a script passed to isopref.train as {data.label}. "
+            "They are not in any file: to resume or repeat this run, call isopref.train with the same records."
             for name, data in run.memory.items()
         ]
         write_whole(run.folder / CONFIG_FILE, dump_config(run.config, notes).encode())
 
 
 def _refuse_folder(run: Run, resume: bool) -> None:
-    """Raise RunError where the folder's content and `resume` do not go together."""
+    """Raise RunError if the folder's content does not match `resume`."""
     has_run = holds_run(run.folder)
     if has_run and run.config.run.export and run.model_folder.exists():
         raise RunError(
@@ -138,7 +138,7 @@ def _refuse_folder(run: Run, resume: bool) -> None:
             f"{run.folder} already contains a run. Resume it with --resume, or set run.folder to start a new one."
         )
     if resume and not has_run:
-        named = " Its name has the run id, which changes with the math." if run.config.run.folder is None else ""
+        named = " Its name contains the run id, which changes with the math." if run.config.run.folder is None else ""
         raise RunError(f"--resume: {run.folder} holds no run.{named} Start it without --resume, or check run.folder.")
     if resume:
         _refuse_other_math(run)
@@ -151,19 +151,19 @@ def _refuse_folder(run: Run, resume: bool) -> None:
 
 
 def _refuse_other_math(run: Run, sections: Sequence[str] = ("model", "objective", "optim")) -> None:
-    """Raise RunError where the run in the folder has another model, objective or optimizer.
+    """Raise RunError if the run in the folder has a different model, objective or optimizer.
 
-    Data may have moved: a run that goes on compares the pairs themselves (ExampleLoader).
+    Data may have moved: a resumed run compares the pairs themselves (ExampleLoader).
     """
     before, now = (one.model_dump(mode="json") for one in (load_config(run.folder / CONFIG_FILE), run.config))
     changed = [
         f"{section}.{name} was {to_yaml(before[section].get(name))}, is {to_yaml(now[section].get(name))}"
         for section in sections
-        for name in {**before[section], **now[section]}  # another loss may take other parameters
+        for name in {**before[section], **now[section]}  # a different loss may take different parameters
         if before[section].get(name) != now[section].get(name)
     ]
     if changed:
         raise RunError(
             f"--resume: the run in {run.folder} had another config: {'; '.join(changed)}. Only layout and run may "
-            "change. Use the first values, or start a new run in another run.folder."
+            "change. Restore the original values, or start a new run in a different run.folder."
         )

@@ -1,4 +1,4 @@
-"""run.loggers -> callbacks of the engine. What cannot start says so before any work is done."""
+"""run.loggers -> engine callbacks. A logger that cannot start is refused before any work is done."""
 
 import os
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def check_loggers(run: Run) -> None:
-    """Raise ConfigError where a logger could not start: for want of its package or, on the first rank, of a login.
+    """Raise ConfigError if a logger could not start: its package or, on the first rank, its login is missing.
 
-    No service is asked.
+    Does not contact any service.
     """
     packages = _packages(run)
     if run.env.is_first and "wandb" in packages:
@@ -31,7 +31,7 @@ def check_loggers(run: Run) -> None:
 
 
 def logger_callbacks(run: Run) -> dict[str, Callback]:
-    """The loggers of the first rank. Raises ConfigError where one cannot start."""
+    """The loggers of the first rank. Raises ConfigError if one cannot start."""
     open_logger = {"tensorboard": _tensorboard, "wandb": _wandb, "comet": _comet}
     return {name: open_logger[name](run, package) for name, package in _packages(run).items() if run.env.is_first}
 
@@ -47,7 +47,7 @@ def _tensorboard(run: Run, _package: Any) -> Callback:
 
 
 def _check_wandb(wandb: Any) -> None:
-    wandb.setup(settings=wandb.Settings(silent=True))  # which also keeps it from asking for a key
+    wandb.setup(settings=wandb.Settings(silent=True))  # also keeps it from prompting for a key
     with _named_faults(wandb):
         wandb.login(verify=False)
 

@@ -1,4 +1,4 @@
-"""An adapter and its base model as one model."""
+"""Merges an adapter into its base model."""
 
 from pathlib import Path
 
@@ -12,16 +12,16 @@ from isopref.runs.files import MODEL_FOLDER
 
 
 def merge(folder: Path, out: Path, *, dtype: str | None, trust_remote_code: bool) -> None:
-    """Write the model that `folder`, of a run or of an adapter, stands for. `dtype` None: the base model's own."""
+    """Write the merged model of `folder`, a run or an adapter. `dtype` None: the base model's dtype."""
     quiet_libraries()
     adapter = folder if is_adapter(folder) else folder / MODEL_FOLDER
     if not is_adapter(adapter):
         raise ModelError(
-            f"{folder} holds no adapter: there is no {CONFIG_FILE} in it or in its folder '{MODEL_FOLDER}'. Give a "
-            "finished run with model.adapter, or an adapter's folder."
+            f"{folder}: no adapter found: neither it nor its folder '{MODEL_FOLDER}' contains {CONFIG_FILE}. Pass a "
+            "finished run with model.adapter, or an adapter folder."
         )
     if out.exists():
-        raise ModelError(f"{out} exists already, and is not overwritten. Choose another folder.")
+        raise ModelError(f"{out} already exists and will not be overwritten. Choose another folder.")
     name, setting = str(adapter), "ADAPTER"
     is_reward = reward.is_reward_model(name, setting=setting)
     model = (reward.load_reward_model if is_reward else hf.load_model)(

@@ -1,4 +1,4 @@
-"""What the layout leaves to us (`auto`), settled once the model is on its device, and said aloud."""
+"""Resolves `auto` in the layout once the model is on its device, and logs the choices."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def check_train_budget(run: Run, table: ExampleTable) -> None:
-    """Raise ConfigError early where a pair is longer than the microbatch that was asked for."""
+    """Raise ConfigError early if a pair is longer than the requested microbatch."""
     layout = run.config.layout
     if layout.microbatch_tokens != "auto":
         budget = Budget(layout.rows, layout.microbatch_tokens)
@@ -30,7 +30,7 @@ def check_train_budget(run: Run, table: ExampleTable) -> None:
 
 
 def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
-    """Settle when gradients are reduced, how many layers recompute, and how many tokens a microbatch has."""
+    """Decide when to reduce gradients, how many layers recompute, and how many tokens a microbatch has."""
     layout, policy = run.config.layout, unwrap(model)
     run = replace(run, grad_sync=_grad_sync(run, model))
     tokens = None if layout.microbatch_tokens == "auto" else layout.microbatch_tokens
@@ -67,7 +67,7 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
 
 
 def _grad_sync(run: Run, model: nn.Module) -> GradSync:
-    """When gradients are reduced, said aloud where `auto` has a choice."""
+    """When to reduce gradients; logged if `auto` chose."""
     config = run.config
     what = "gradient" if config.model.adapter is None else "model"
     whole = sum(stored_bytes(parameter) for parameter in model.parameters())
@@ -84,7 +84,7 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes one rank has."""
+    """Bytes of memory per rank."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

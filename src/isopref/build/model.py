@@ -1,4 +1,4 @@
-"""The policy of a run: loaded, proven, spread over ranks, scored."""
+"""The policy of a run: loaded, checked, distributed over ranks, scored."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,25 +30,25 @@ from isopref.types import Needs
 
 
 def check_parallel(run: Run) -> None:
-    """Raise ConfigError where layout.parallel cannot work with the processes there are."""
+    """Raise ConfigError if layout.parallel does not fit the number of processes."""
     layout, ranks = run.config.layout, run.env.world_size
     if layout.parallel == "single" and ranks > 1:
         raise ConfigError(
             f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
         )
     if layout.offload and run.env.device.type == "cpu":
-        raise ConfigError("layout.offload: true, but the run is on the CPU, whose memory is the host's. Remove it.")
+        raise ConfigError("layout.offload: true has no effect on the CPU, which already uses host memory. Remove it.")
     if ranks % layout.tensor_parallel:
         raise ConfigError(
-            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. Start "
-            "another number (--nproc), or change it."
+            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. "
+            "Change --nproc or layout.tensor_parallel."
         )
     if layout.hsdp_shard is not None:
         check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
 
 
 def say_attention(run: Run) -> None:
-    """What a user may not know of the attention kernels of their card."""
+    """Tell the user about the attention kernels for their card."""
     model, rows = run.config.model, run.config.layout.rows
     half = "bfloat16" in (model.dtype, model.compute_dtype)
     if not (half and rows in ("shared", "packed") and flash.knows(run.env.device)):
@@ -56,16 +56,16 @@ def say_attention(run: Run) -> None:
     kernels, fault = flash.load()
     if fault is not None:
         run.display.say(
-            f"warning: the package flash-attn-4 is installed, but cannot be imported ({fault}). Attention uses torch's "
+            f"warning: the package flash-attn-4 is installed but cannot be imported ({fault}). Attention uses torch's "
             "own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: pip uninstall "
             "flash-attn-4"
         )
     elif kernels is None:
-        run.display.say("note: this card has a faster attention kernel. Install it: pip install 'isopref[flash]'")
+        run.display.say("note: a faster attention kernel is available for this card. Try: pip install 'isopref[flash]'")
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
-    """The model at `path`, where `place` puts it; if that is not given, the one that the run starts from.
+    """The model at `path`, or by default the starting model, placed by `place`.
 
     `setting` names it in messages.
     """
@@ -123,13 +123,13 @@ def _check_readout(run: Run, path: str, setting: str) -> None:
 
 
 def place(run: Run, policy: Policy) -> None:
-    """Put the policy on this rank's device, unless that must never hold all of it."""
+    """Move the policy to this rank's device, unless the device must never hold all of it."""
     if not from_host(run, policy):
         policy.move_to(run.env.device)
 
 
 def from_host(run: Run, policy: Policy) -> bool:
-    """Whether the policy stays in the host's memory until `spread` shards it."""
+    """Whether the policy stays in host memory until `spread` shards it."""
     layout = run.config.layout
     sharded = layout.offload or (run.env.world_size > 1 and layout.parallel in ("auto", "fsdp", "hsdp"))
     weights = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
@@ -138,7 +138,7 @@ def from_host(run: Run, policy: Policy) -> bool:
 
 
 def weight_bytes(policy: Policy, parameter: nn.Parameter) -> int:
-    """Memory of a parameter where it is trained."""
+    """Bytes of a parameter once it is being trained."""
     return parameter.numel() * torch.float32.itemsize if policy.narrow else adapter.stored_bytes(parameter)
 
 
@@ -156,7 +156,7 @@ def _load(run: Run, path: str, dtype: torch.dtype, setting: str) -> PreTrainedMo
 
 
 def load_exported(run: Run) -> PreTrainedModel:
-    """What the run has written: a whole model, or an adapter on its base."""
+    """The exported model: a full model, or an adapter on its base."""
     model, folder = run.config.model, str(run.model_folder)
     if model.adapter is not None:
         return _load_adapted(run, model.path, folder, "run.folder")
@@ -164,9 +164,9 @@ def load_exported(run: Run) -> PreTrainedModel:
 
 
 def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTrainedModel:
-    """The model `base`, in 4 bits if that is asked for, under the adapter in the folder `path`, if any.
+    """The model `base`, in 4 bits if requested, with the adapter in the folder `path`, if any.
 
-    Not merged: a sum would be rounded to the base's number type, and so be another model than the one that was trained.
+    Not merged: the sum would be rounded to the base's dtype and differ from the trained model.
     """
     model = run.config.model
     check_base(base)
@@ -176,33 +176,33 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
     if path is not None:
         own = adapter.base_of(path, setting=setting)
         if not _same(own, base):
-            run.display.say(f"warning: {setting}: the adapter {path} was made for {own}; here it is put on {base}")
+            run.display.say(f"warning: {setting}: the adapter {path} was made for {own}, but is used on {base}")
         adapter.load_adapter(loaded, path, dtype=getattr(torch, model.dtype), setting=setting)
     return loaded
 
 
 def _same(path: str | None, other: str) -> bool:
-    """Whether two names, of folders or on the hub, are those of one model."""
+    """Whether two folders or hub names refer to the same model."""
     return path is not None and Path(path).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 def check_base(path: str) -> None:
-    """Raise ConfigError for what cannot be the model under an adapter."""
+    """Raise ConfigError for a model that cannot be the base of an adapter."""
     if hf.is_olmo_core(path):
         raise ConfigError(
-            f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot take as an adapter's base. Give "
-            "the model as a Hugging Face folder: isopref writes one beside a checkpoint."
+            f"model.adapter: {path} is an OLMo-core checkpoint, which peft cannot use as a base model. Use "
+            "a Hugging Face folder: isopref writes one next to a checkpoint."
         )
     if adapter.is_adapter(Path(path)):
         raise ConfigError(
-            f"model.adapter: {path} is an adapter itself, and what is trained on top of it could not be loaded by "
-            f"others. To train it further, set model.adapter: {{path: {path}}}, and model.path to its base model. For "
-            f"a new one, make one model of the two first: isopref merge {path} FOLDER."
+            f"model.adapter: {path} is itself an adapter, and other tools could not load an adapter on top of it. To "
+            f"continue training it, set model.adapter: {{path: {path}}} and model.path to its base model. To train a "
+            f"new adapter, merge this one first: isopref merge {path} FOLDER."
         )
 
 
 def say_unused(run: Run, policy: Policy) -> None:
-    """What of a model has no gradient and is not trained, if there is any."""
+    """List the parts of a model that have no gradient and are not trained, if any."""
     choosing = indexers(policy.model)
     for parts, what, why in (
         (policy.unused, ", ".join(policy.unused), "text does not use it"),
@@ -228,7 +228,7 @@ def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:
 
 
 def add_adapter(run: Run, policy: Policy) -> None:
-    """Wrap the policy's layers with what model.adapter asks for, if it is a new one. Scores stay as they are."""
+    """Add the adapter from model.adapter to the policy, if it is a new one. Scores do not change."""
     asked = run.config.model.adapter
     if asked is None:
         return
@@ -243,11 +243,11 @@ def add_adapter(run: Run, policy: Policy) -> None:
     )
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
     if asked.quantize is not None:  # not of experts, which are no linear layers
-        run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in four bits ({packed / every:.2%})")
+        run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in 4 bits ({packed / every:.2%})")
 
 
 def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
-    """What model.adapter asks for, where it is a new one."""
+    """The settings of a new adapter, from model.adapter."""
     rank = asked.rank or 16
     return adapter.NewAdapter(
         kind=asked.kind or "lora",
@@ -258,14 +258,14 @@ def new_adapter(asked: AdapterConfig) -> adapter.NewAdapter:
 
 
 def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
-    """The policy over all ranks, as layout.parallel says, proven to score right in the rows asked for.
+    """The policy distributed over all ranks by layout.parallel, checked to score correctly in the requested rows.
 
-    One that is not trained is not wrapped by DDP, which would keep room for its gradients.
+    A model that is not trained is not wrapped in DDP, which would reserve memory for its gradients.
     """
     # A model that must not be whole on a device is asked when it is sharded; a native one shows its own form here only.
     large = from_host(run, policy)
     if large:
-        run.display.say(f"{policy.name} is sharded from the host's memory: it does not fit on one device as a whole")
+        run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
     own = None if large and policy.native is None else own_logps(policy)
     if _compiles(run, policy):
         compile_layers(policy)
@@ -289,7 +289,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 
 
 def _compiles(run: Run, policy: Policy) -> bool:
-    """Whether layers are compiled; said aloud where layout.compile leaves it open. Raises ConfigError."""
+    """Whether to compile the layers; logged if layout.compile is null. Raises ConfigError."""
     asked, rows = run.config.layout.compile, run.config.layout.rows
     summed = bool(adapter.summed_parameters(policy.model))
     balanced = bool(run.loss.balance_weight)
@@ -299,13 +299,13 @@ def _compiles(run: Run, policy: Policy) -> bool:
     )
     if asked and balanced:
         raise ConfigError(
-            "layout.compile: true with objective.balance_weight, but compiled layers do not show what their routers "
-            "decide. Remove one of the two."
+            "layout.compile: true with objective.balance_weight, but compiled layers do not expose their routers' "
+            "decisions. Remove one of them."
         )
     if asked and summed:
         raise ConfigError(
-            "layout.compile: true with an adapter of fused experts, whose layers would be compiled for each pass anew. "
-            "Remove layout.compile, or name model.adapter.targets without experts and routers."
+            "layout.compile: true with an adapter of fused experts, whose layers would be recompiled for each pass. "
+            "Remove layout.compile, or set model.adapter.targets without experts and routers."
         )
     if asked and unfolded and rows in ("shared", "packed"):
         raise ConfigError(
@@ -315,38 +315,38 @@ def _compiles(run: Run, policy: Policy) -> bool:
     if asked and not can and rows in ("shared", "packed"):
         raise ConfigError(
             f"layout.compile: true with layout.rows: {rows} needs a CUDA GPU and bfloat16 "
-            "(model.compute_dtype), else every row would be compiled anew. Remove layout.compile."
+            "(model.compute_dtype), otherwise every row would be recompiled. Remove layout.compile."
         )
     chosen = resolve.compiles(run.config, can=can, has_layers=has_layers(policy), native=policy.native is not None)
     if chosen and asked is None:
-        run.display.say("layout.compile: null compiles the layers; the first steps take a minute longer")
+        run.display.say("layout.compile: null: compiling the layers; the first steps take a minute longer")
     return chosen
 
 
 def _say_precision(run: Run) -> None:
-    """What a user may not expect of the number types chosen."""
+    """Warn about unexpected effects of the chosen dtypes."""
     model, rows = run.config.model, run.config.layout.rows
     half = "bfloat16" in (model.dtype, model.compute_dtype)
     if run.env.device.type == "cuda" and rows in ("shared", "packed") and not half:
         run.display.say(
-            "note: attention goes segment by segment, because the CUDA kernel takes bfloat16 only. Faster: "
+            "note: attention runs segment by segment, because the CUDA kernel supports only bfloat16. For speed, set "
             "model.compute_dtype: bfloat16"
         )
     if model.dtype == "bfloat16":
         run.display.say(
-            "warning: bfloat16 weights round small updates away, at learning rates like 1e-6 nearly all of them, and "
-            "their gradients add up in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
+            "warning: with bfloat16 weights, small updates are rounded away (nearly all of them at learning rates like "
+            "1e-6) and gradients accumulate in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
         )
 
 
 def compute_dtype(run: Run) -> torch.dtype | None:
-    """What forward and backward compute in, where that differs from the weights."""
+    """The dtype of forward and backward, if it differs from the weights'."""
     model = run.config.model
     return getattr(torch, str(model.compute_dtype)) if model.is_mixed else None
 
 
 def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> TableLogps:
-    """Log-probabilities of a whole table, all ranks together."""
+    """Log-probabilities of a table, all ranks together."""
     model.eval()
     needs, mismatched = Needs(heads=run.loss.needs.heads), run.loss.needs_mismatched
     total = len(table.lengths.answer) + mismatched * len(table)
@@ -362,7 +362,7 @@ def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> Tab
 
 @contextmanager
 def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is told how many answers were scored, and shows how many are scored in a second."""
+    """A progress bar that shows how many answers are scored per second."""
     started, done = time.perf_counter(), 0
     with run.display.bar(what, total) as advance:
 
@@ -376,7 +376,7 @@ def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int],
 
 
 def _parallel(run: Run, policy: Policy) -> Parallel:
-    """How the policy lies on the ranks; said aloud where layout.parallel leaves it open."""
+    """How to distribute the policy over ranks; logged if layout.parallel is auto."""
     config, ranks = run.config, run.env.world_size
     whole = sum(weight_bytes(policy, parameter) for parameter in policy.parameters())
     trained = sum(weight_bytes(policy, parameter) for parameter in policy.parameters() if parameter.requires_grad)

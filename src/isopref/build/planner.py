@@ -1,4 +1,4 @@
-"""What a config's run would take on a named card: no GPU is used and no weights are read."""
+"""What a run would need on a given card, without using a GPU or reading weights."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the run is planned for."""
+    """The hardware to plan for."""
 
     card_name: str
     card: Card
@@ -48,7 +48,7 @@ class Hardware:
 
     @classmethod
     def named(cls, card: str, gpus: int, memory: str | None, gigabits: float) -> "Hardware":
-        """Raises ConfigError for a card or a size that is not known."""
+        """Raises ConfigError for an unknown card or an invalid size."""
         found = find_card(card)
         if memory is not None:
             found = replace(found, memory=parse_memory(memory))
@@ -57,7 +57,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another layout that fits, as overrides, and what it would take."""
+    """Another layout that fits, as overrides, with its memory and speed."""
 
     overrides: str
     memory_gib: float
@@ -96,11 +96,11 @@ def make_plan(
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
-        raise ConfigError("model.dtype: float64 is for checks on a CPU, and no card is planned for. Use float32.")
+        raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
     if config.layout.tensor_parallel > 1:
         raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} is not planned for: what it sends inside every "
-            "layer was not measured. Plan with layout.tensor_parallel=1."
+            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
+            "not been measured. Plan with layout.tensor_parallel=1."
         )
     if hf.is_olmo_core(model.path):
         empty = conversion.empty_checkpoint(model.path)
@@ -120,7 +120,7 @@ def make_plan(
 
 
 def adapt(config: Config, empty: PreTrainedModel) -> None:
-    """Give a model without weights the adapter that the config asks for."""
+    """Add the config's adapter to a model without weights."""
     asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
     if asked is None:
         return
@@ -206,7 +206,7 @@ class Planner:
         return int(tokens_alone(self.lengths, self.config.layout.rows).max())
 
     def _layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
-        """The config's layout on so many ranks, with what `auto` would choose."""
+        """The config's layout on this many ranks, with `auto` resolved."""
         model, asked = self.config.model, self.config.layout
         weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
         quantised = model.adapter is not None and model.adapter.quantize is not None
@@ -218,7 +218,9 @@ class Planner:
         state = resolve.training_bytes(self.config, trained=trained, whole=whole)
         chosen = parallel or resolve.parallel(self.config, state, room, ranks=ranks)
         if chosen == "single" and ranks > 1:
-            raise ConfigError(f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set it to auto.")
+            raise ConfigError(
+                f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
+            )
         sharded = chosen in ("fsdp", "hsdp")
         node = self.hardware.network.ranks_per_node
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
@@ -253,7 +255,7 @@ class Planner:
         return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
     def _score_hours(self, layout: Layout, run: Forecast) -> float:
-        """Of scoring the training examples by a reference that stays, before the first step."""
+        """Hours to score the training examples with a fixed reference before the first step."""
         if layout.references or not loss_of(self.config).needs_reference:
             return 0.0
         forward = run.time.forward * 3 / (3 + layout.forwards)
@@ -298,7 +300,7 @@ class Planner:
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
     def _largest(self, layout: Layout) -> int:
-        """Tokens of the largest microbatch that fits; 0 for none."""
+        """Tokens in the largest microbatch that fits; 0 if none does."""
         if loading_memory(self.shape, layout) > self.usable:
             return 0
         return bisect_right(range(1, 2**32), self.usable, key=lambda tokens: self._memory(layout, tokens).total)
@@ -338,14 +340,14 @@ class Planner:
             yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
-        """Two layouts that fit on these GPUs, or else one on the fewest more."""
+        """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
         for gpus in _more(self.hardware.gpus):
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
 
     def _fitting(self, gpus: int) -> Iterator[Alternative]:
-        """Layouts that fit on so many GPUs: in large rows, in small ones, recomputing."""
+        """Layouts that fit on this many GPUs: large rows, small rows, recomputation."""
         sharded, changed = self._sharded(gpus)
         more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
         for kind, recompute in (("none", 0), ("full", self.shape.layers)):
@@ -364,7 +366,7 @@ class Planner:
         return fitting or ([max(longest, most)] if layout.recompute else [])
 
     def _sharded(self, gpus: int) -> tuple[Layout, list[str]]:
-        """The layout that needs the least memory on so many GPUs, and the overrides that ask for it."""
+        """The layout that needs the least memory on this many GPUs, and the overrides for it."""
         if gpus == 1 and not self.config.model.is_mixed:
             return self._layout(1), []
         layout = replace(self._layout(gpus, "fsdp"), grad_sync="every")
@@ -372,7 +374,7 @@ class Planner:
         return layout, changed + (["layout.hsdp_shard=null"] if self.config.layout.hsdp_shard else [])
 
     def _at(self, ranks: int) -> Iterator[Forecast]:
-        """The run on so many ranks: as the config has it, and sharded the other way too where that is possible."""
+        """The run on this many ranks: as configured, and also with the other kind of sharding if possible."""
         layout = self._layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
         node = self.config.layout.hsdp_shard or self.hardware.network.ranks_per_node
@@ -387,20 +389,20 @@ class Planner:
 
 
 def _more(gpus: int) -> list[int]:
-    """So many GPUs, and then more: 8, 16, 32, ..."""
+    """This many GPUs, and then more: 8, 16, 32, ..."""
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
 
 
 def _read_lengths(path: Path) -> Lengths:
-    """Lengths from a .npy file: one row for each pair, tokens of prompt, chosen and rejected."""
+    """Lengths from a .npy file: one row per pair with the tokens of prompt, chosen and rejected."""
     try:
         lengths = np.load(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"--lengths {path}: cannot be read ({error}). Give a .npy file with three columns.") from error
+        raise DataError(f"--lengths {path}: cannot be read ({error}). Pass a .npy file with three columns.") from error
     right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
     if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
         raise DataError(
-            f"--lengths {path}: it holds {lengths.dtype} of shape {lengths.shape}, not whole numbers from 1 on in "
-            "three columns: the tokens of prompt, chosen and rejected."
+            f"--lengths {path}: expected positive whole numbers in three columns (tokens of prompt, chosen and "
+            f"rejected), found {lengths.dtype} of shape {lengths.shape}."
         )
     return Lengths.of_pairs(lengths)

@@ -1,4 +1,4 @@
-"""What a run writes about itself for those who look at it later: every start, and how it is doing."""
+"""What a run records about itself for later: every start, and its state."""
 
 import platform
 import time
@@ -20,7 +20,7 @@ from isopref.runs.write import add_start
 
 @contextmanager
 def recorded(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str | None) -> Iterator[None]:
-    """Note the start of training in the run's folder, then, until the block ends, what becomes of it."""
+    """Record the start of training in the run folder and then, until the block ends, its outcome."""
     if not run.env.is_first:
         yield
         return
@@ -41,7 +41,7 @@ def recorded(run: Run, trainer: Trainer, table: ExampleTable, reference_key: str
 
 
 def _in_memory(run: Run) -> dict[str, Any]:
-    """What there is to say of data that has no path; nothing of other data."""
+    """A description of in-memory data; empty for other data."""
     held = [{"field": one.label, "digest": one.digest, "records": one.count} for one in run.memory.values()]
     return {"in_memory": held} if held else {}
 

@@ -1,4 +1,4 @@
-"""The reference of a run, before anything is trained: looked up in its store, or scored into it."""
+"""The reference of a run, before training: looked up in its store, or scored into it."""
 
 import gc
 import platform
@@ -30,19 +30,19 @@ from isopref.score import TableLogps
 
 
 class Reference(NamedTuple):
-    """The reference's log-probabilities of some tables, and what it is, by content (None: there is none)."""
+    """The reference's log-probabilities of some tables, and its content identity (None: no reference)."""
 
     identity: Identity | None
     logps: list[TableLogps]
 
     @property
     def key(self) -> str | None:
-        """Of the store they are in."""
+        """The key of the store they are in."""
         return None if self.identity is None else key_of(self.identity)
 
 
 def scored_tables(run: Run, tables: Tables) -> list[NamedTable]:
-    """The pairs that the reference scores ahead of time: those to train on, unless it moves; held-out ones, if any."""
+    """The pairs to score ahead of time: training pairs, unless the reference moves, and held-out pairs, if any."""
     moves = run.config.objective.reference_moves is not None
     named = [] if moves else [NamedTable("training", tables.train)]
     if tables.held_out is not None:
@@ -53,13 +53,13 @@ def scored_tables(run: Run, tables: Tables) -> list[NamedTable]:
 
 
 def path_of(config: Config) -> tuple[str | None, str]:
-    """Where the reference of a config is (None: it is the model that the run starts from), and what says so."""
+    """The path of a config's reference (None: the starting model), and the setting that names it."""
     given = config.model.reference
     return (None, "model.path") if given is None else (given, "model.reference")
 
 
 def open_store(run: Run, policy: Policy, path: str) -> Store:
-    """The store of a model that is whole on this rank. `path` is only noted for people."""
+    """The store of a model that is fully on this rank. `path` is only recorded for people."""
     hints = {
         "reference": path,
         "dtype": run.config.model.dtype,
@@ -70,7 +70,7 @@ def open_store(run: Run, policy: Policy, path: str) -> Store:
 
 
 def frozen_identity(run: Run, policy: Policy) -> Identity | None:
-    """What makes the model that an adapter is to be trained on, which no checkpoint will hold."""
+    """The identity of the model under an adapter, which no checkpoint contains."""
     return None if run.config.model.adapter is None else policy_identity(run, policy)
 
 
@@ -83,7 +83,7 @@ def policy_identity(run: Run, policy: Policy) -> dict[str, Any]:
 def look_up_or_score(
     run: Run, store: Store, table: NamedTable, model: Callable[[], nn.Module], beginning: Beginning | None
 ) -> TableLogps:
-    """The reference's log-probabilities of a table, proven complete. `model` is only called where some are missing."""
+    """The reference's log-probabilities of a table, verified complete. `model` is called only if some are missing."""
     items = items_of(run, table.pairs)
     kept = None
     if beginning is not None:
@@ -101,11 +101,11 @@ def look_up_or_score(
     with answer_progress(run, f"score {table.name}", len(known.missing)) as progress:
         filled = fill(store, items, known, spread_model, run.score_budget, device=run.env.device, progress=progress)
     logps = proven(filled, items)
-    left = find(store, items, device=run.env.device, kept=kept).missing  # from the disk, once more
+    left = find(store, items, device=run.env.device, kept=kept).missing  # reread from disk
     if len(left):
         raise CacheError(
-            f"{store.folder}: {len(left)} of {len(items)} answers were written and cannot be read. Check the disk, "
-            "or set ISOPREF_CACHE to another folder."
+            f"{store.folder}: {len(left)} of {len(items)} answers were written but cannot be read back. Check the "
+            "disk, or set ISOPREF_CACHE to another folder."
         )
     return logps
 
@@ -165,17 +165,19 @@ def in_store(
 
 
 def moving(run: Run) -> MovingReference:
-    """A second model that begins where the reference is and moves."""
+    """A second model that starts as the reference and moves."""
     model, moves = run.config.model, run.config.objective.reference_moves
     assert moves is not None
     path, setting = (model.path, "model.path") if model.reference is None else (model.reference, "model.reference")
     every, mix = moves
-    run.display.say(f"reference: moves {mix:g} of the way to the model every {every} steps; a second model in memory")
+    run.display.say(
+        f"reference: moves {mix:g} of the way to the model every {every} steps; keeps a second model in memory"
+    )
     return MovingReference(spread(run, load_policy(run, path, setting=setting), trained=False), every=every, mix=mix)
 
 
 def none_needed(tables: Sequence[NamedTable]) -> Reference:
-    """What stands for the reference where the objective has none."""
+    """Zeros, if the objective has no reference."""
 
     def zeros(lengths: Lengths) -> TableLogps:
         return TableLogps(np.zeros(len(lengths.answer)), np.zeros((2, len(lengths.compared))))

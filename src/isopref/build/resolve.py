@@ -15,18 +15,18 @@ WHOLE_SHARE = 0.8  # of a device's memory: with more, a model is sharded from th
 
 
 def all_steps(optim: OptimConfig, pairs: int) -> int:
-    """Steps of all epochs over so many pairs."""
+    """Steps in all epochs."""
     return optim.epochs * num_batches(pairs, optim.batch_size)
 
 
 def num_steps(optim: OptimConfig, pairs: int) -> int:
-    """Steps of a run, which optim.max_steps may cut short."""
+    """Steps in a run, limited by optim.max_steps."""
     every = all_steps(optim, pairs)
     return min(every, optim.max_steps or every)
 
 
 def num_references(config: Config) -> int:
-    """Models in memory beside the one that is trained: a reference that moves."""
+    """Models in memory in addition to the trained one: a moving reference."""
     return int(config.objective.reference_moves is not None)
 
 
@@ -78,7 +78,7 @@ def grad_sync(config: Config, kept: float, room: float, *, sharded: bool) -> Gra
 
 
 def from_host(weights: float, room: float, *, sharded: bool) -> bool:
-    """Whether a model of `weights` bytes is sharded layer by layer from the host's memory, never whole on a device."""
+    """Whether a model of `weights` bytes is sharded from host memory layer by layer, never in full on a device."""
     return sharded and weights > WHOLE_SHARE * room
 
 

@@ -1,4 +1,4 @@
-"""What all parts of a run share."""
+"""State shared by all parts of a run."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ SCORE_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Run:
-    """A run's config with the things all its parts need."""
+    """A run's config and what all its parts need."""
 
     config: Config
     folder: Path
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def num_shares(self) -> int:
-        """How many ways a batch is shared out: ranks that compute layers together work on the same pairs."""
+        """How many ways a batch is split: ranks in a tensor-parallel group work on the same pairs."""
         return self.env.world_size // self.config.layout.tensor_parallel
 
     @property
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def score_setting(self) -> str:
-        """What the score budget comes from."""
+        """The setting that determines the score budget."""
         layout = self.config.layout
         own = layout.score_tokens is not None or layout.microbatch_tokens == "auto"
         return "layout.score_tokens" if own else "twice layout.microbatch_tokens, for scoring,"
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def compute_dtype(self) -> str:
-        """What forward and backward compute in."""
+        """The dtype of the forward and backward pass."""
         return self.config.model.compute_dtype or self.config.model.dtype
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
 @contextmanager
 def opened_run(config: Config, name: str) -> Iterator[Run]:
-    """A run in this process and the others. `name` is the config file's. Raises RunError where memory runs out."""
+    """A run in this process and the others. `name` is the config file's. Raises RunError if memory runs out."""
     group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = run_folder(config, name)
@@ -123,7 +123,7 @@ def with_longest(run: Run, tables: Sequence[ExampleTable]) -> Run:
 
 
 def check_score_budget(run: Run, table: ExampleTable) -> None:
-    """Raise ConfigError where a pair is longer than the microbatch that scores it."""
+    """Raise ConfigError if a pair is longer than a scoring microbatch."""
     check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 
 
@@ -151,14 +151,14 @@ def loss_of(config: Config) -> Loss:
 
 
 def say_trust(config: Config, display: Display) -> None:
-    """Say aloud that code of the model's authors runs here."""
+    """Warn that code shipped with the model will run."""
     if config.model.trust_remote_code:
         named = " and ".join(filter(None, (config.model.path, config.model.reference)))
         display.say(f"warning: model.trust_remote_code: code from {named} will run with your permissions")
 
 
 def quiet_libraries() -> None:
-    """Keep warnings and bars of libraries off the terminal."""
+    """Keep library warnings and progress bars off the terminal."""
     logging.captureWarnings(True)
     transformers_logging.disable_progress_bar()
     # Of tensor parallelism: how a gather could be faster, and that CPUs exchange tokens in another way.

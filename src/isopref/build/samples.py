@@ -23,7 +23,7 @@ CELL = 400  # characters
 
 @dataclass(frozen=True)
 class Before:
-    """What the model says before it is trained: to some held-out prompts, and to the spot checks."""
+    """The model's answers before training: to some held-out prompts and to the spot checks."""
 
     prompts: list[IntArray]
     answers: list[Answer]
@@ -32,7 +32,7 @@ class Before:
 
 
 def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: ExampleTable | None) -> Before:
-    """Answers before training; none of a model that is never whole."""
+    """Answers before training; none for a model that no device holds in full."""
     prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
     asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]
     if asked and from_host(run, policy):
@@ -47,7 +47,7 @@ def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: ExampleTab
 
 
 def say_answers(run: Run, model: nn.Module, tokenizer: Any, before: Before) -> None:
-    """Answers of the exported model, loaded as a user would load it, beside those from before; and the spot checks.
+    """Answers of the exported model, loaded as a user would load it, next to the earlier ones; and the spot checks.
 
     The model that was trained leaves the device to it.
     """
@@ -83,7 +83,7 @@ def _say_samples(run: Run, exported: Any, tokenizer: Any, before: Before) -> Non
 
 
 def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) -> list[Answer]:
-    """Answers to some prompts, drawn with the config's seed."""
+    """Answers to some prompts, sampled with the config's seed."""
     return answers(model, tokenizer, prompts, seed=run.config.optim.seed)
 
 
@@ -97,5 +97,5 @@ def last_turn(tokenizer: Any, prompt: IntArray) -> str:
 
 
 def _end_of(text: str) -> str:
-    """As much of a text as a cell of the terminal's table should hold."""
+    """Text shortened to fit a table cell on the terminal."""
     return text if len(text) <= CELL else f"...{text[-CELL:]}"

@@ -58,10 +58,12 @@ def tokenised(run: Run, policy: Policy, tokenizer: Any) -> Tokenised | None:
     most = context_length(policy.model.config.get_text_config())
     for number, tokens in enumerate(texts, start=1):
         if len(tokens) < 2:
-            raise DataError(f"{spec}: text {number} is one token, which leaves nothing to predict. Use a longer one.")
+            raise DataError(
+                f"{spec}: text {number} has only one token, so there is nothing to predict. Use a longer text."
+            )
         if most is not None and len(tokens) > most:
             raise DataError(
-                f"{spec}: text {number} is {len(tokens)} tokens long, the model's max_position_embeddings is {most}. "
+                f"{spec}: text {number} has {len(tokens)} tokens, but the model's max_position_embeddings is {most}. "
                 "Split it into shorter texts."
             )
     return Tokenised(checks, prompts, texts)

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def write_report(run: Run) -> None:
-    """A page that shows the run, in its folder. The run is done: no fault of the page may look like one of it."""
+    """Write the report into the run folder. The run is done: a failure here must not look like a failed run."""
     if not run.env.is_first:
         return
     try:
@@ -24,9 +24,10 @@ def write_report(run: Run) -> None:
             run.display.say(f"warning: {sign}")
         write_whole(run.folder / REPORT_FILE, page([record]).encode())
     except Exception as error:
-        log.exception("the report could not be made")
+        log.exception("failed to write the report")
         run.display.say(
-            f"warning: no {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; see {LOG_FILE}."
+            f"warning: failed to write {REPORT_FILE} ({type(error).__name__}: {error}). The run itself is complete; "
+            f"see {LOG_FILE}."
         )
 
 
@@ -49,12 +50,12 @@ def say_end(run: Run, seconds: float) -> None:
         load = f":\n              {_loader(run)}.from_pretrained({str(run.model_folder)!r}"
         load += ", num_labels=1)" if adapted and run.loss.readout == "reward" else ")"
         if adapted and hf.locate(run.config.model.path, setting="model.path").gguf_file:
-            load = ", on a GGUF file, which others do not load an adapter on"
+            load = "; its base is a GGUF file, so only isopref can load it"
         merge = f"  one model   isopref merge {run.model_folder} FOLDER\n" if adapted else ""
         if run.config.model.native:
             run.display.say(f"  model       {run.native_folder}, an OLMo-core checkpoint")
         use = f"isopref score FILE --model {run.model_folder}; " if run.loss.readout == "reward" else ""
-        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, for a config of your own"
+        init = "" if Path("my.yaml").exists() else "; isopref init my.yaml, to write your own config"
         run.display.say(
             f"  model       {run.model_folder}, {what}{load}\n{merge}"
             f"  next        {use}isopref ls; isopref compare {run.folder} OTHER_RUN{init}"

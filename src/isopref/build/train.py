@@ -1,4 +1,4 @@
-"""Training a config from beginning to end: `train` reads as the stages of a run, in their order."""
+"""Training a config from start to finish: `train` reads as the stages of a run, in order."""
 
 import time
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Data(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Held-out pairs, and what the model says of them before it is trained."""
+    """Held-out pairs, and the model's scores on them before training."""
 
     pairs: HeldOut
     start: TableLogps
@@ -70,7 +70,7 @@ def train(
         run = replace(opened, memory=memory)
         again = goes_on(run, resume)
         if again and resume == "auto" and is_finished(run):
-            run.display.say(f"{run.folder} holds this run, finished: there is nothing to do")
+            run.display.say(f"{run.folder} already contains this run, finished; nothing to do")
             return None
         with open_folder(run, again):
             stopped_by = _train(run, again)
@@ -123,7 +123,7 @@ def _check_settings(run: Run) -> None:
 
 
 def _read_data(run: Run) -> tuple[Run, Data]:
-    """The pairs, tokenised; and the run, which now knows how long they are."""
+    """The tokenised pairs, and the run updated with their lengths."""
     config = run.config
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first, memory=run.memory)
@@ -137,7 +137,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
 
 
 def _reference_apart(run: Run, data: Data, beginning: Beginning) -> Reference | None:
-    """The reference, if it is another model: loaded, scored and gone before there is a policy. Zeros without one.
+    """The reference, if it is another model: loaded, scored and freed before the policy is loaded. Zeros without one.
 
     Returns None if the policy itself is the reference, before its first step.
     """
@@ -151,7 +151,7 @@ def _reference_apart(run: Run, data: Data, beginning: Beginning) -> Reference | 
 
 
 def _load_policy(run: Run, data: Data) -> Policy:
-    """The model that is to be trained, without a new adapter; it takes the pairs that there are."""
+    """The model to train, without a new adapter, checked against the pairs."""
     policy = load_policy(run)
     say_unused(run, policy)
     if isinstance(policy, RewardModel):
@@ -164,7 +164,7 @@ def _load_policy(run: Run, data: Data) -> Policy:
 
 
 def _models(run: Run, policy: Policy, ref: Reference | None, store: Store | None) -> Models:
-    """What a resumed run must find again. Without a store nothing else knows the model under an adapter."""
+    """What must be unchanged on resume. Without a store, nothing else identifies the model under an adapter."""
     if store is not None:
         return Models(store.identity)
     assert ref is not None
@@ -198,7 +198,7 @@ def _finish(
     if held_out is not None:
         held_out.pairs.say_effect(held_out.start, held_out.pairs.logps_at(trainer.global_step, model))
     if run.config.run.export:
-        checkpointer(trainer).check_weights()  # of a checkpoint that was restored at the last step, too
+        checkpointer(trainer).check_weights()  # also for a checkpoint restored at the last step
         export.export_best(run, trainer, model, data.tokenizer)
         export.export_model(run, model, data.tokenizer)
         samples.say_answers(run, model, data.tokenizer, before)

@@ -55,21 +55,21 @@ def build_trainer(
     held_out: HeldOut | None,
     resume: bool,
 ) -> Trainer:
-    """A trainer that is ready to fit; with `resume`, from the last checkpoint in the run's folder, if there is one.
+    """A trainer ready to fit; with `resume`, restored from the last checkpoint in the run folder, if there is one.
 
-    Raises RunError for a checkpoint of other data.
+    Raises RunError for a checkpoint of different data.
     """
     optim = run.config.optim
     if run.num_shares > optim.batch_size:
         ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
         run.display.say(
-            f"warning: {run.num_shares} {ranks} share {optim.batch_size} {table.unit}s a step; some stay idle"
+            f"warning: {run.num_shares} {ranks} share {optim.batch_size} {table.unit}s per step; some will be idle"
         )
     every, steps = resolve.all_steps(optim, len(table)), resolve.num_steps(optim, len(table))
     part = f" of {every} (optim.max_steps)" if steps < every else ""
-    short = f"; optim.max_steps {optim.max_steps} is more than there are" if steps < (optim.max_steps or 0) else ""
+    short = f"; optim.max_steps: {optim.max_steps} exceeds the total" if steps < (optim.max_steps or 0) else ""
     run.display.say(
-        f"train {_counted(steps, 'step')}{part}: {_counted(len(table), table.unit)}, {optim.batch_size} a step, "
+        f"train {_counted(steps, 'step')}{part}: {_counted(len(table), table.unit)}, {optim.batch_size} per step, "
         f"{_counted(optim.epochs, 'epoch')}{short}"
     )
     config = TrainerConfig(
@@ -78,7 +78,7 @@ def build_trainer(
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
         cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpointer.py)
-        load_strategy=LoadStrategy.never,  # done below, so that a checkpoint of another run is refused early
+        load_strategy=LoadStrategy.never,  # done below, to refuse another run's checkpoint early
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),
     )
@@ -87,44 +87,44 @@ def build_trainer(
     trainer = config.build(module, loader)
     if resume:
         _resume(run, trainer)
-    torch.cuda.empty_cache()  # what scoring left: libraries ask a card themselves, and find no room in torch's
+    torch.cuda.empty_cache()  # left over from scoring: other libraries allocate outside torch's cache
     return trainer
 
 
 def _resume(run: Run, trainer: Trainer) -> None:
-    """Go on from the last whole checkpoint, if there is one."""
+    """Resume from the last intact checkpoint, if there is one."""
     checkpoint, damaged = newest_whole(Path(trainer.save_folder))
     for path, problem in damaged.items():
-        run.display.say(f"resume skips {path}: {problem}")
+        run.display.say(f"resume: skipping {path}: {problem}")
     if checkpoint is not None:
         restore(trainer, checkpoint)
         _check_best(run, trainer)
     elif list(damaged.values()) not in ([], [UNFINISHED]):  # one that was not finished: the first, cut short
         raise RunError(
-            f"--resume: no checkpoint in {trainer.save_folder} is whole. Start over: remove {run.folder}, or set "
-            "another run.folder."
+            f"--resume: no intact checkpoint in {trainer.save_folder}. To start over, remove {run.folder} or set a "
+            "different run.folder."
         )
     elif (last := last_saved(Path(trainer.save_folder))) is not None:
         raise RunError(
             f"--resume: {run.folder} had a checkpoint of step {last}, but {trainer.save_folder} has none now, so the "
-            f"run would start from the first step. Put the checkpoints back, or start over: remove {run.folder}, or "
-            "set another run.folder."
+            f"run would start from the first step. Put the checkpoints back; or, to start over, remove "
+            f"{run.folder} or set a different run.folder."
         )
-    run.env.barrier()  # before the first rank removes what others may still look at
+    run.env.barrier()  # before the first rank removes files that others may still read
     if run.env.is_first:
         sweep(Path(trainer.save_folder))
-    none_yet = "from the first step: there is no checkpoint yet"
+    none_yet = "from the first step: no checkpoint yet"
     run.display.say(f"resume {none_yet if checkpoint is None else f'after step {trainer.global_step}'}")
 
 
 def _check_best(run: Run, trainer: Trainer) -> None:
-    """A best step without a whole checkpoint, as where run.keep_best was not set before, cannot be exported."""
+    """A best step without an intact checkpoint, e.g. if run.keep_best was not set before, cannot be exported."""
     keeping = checkpointer(trainer)
     found = keeping.best()
     if found is not None and found[1] is not None:
         run.display.say(
-            f"warning: run.keep_best: the lowest eval/loss so far is that of {found[0]}, but {found[1]}. The best from "
-            "here on is kept."
+            f"warning: run.keep_best: the lowest eval/loss so far is that of {found[0]}, but {found[1]}. The best "
+            "checkpoint from here on will be kept."
         )
         assert keeping.evaluate is not None
         keeping.evaluate.forget_best()
@@ -139,13 +139,13 @@ def checkpointer(trainer: Trainer) -> KeepingCheckpointerCallback:
 def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     """Train to the last step, or until a signal stops the run, with a checkpoint. Returns that signal, if any.
 
-    Raises RunError where it makes no sense to go on, or is impossible.
+    Raises RunError if continuing is pointless or impossible.
     """
     try:
         trainer.fit()
     except Exception as error:
         if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, of a number in an update
-            what = f"the update overflows the weights' number type ({error})"
+            what = f"the update overflows the weights' dtype ({error})"
             raise checkpointer(trainer).refusal(what) from error
         cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
         if cause is None:
@@ -160,9 +160,8 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     if guard.gave_up:
         checkpointer(trainer).check_weights()
         raise RunError(
-            f"stopped after {done}: the gradients of {MOST_IN_A_ROW} steps in a row were not finite. The weights of "
-            "the checkpoint there are as before them. Look at the pairs named above, lower optim.lr, or use a wider "
-            "model.dtype."
+            f"stopped after {done}: the gradients of {MOST_IN_A_ROW} steps in a row were not finite. The checkpoint "
+            "has the weights from before them. Check the pairs named above, lower optim.lr, or use a wider model.dtype."
         )
     if stopped_by is None or trainer.global_step == trainer.max_steps:
         return None
@@ -173,7 +172,7 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
 
 
 def _is_of(folder: Path, error: OSError) -> bool:
-    """Whether a disk is full or failing, or a folder is closed or gone."""
+    """Whether a disk is full or failing, or a folder is read-only or gone."""
     name = error.filename
     return error.errno in DISK or (isinstance(name, str | Path) and Path(name).is_relative_to(folder))
 
@@ -248,7 +247,7 @@ def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOu
 def _speed(run: Run, model: nn.Module) -> PairSpeedCallback:
     dtype = compute_dtype(run) or getattr(torch, run.config.model.dtype)
     rate = peak_flops(run.env.device, dtype)
-    if rate is None:  # without one there is no MFU
+    if rate is None:  # without a peak there is no MFU
         return PairSpeedCallback()
     return PairSpeedCallback(flops=UsefulFlops(unwrap(model)), peak_flops=rate * run.env.world_size)
 
@@ -268,13 +267,13 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _scheduler(run: Run, steps: int) -> Scheduler | None:
-    """Up to the peak during warm-up, which its last step reaches (the first step where there is none), then down.
+    """Warm up to the peak, reached at the last warmup step (without warmup, the first step), then decay.
 
-    The end, a rate of 0, is one past the last step, so that every step trains.
+    The rate reaches 0 one step after the last, so every step trains.
     """
     optim = run.config.optim
     warmup = max(1, round(optim.warmup * steps))
-    if optim.lr == 0:  # the engine's warm-up refuses it, and it needs no schedule
+    if optim.lr == 0:  # the engine's warmup rejects it, and it needs no schedule
         return None
     match optim.schedule:
         case "linear":

@@ -1,6 +1,6 @@
-"""From a table to the reference's log-probabilities of its answers: looked up where they are known, scored where not.
+"""The reference's log-probabilities of a table's answers: looked up if cached, scored otherwise.
 
-Ranks may see one folder or one for each machine; what any of them knows, all know.
+Ranks may share one folder or have one per machine; what any of them knows is shared with all.
 
 I: items, which are the answers of a table and, for LD-DPO, heads of them (answers.py).
 """
@@ -24,38 +24,38 @@ from isopref.reference.store import Store, as_keys, records
 from isopref.score import TableLogps, score_table
 from isopref.types import FloatArray, IntArray
 
-SHARD_ANSWERS = 131072  # most answers of a shard, about
-SHARD_S = 20.0  # seconds of work that a kill may cost
+SHARD_ANSWERS = 131072  # approximate maximum of answers per shard
+SHARD_S = 20.0  # seconds of work that a kill may lose
 
 
 @dataclass(frozen=True)
 class Known:
     """What a store knows of some items, the same on all ranks."""
 
-    logps: FloatArray  # I; NaN where it is not known
-    missing: IntArray  # items to score; of equal ones, one
-    damage: tuple[str, ...]  # what was found damaged, in words
+    logps: FloatArray  # I; NaN if unknown
+    missing: IntArray  # items to score, without duplicates
+    damage: tuple[str, ...]  # descriptions of damaged shards
 
 
 def find(store: Store, items: Items, *, device: torch.device, kept: Known | None = None) -> Known:
-    """Look the items of a table up; what is `kept` stays. All ranks call this together.
+    """Look up the items of a table; values in `kept` take precedence. All ranks call this together.
 
-    Raises CacheError where what is stored cannot be right.
+    Raises CacheError if the stored values cannot be right.
     """
     known_I, found, damage = store.look_up(items.ids)
-    damage = [f"{text}. Its answers are looked up elsewhere, or scored again" for text in damage]
+    damage = [f"{text}. Its answers will be looked up elsewhere or scored again" for text in damage]
     damage = [*store.repaired, *damage]
     wrong = known_I & (found["num_tokens"] != items.num_tokens)
     if wrong.any():
         first = int(np.flatnonzero(wrong)[0])
         raise CacheError(
-            f"{store.folder}: {int(wrong.sum())} of {len(items)} answers have other token counts than in the table, "
-            f"the first one in {items.origin(first)}: {found['num_tokens'][first]}, not {items.num_tokens[first]}. "
-            "Remove that folder."
+            f"{store.folder}: {int(wrong.sum())} of {len(items)} answers differ in token count from the table, "
+            f"first in {items.origin(first)}: {found['num_tokens'][first]}, not {items.num_tokens[first]}. "
+            "Remove the folder."
         )
     logp_I = _known_anywhere(np.where(known_I, found["logp"], -np.inf), device)
     logp_I[~np.isfinite(logp_I)] = np.nan
-    if kept is not None:  # only now: a rank that does not see what another one keeps may not bring the store's
+    if kept is not None:  # only now: a rank that cannot see another's kept values must not contribute the store's
         logp_I = np.where(np.isnan(kept.logps), logp_I, kept.logps)
     unknown = np.flatnonzero(np.isnan(logp_I))
     return Known(logp_I, one_of_each(items, unknown), tuple(sorted(set(_of_all_ranks(damage)))))
@@ -72,7 +72,7 @@ def fill(
     progress: Callable[[int], None] | None = None,
     shard_s: float = SHARD_S,
 ) -> Known:
-    """Score what is missing, and store it as it comes. All ranks call this together, each writes what it scored.
+    """Score missing items and store results as they come. All ranks call this together; each writes what it scored.
 
     `progress` is called with the number of answers done since the last call.
     """
@@ -91,13 +91,13 @@ def fill(
 
 
 def proven(known: Known, items: Items) -> TableLogps:
-    """The log-probabilities of all answers. Raises CacheError where one is not there, or not a number."""
+    """The log-probabilities of all answers. Raises CacheError if one is missing or not finite."""
     bad = np.flatnonzero(~np.isfinite(known.logps))
     if len(bad):
         raise CacheError(
-            f"the reference gives {len(bad)} of {len(items)} answers no finite log-probability, the first one in "
-            f"{items.origin(int(bad[0]))}: {known.logps[bad[0]]}. Use another number type "
-            "(model.dtype, model.compute_dtype), or leave the example out."
+            f"the reference gives {len(bad)} of {len(items)} answers no finite log-probability, first in "
+            f"{items.origin(int(bad[0]))}: {known.logps[bad[0]]}. Try a different dtype (model.dtype, "
+            "model.compute_dtype), or remove the example."
         )
     answers, heads, mismatched = np.split(known.logps, np.cumsum([items.num_answers, items.num_heads]))
     return TableLogps(answers, heads.reshape(2, -1) if items.heads else None, mismatched if items.mismatched else None)
@@ -105,11 +105,11 @@ def proven(known: Known, items: Items) -> TableLogps:
 
 @dataclass
 class _Shelf:
-    """Collects what this rank scores, on the device, and stores it every so often: only then the host waits."""
+    """Collects what this rank scores on the device and stores it periodically; only then does the host wait."""
 
     store: Store
     items: Items
-    order: IntArray  # the items that are scored, as they are numbered there
+    order: IntArray  # the items being scored, in scoring order
     shard_s: float
     _parts: list[tuple[IntArray, Tensor]] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
@@ -128,20 +128,20 @@ class _Shelf:
 
 
 def _write(store: Store, items: Items, some: IntArray, logp: FloatArray) -> None:
-    """Store some items; what is not finite is not stored."""
+    """Store items, except those with non-finite values."""
     finite = np.isfinite(logp)
     some = some[finite]
     store.write(records(items.ids[some], logp[finite], items.num_tokens[some]))
 
 
 def complete(store: Store, items: Items, logp_I: FloatArray) -> None:
-    """Add the items that a store does not have."""
+    """Add the items that a store lacks."""
     some = one_of_each(items, np.flatnonzero(~store.look_up(items.ids)[0]))
     _write(store, items, some, logp_I[some])
 
 
 def _complete_this_machine(store: Store, items: Items, logp_I: FloatArray) -> None:
-    """One rank of each machine stores what is known or was scored elsewhere, where its folder does not show that."""
+    """One rank per machine stores what is known or was scored elsewhere and missing from its folder."""
     if num_ranks() > 1:
         dist.barrier()  # until everyone has written its share
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -149,7 +149,7 @@ def _complete_this_machine(store: Store, items: Items, logp_I: FloatArray) -> No
 
 
 def _known_anywhere(logp_I: FloatArray, device: torch.device) -> FloatArray:
-    """What at least one rank knows (-inf: it does not)."""
+    """What at least one rank knows (-inf: unknown)."""
     if num_ranks() == 1:
         return logp_I
     values = torch.from_numpy(logp_I).to(device)

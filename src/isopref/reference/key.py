@@ -1,4 +1,4 @@
-"""What makes two references the same: their numbers. Never their names, their files, or how they are run."""
+"""What makes two references the same: their numbers, never their names, files or how they are run."""
 
 import hashlib
 import inspect
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from isopref.errors import ModelError
 from isopref.ranks import num_ranks, own_rank
 
-SCORE_VERSION = 1  # raise it when the same weights and tokens give other log-probabilities, beyond rounding
+SCORE_VERSION = 1  # raise it when the same weights and tokens give different log-probabilities, beyond rounding
 HASH_THREADS = 8
 
-# Parts of a model's config that cannot change a log-probability. What is not named here counts, known or not.
+# Config fields that cannot change a log-probability. Every field not listed here counts.
 NOT_NUMBERS = frozenset(
     {
         "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "tokenizer_class",
@@ -53,7 +53,7 @@ def identity(model: PreTrainedModel, *, compute_dtype: str, narrow: bool = False
 
 
 def weights_digest(model: PreTrainedModel, *, narrow: bool = False) -> str:
-    """Digest of all tensors: names, number types, shapes and bytes, those of adapters included."""
+    """Digest of all tensors, including adapters: names, dtypes, shapes and bytes."""
 
     def dtype(tensor: Tensor) -> torch.dtype:
         return torch.float32 if narrow and tensor.is_floating_point() else tensor.dtype
@@ -93,7 +93,7 @@ def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
 
 def _ranks_here() -> list[int]:
-    """The ranks of this machine, who share the hashing: every machine may have a copy of the model of its own."""
+    """The ranks of this machine, which share the hashing: every machine may have its own copy of the model."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
     if num_ranks() % count:
         return [own_rank()]
@@ -102,13 +102,13 @@ def _ranks_here() -> list[int]:
 
 
 def _check_machines(shares: list[list[bytes]], count: int) -> None:
-    """Raise ModelError where machines, of `count` ranks each, have different weights."""
+    """Raise ModelError if machines, with `count` ranks each, have different weights."""
     machines = [shares[first : first + count] for first in range(0, len(shares), count)]
     for number, machine in enumerate(machines):
         if machine != machines[0]:
             raise ModelError(
-                f"the machine of ranks {number * count} to {(number + 1) * count - 1} has other weights than that of "
-                "rank 0 under the same path. Copy the model to it again, or use a shared folder."
+                f"the machine of ranks {number * count} to {(number + 1) * count - 1} has different weights than rank "
+                "0 under the same path. Copy the model to it again, or use a shared folder."
             )
 
 

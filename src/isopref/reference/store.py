@@ -151,23 +151,23 @@ class Store:
             except ValueError as error:
                 damage.append(f"{path}: {error}")
                 if repair:
-                    with suppress(OSError):  # it cannot be removed; it is not believed either
+                    with suppress(OSError):  # if it cannot be removed, it is still ignored
                         path.unlink()
         return np.concatenate(parts), damage
 
     def _read(self, path: Path) -> Records:
         content = path.read_bytes()
         if _digest(content) != path.stem:
-            raise ValueError("damaged: its content is not what its name says")
+            raise ValueError("damaged: its content does not match its name")
         magic, key, count = HEADER.unpack_from(content)
         if magic != MAGIC or key.hex() != self.key or len(content) != HEADER.size + count * RECORD.itemsize:
             raise ValueError("not a shard of this store")
         return np.frombuffer(content, RECORD, offset=HEADER.size)
 
     def look_up(self, ids_A16: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], Records, list[str]]:
-        """Which of A answers are known, and their records (of the unknown ones: anything). Damaged shards are removed.
+        """Which of A answers are known, and their records (undefined for unknown ones). Removes damaged shards.
 
-        Also returns what was found to be damaged.
+        Also returns descriptions of the damage.
         """
         found, damage = self.read(repair=True)
         wanted = as_keys(ids_A16)
@@ -178,7 +178,7 @@ class Store:
         return keys[at] == wanted, found[first[at]], damage
 
     def sweep(self) -> None:
-        """Remove what processes that died left half-written."""
+        """Remove partial files left by dead processes."""
         for path in self.folder.glob("*.tmp"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_S:
@@ -203,12 +203,12 @@ class Store:
         return None
 
     def problems(self) -> list[str]:
-        """All that is wrong with the store; nothing is changed."""
+        """Everything wrong with the store; changes nothing."""
         manifest = self.manifest_problem()
         return ([] if manifest is None else [manifest]) + self.read()[1]
 
     def remove(self) -> None:
-        """Remove the store, in one moment for everyone who looks. Raises CacheError."""
+        """Remove the store atomically. Raises CacheError."""
         hidden = self.folder.with_name(f".{self.key}-{uuid.uuid4().hex}")
         with self._refusing():
             self.folder.rename(hidden)
@@ -220,25 +220,25 @@ class Store:
             yield
         except OSError as error:
             raise CacheError(
-                f"{self.folder}: cannot be written ({error.strerror or error}). Set {self.setting} to a folder of "
-                "yours with room in it."
+                f"{self.folder}: cannot be written ({error.strerror or error}). Set {self.setting} to a "
+                "writable folder with free space."
             ) from error
 
 
 def stores(root: Path) -> list[Store]:
-    """All stores under a folder, by key. What has no key for a name is none of ours."""
+    """All stores under a folder, by key. Entries not named by a key are ignored."""
     return [Store(path) for path in sorted(root.glob("*")) if KEY.fullmatch(path.name) and path.is_dir()]
 
 
 def find_store(root: Path, key: str) -> Store:
-    """The store whose key is, or begins with, `key`. Raises CacheError."""
+    """The store whose key is, or starts with, `key`. Raises CacheError."""
     every = stores(root)
     found = [store for store in every if key and store.key.startswith(key)]
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CacheError(f"no store {key!r} in {root}, which holds {len(every)}. See: isopref cache ls")
-    raise CacheError(f"{key!r} is the beginning of {len(found)} keys in {root}. Give more of it.")
+        raise CacheError(f"no store {key!r} in {root}, which has {len(every)}. To list them: isopref cache ls")
+    raise CacheError(f"{key!r} matches {len(found)} keys in {root}. Use a longer prefix.")
 
 
 def _digest(content: bytes) -> str:

@@ -1,6 +1,6 @@
 """Names of what is in a run's folder.
 
-Checkpoints have files of their own; their names are in engine/checkpoints.py.
+Names of files in checkpoints are in engine/checkpoints.py.
 """
 
 CONFIG_FILE = "config.yaml"
@@ -14,9 +14,9 @@ STATE_FILE = "state.json"
 REPORT_FILE = "report.html"
 LOG_FILE = "engine.log"
 LOCK_FILE = ".lock"
-MODELS_FILE = "reference.json"  # the models that the run began with (build/beginning.py)
-VALUES_FOLDER = "reference"  # what the reference said of the pairs (build/beginning.py)
-MICROBATCH_FILE = "microbatch.json"  # the microbatch that fits, after a lack of memory (engine/oom_retry.py)
+MODELS_FILE = "reference.json"  # the models that the run started with (build/beginning.py)
+VALUES_FOLDER = "reference"  # the reference's log-probabilities of the pairs (build/beginning.py)
+MICROBATCH_FILE = "microbatch.json"  # the microbatch size that fits, after running out of memory (engine/oom_retry.py)
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 BEST_FOLDER = "model_best"

@@ -1,4 +1,4 @@
-"""Folders of runs: where one lives, whether a folder holds one, and which ones there are."""
+"""Run folders: where a run lives, whether a folder contains one, and how to find them."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from isopref.runs.files import (
 
 DEEPEST = 3  # folders below the one that is searched for runs
 
-# What a start that fails, or is killed, leaves before the config: the folder is still free. The log comes before all
-# but the lock, so without one these are somebody else's.
+# What a failed or killed start leaves before writing the config: the folder is still free. The log is written before
+# everything except the lock, so without a log these files belong to someone else.
 LEFTOVERS = (
     LOG_FILE,
     MODELS_FILE,
@@ -31,40 +31,42 @@ LEFTOVERS = (
     "*.json.*.tmp",
     "*.yaml.*.tmp",
 )
-# What systems and tools put into folders that are empty to their owner.
+# Files that systems and tools put into folders that look empty.
 SYSTEM_FILES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".nfs*", ".gitkeep")
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """Where a run of a config lives. `name` is the config file's, for the default. Raises RunError."""
+    """The run folder of a config. `name` is the config file's name, for the default folder. Raises RunError."""
     short = name.encode()[:200].decode(errors="ignore")  # a file name has at most 255 bytes
     folder = Path(config.run.folder or f"runs/{short}-{run_id(config)}").expanduser()
     try:
         folder.exists()
-    except OSError as error:  # in a folder that may not be entered
-        raise RunError(f"run.folder: cannot use {folder} ({error.strerror}). Set run.folder to another.") from error
+    except OSError as error:  # in a folder without access
+        raise RunError(
+            f"run.folder: cannot use {folder} ({error.strerror}). Set run.folder to another folder."
+        ) from error
     return folder
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has begun in a folder. A config.yaml alone may be anybody's."""
+    """Whether a folder contains a run. A config.yaml alone is not enough."""
     begun = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE, MODELS_FILE))
     return begun and (folder / CONFIG_FILE).exists()
 
 
 def others_in(folder: Path) -> list[str]:
-    """What is in a folder that neither a failed start nor the system left there: by name, in order."""
+    """The names of files in a folder that neither a failed start nor the system left there, sorted."""
     if not folder.is_dir():
         return []
     leftovers = LEFTOVERS if (folder / LOG_FILE).exists() else ()
     passed = (LOCK_FILE, *leftovers, *SYSTEM_FILES)
     found = [path for path in folder.iterdir() if not any(path.match(pattern) for pattern in passed)]
-    # The engine makes the folder of checkpoints ahead of time.
+    # The engine creates the checkpoint folder ahead of time.
     return sorted(path.name for path in found if path.name != CHECKPOINTS_FOLDER or any(path.iterdir()))
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """The folders of runs in and below a folder, in order. Nothing is looked for inside a run."""
+    """The run folders in and below a folder, sorted. Does not search inside a run."""
     for place, below, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         if CONFIG_FILE in files and (METRICS_FILE in files or STARTS_FILE in files):

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder that exists. Raises RunError where another process holds it."""
+    """Lock an existing folder. Raises RunError if another process holds the lock."""
     path = folder / LOCK_FILE
     descriptor = _hold(path)
     try:
@@ -34,15 +34,15 @@ def _hold(path: Path) -> int:
             is_free = FileLock(descriptor).take()
         except OSError as error:  # a file system without locks
             is_free = True
-            log.warning("%s cannot be locked (%s): two runs in one folder would not be noticed", path, error)
+            log.warning("%s cannot be locked (%s): two runs in the same folder would go unnoticed", path, error)
         if not is_free:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise RunError(
-                f"run.folder: {path.parent} is in use by another run ({holder}). Wait for its end, or stop it, or set "
-                "another run.folder."
+                f"run.folder: {path.parent} is in use by another run ({holder}). Wait for it to finish, stop it, or "
+                "set a different run.folder."
             )
-        with suppress(FileNotFoundError):  # else its holder removed it while this process opened it
+        with suppress(FileNotFoundError):  # otherwise its holder removed it while this process was opening it
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

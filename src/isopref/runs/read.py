@@ -1,4 +1,4 @@
-"""A run's folder -> what can be shown of it.
+"""Reads a run folder into a RunRecord.
 
 N: held-out pairs.
 """
@@ -50,7 +50,7 @@ class Rewards:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has left in its folder so far."""
+    """What a run has written to its folder so far."""
 
     folder: Path
     config: dict[str, Values]
@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def model_folder(self) -> Path | None:
-        """The tuned model, or the adapter: a folder that from_pretrained loads. None where none was exported."""
+        """The tuned model, or the adapter: a folder that from_pretrained loads. None if none was exported."""
         return folder if (folder := self.folder / MODEL_FOLDER).exists() else None
 
     @property
@@ -83,7 +83,7 @@ class RunRecord:
         return f"stopped at step {self.state.step}" if self.state.outcome == "stopped" else self.state.outcome
 
     def start(self, name: str) -> Any:
-        """What the run noted when it was last started; None where it noted nothing."""
+        """A value recorded at the last start; None if it was not recorded."""
         return self.starts[-1].get(name) if self.starts else None
 
     def last(self, metric: str) -> float | None:
@@ -91,15 +91,15 @@ class RunRecord:
         return self.metrics[metric].values[-1] if metric in self.metrics else None
 
     def figure(self, name: str, when: str = "after") -> dict[str, float] | None:
-        """A figure of the evaluation, {"value", "low", "high"}; None where there is none."""
+        """A metric of the evaluation, {"value", "low", "high"}; None if there is none."""
         found: dict[str, float] | None = self.evaluation.get(when, {}).get(name)
         return found
 
 
 def read_run(folder: Path) -> RunRecord:
-    """What there is of a run, which may still go on. Raises RunError where the folder holds none."""
+    """Read a run, which may still be in progress. Raises RunError if the folder contains none."""
     if not (folder / CONFIG_FILE).is_file():
-        raise RunError(f"{folder}: holds no run (no {CONFIG_FILE}). Name the folder of a run; isopref ls lists them.")
+        raise RunError(f"{folder}: no run found (no {CONFIG_FILE}). Pass a run folder; isopref ls lists them.")
     return RunRecord(
         folder=folder,
         config=read_values(folder / CONFIG_FILE),
@@ -124,10 +124,12 @@ def _rewards(path: Path) -> Rewards | None:
 
 
 def _lines(path: Path) -> list[Values]:
-    """The objects of a JSONL file; a last line that is still being written is left out."""
+    """The objects in a JSONL file, without a last line that is still being written."""
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines(keepends=True)  # str's would also split at U+2028, which a text may hold
+    lines = path.read_bytes().splitlines(
+        keepends=True
+    )  # str.splitlines would also split at U+2028, which text may contain
     found = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -156,7 +158,7 @@ def _series(lines: list[Values]) -> dict[str, Series]:
             if name != "step":
                 series = metrics.setdefault(name, Series([], []))
                 series.steps.append(line["step"])
-                series.values.append(math.nan if value is None else value)  # null: what was not finite
+                series.values.append(math.nan if value is None else value)  # null: not finite
     return metrics
 
 

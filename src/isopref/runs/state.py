@@ -1,7 +1,7 @@
-"""How a run is doing, in a file of its folder: written by the run, read by those who look at it.
+"""The state of a run, in a file in its folder: written by the run, read by the other commands.
 
-The run holds a lock on the file for as long as it lives, however it ends. So a run that was killed is told apart from
-one that goes on.
+The run holds a lock on the file until its process ends, however it ends. This distinguishes a killed run from one in
+progress.
 """
 
 import json
@@ -20,7 +20,7 @@ Outcome = Literal["running", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class State:
-    """Where a run is: `step` of `steps` when this was written; why it failed, if it did."""
+    """Progress of a run, `step` of `steps` at the time of writing, and why it failed, if it did."""
 
     outcome: Outcome
     step: int
@@ -31,10 +31,10 @@ class State:
 
 @contextmanager
 def held_state(folder: Path) -> Iterator[Callable[[State], None]]:
-    """The folder's state file, locked. The function it gives writes the state."""
+    """Lock the folder's state file. Yields a function that writes the state."""
     file = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # Some file systems have no locks; then a run that was killed looks like one that goes on.
+        # Some file systems have no locks; there, a killed run looks like one in progress.
         with suppress(OSError):
             FileLock(file).take()
 
@@ -49,7 +49,7 @@ def held_state(folder: Path) -> Iterator[Callable[[State], None]]:
 
 
 def read_state(folder: Path) -> State | None:
-    """The state of the run in a folder; None where none was written."""
+    """The state of the run in a folder; None if none was written."""
     try:
         with (folder / STATE_FILE).open("rb") as file:
             content = json.loads(file.read())
@@ -61,5 +61,9 @@ def read_state(folder: Path) -> State | None:
 
 def _killed(state: State) -> State:
     return State(
-        "failed", state.step, state.steps, state.seconds, "its process ended without a word (killed, or a crash)"
+        "failed",
+        state.step,
+        state.steps,
+        state.seconds,
+        "its process died without an error message (killed or crashed)",
     )

@@ -1,4 +1,4 @@
-"""What a run writes for those who look at it later; read.py reads it back.
+"""Writes the files that reports and other commands use; read.py reads them.
 
 N: held-out pairs.
 """
@@ -20,7 +20,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}). Choose another place.") from error
+        raise ConfigError(f"{path}: cannot be written ({error}). Choose another location.") from error
 
 
 def write_rewards(folder: Path, tokens_N2: IntArray, before_N2: FloatArray, after_N2: FloatArray) -> None:
@@ -41,7 +41,7 @@ def write_samples(folder: Path, samples: Iterable[Mapping[str, str]]) -> None:
 
 
 def add_start(folder: Path, start: Mapping[str, Any]) -> None:
-    """Append what a run notes when it starts."""
+    """Append a record of a start."""
     with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:
         file.write(_line(start))
 

@@ -380,7 +380,7 @@ def test_init_writes_a_starter_once(isopref: Isopref, tmp_path: Path) -> None:
     result = isopref("init")
     assert result.returncode == 1
     assert result.stderr == (
-        "error: isopref.yaml: already exists, and is not overwritten. Choose another name, or remove it.\n"
+        "error: isopref.yaml: already exists and will not be overwritten. Choose another name, or remove it.\n"
     )
     assert (tmp_path / "isopref.yaml").read_text() == "mine"
     assert isopref("init", "new/folder/my.yaml").returncode == 0

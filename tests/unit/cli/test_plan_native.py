@@ -59,7 +59,7 @@ def test_ranks_that_compute_a_layer_together_are_not_planned_for(project: Path) 
     with pytest.raises(ConfigError) as refusal:
         plan(project, "model.native=true", "layout.tensor_parallel=2")
     assert str(refusal.value) == (
-        "layout.tensor_parallel: 2 is not planned for: what it sends inside every layer was not measured. Plan with "
+        "layout.tensor_parallel: 2 cannot be planned: its communication has not been measured. Plan with "
         "layout.tensor_parallel=1."
     )
 
@@ -69,5 +69,5 @@ def test_what_a_run_would_refuse_is_not_planned(project: Path, tmp_path: Path) -
     with pytest.raises(ModelError, match="only llama, qwen3, olmo2, olmo3, gemma3_text convert exactly"):
         plan(project, "model.native=true", f"model.path={other}")
     write_checkpoint(from_hf(tiny_model("olmo3", vocab_size=len(byte_tokenizer()))), byte_tokenizer(), project / "c")
-    with pytest.raises(ConfigError, match="peft cannot take as an adapter's base"):
+    with pytest.raises(ConfigError, match="peft cannot use as a base model"):
         plan(project, f"model.path={project / 'c'}", "model.adapter={rank: 4}")

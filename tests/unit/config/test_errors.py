@@ -99,7 +99,7 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ),
         (
             "objective: {zzz: 1}",
-            f"objective.zzz: no such field. Known: {', '.join(fields('objective'))}.",
+            f"objective.zzz: no such field. Known fields: {', '.join(fields('objective'))}.",
         ),
         ("optimizer: {lr: 1}", "optimizer: no such section. Did you mean optim?"),
         ("learning_rate: 1e-6", "learning_rate: no such section. Did you mean optim.lr?"),
@@ -300,7 +300,7 @@ def test_all_problems_are_reported_at_once(file: Path) -> None:
         ),
         (
             "model.adapter.lora_target_modules=all",
-            "model.adapter.lora_target_modules: no such field. model.adapter.targets takes a list, as in "
+            "model.adapter.lora_target_modules: no such field. model.adapter.targets takes a list, e.g. "
             "[q_proj, v_proj]; auto means every linear layer.",
         ),
         ("beta=3", "write section.field=value, e.g. optim.lr=1e-6. Did you mean objective.beta=3?"),

@@ -209,7 +209,7 @@ def test_a_record_with_other_token_counts_is_refused(tmp_path: Path) -> None:
     counts = table().lengths.answer.copy()
     counts[15] += 1
     store.write(records(table().answer_ids, np.zeros(2 * NUM_PAIRS), counts))
-    with pytest.raises(CacheError, match=r"1 of 120 answers have other token counts .* pair 7: .*Remove that folder\."):
+    with pytest.raises(CacheError, match=r"1 of 120 answers differ in token count .* pair 7: .*Remove the folder\."):
         find(store, Items(table()), device=CPU)
 
 

@@ -274,7 +274,7 @@ def test_find_by_the_beginning_of_the_key(tmp_path: Path) -> None:
     assert find_store(tmp_path, made[3].key[:10]) == Store(made[3].folder)
     with pytest.raises(CacheError, match="isopref cache ls"):
         find_store(tmp_path, "xyz")
-    with pytest.raises(CacheError, match="Give more of it"):
+    with pytest.raises(CacheError, match="Use a longer prefix"):
         find_store(tmp_path, next(c for c in "0123456789abcdef" if sum(s.key[0] == c for s in made) > 1))
     with pytest.raises(CacheError):
         find_store(tmp_path, "")

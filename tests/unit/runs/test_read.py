@@ -54,7 +54,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"holds no run \(no config\.yaml\)\. Name the folder of a run"):
+    with pytest.raises(RunError, match=r"no run found \(no config\.yaml\)\. Pass a run folder"):
         read_run(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_run_goes_on_while_it_holds_its_state(tmp_path: Path) -> None:
     killed = read_state(tmp_path)
     assert killed is not None
     assert (killed.outcome, killed.step) == ("failed", 3)
-    assert "without a word" in killed.error
+    assert "without an error message" in killed.error
 
 
 def test_a_shorter_state_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:

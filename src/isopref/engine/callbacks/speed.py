@@ -15,7 +15,7 @@ from isopref.examples import Lengths
 
 @dataclass
 class PairSpeedCallback(SpeedMonitorCallback):
-    """What the hardware does between two logs, in place of the engine's monitor, which counts padded input ids.
+    """Hardware metrics between two logged steps. Replaces the engine's monitor, which counts padded input ids.
 
     :param flops: useful operations of a global batch, from the lengths of its pairs.
     :param peak_flops: operations a second that all ranks could do together. 0: not known, and no MFU is logged.
