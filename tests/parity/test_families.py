@@ -16,8 +16,8 @@ SHARED = (
     "exaone4", "falcon_h1", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_oss",
     "granite", "granitemoehybrid", "hunyuan_v1_dense", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama",
     "llama4_text", "mamba2", "mimo_v2_flash", "minimax", "ministral", "mistral", "mixtral", "nemotron", "nemotron_h",
-    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba2",
+    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba2",
 )  # fmt: skip
 
 
