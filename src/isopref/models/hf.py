@@ -129,7 +129,9 @@ def load_narrow(
     model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting, kind=kind)
     # One with fewer bits was computed with them, such as the factor of Gemma's embedding.
     exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
-    return model if exact else None
+    # Some models keep a few weights in float32 whatever is asked for; FSDP wants one type.
+    uniform = all(parameter.dtype == dtype for parameter in model.parameters())
+    return model if exact and uniform else None
 
 
 def _half_type(path: str, setting: str) -> torch.dtype | None:
