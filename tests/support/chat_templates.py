@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from isopref.examples import Example
 from isopref.testing.tokenizers import tiny_tokenizer
 
 Message = dict[str, Any]
@@ -40,6 +43,15 @@ class Family:
         return tokenizer
 
 
+def trained_texts(example: Example, number: int, tokenizer: Any) -> list[str]:
+    """The stretches of an answer that are trained, decoded."""
+    answer = example.answers[number]
+    weights = example.weights[number] if example.weights else np.ones(len(answer))
+    borders = np.flatnonzero(np.diff(weights != 0)) + 1
+    pieces = zip(np.split(answer, borders), np.split(weights, borders), strict=True)
+    return [tokenizer.decode(piece, skip_special_tokens=False) for piece, own in pieces if own[0] != 0]
+
+
 def dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -53,7 +65,7 @@ def bare(function: dict[str, Any], arguments: str = "arguments") -> str:
 
 
 def chatml_calls(message: Message) -> str:
-    text = message["content"]
+    text = str(message["content"])
     for function in calls_of(message):
         text += ("\n" if text else "") + f"<tool_call>\n{bare(function)}\n</tool_call>"
     return text
@@ -73,7 +85,7 @@ CHATML_TOOLS = (
 # Results of tools that follow each other are one turn of the user.
 CHATML_RESULT = (
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )
 QWEN25 = (
@@ -185,7 +197,7 @@ DEEPSEEK = (
 
 def deepseek_turn(message: Message, last: bool) -> str:
     calls = (f"<call>{one['name']}<sep>{dumped(one['arguments'])}<end_call>" for one in calls_of(message))
-    return message["content"] + "".join(calls) + "<end>"
+    return str(message["content"]) + "".join(calls) + "<end>"
 
 
 TULU = (
@@ -217,7 +229,7 @@ GRANITE = (
 
 def granite_turn(message: Message, last: bool) -> str:
     calls = calls_of(message)
-    return message["content"] + (f"<|tool_call|>{dumped(calls)}" if calls else "") + "<|end_of_text|>"
+    return str(message["content"]) + (f"<|tool_call|>{dumped(calls)}" if calls else "") + "<|end_of_text|>"
 
 
 # Nothing ends a turn but the opening of the next one.

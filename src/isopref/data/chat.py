@@ -43,7 +43,8 @@ from isopref.data.conversations import Conversation, TrainOn, conversation
 from isopref.data.messages import DefectError
 from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
-from isopref.data.templates import NO_TEMPLATE, NOTHING, ChatTemplate, Given, Side, Turn, Written, as_messages
+from isopref.data.template_files import NO_TEMPLATE
+from isopref.data.templates import NOTHING, ChatTemplate, Given, Side, Turn, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
 from isopref.examples import PAIR, Example

@@ -17,7 +17,7 @@ WEIGHT = "weight"  # of a message: what its tokens count for. Templates never se
 class Trained(NamedTuple):
     """A turn that is trained."""
 
-    index: int  # in the conversation
+    number: int  # in the conversation
     weight: float
     final: bool  # only what comes after its reasoning
 
@@ -44,7 +44,7 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
         which = "no assistant turn" if train_on == "assistant" or not spoken else "a last assistant turn of weight 0"
         raise DefectError("weight", f"'{name}' has {which}, so nothing of it would be trained")
     # What follows the last trained turn changes nothing, and templates write a last turn as the model meets it.
-    return Conversation(messages[: trained[-1].index + 1], len(prompt), trained)
+    return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
 
 def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:

@@ -15,28 +15,24 @@ written. White space does not count (templates trim and set line feeds of their 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.messages import DefectError, Message, Turns, shown
 from isopref.data.surprises import special_token_pattern
-from isopref.errors import ConfigError
+from isopref.data.template_files import NO_TEMPLATE, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_TEMPLATE = "none"
 MARK = "\ue000"  # from the private use area: nobody writes it
 THINK_END = "</think>"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers has it
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
 SPOKEN = ("content", "reasoning_content", "thinking")  # text of an answer, by the names that templates know
-
-log = logging.getLogger(__name__)
 
 HINT = "(data.template: path.jinja can replace the template)"
 
@@ -78,7 +74,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
-        self._text = _template_text(tokenizer, template)
+        self._text = template_text(tokenizer, template)
         self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
@@ -115,18 +111,21 @@ class ChatTemplate:
     def _write_side(self, name: str, answer: Conversation, given: Given, start: str) -> Side:
         messages = answer.messages
         text = self.render(messages, given)
-        trained = {one.index for one in answer.trained}
+        trained = {one.number for one in answer.trained}
         context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
         if context:
             _refuse(self._left_out_of_context(messages, context, given, text, add_generation_prompt=False))
+        ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
         turns = []
         for one in answer.trained:
-            first = one.index == answer.num_prompt
-            before = start if first else self.render(messages[: one.index], given, add_generation_prompt=True)
-            end = None if one.index == len(messages) - 1 else self._end_of_turn(name, messages, one.index, given, text)
-            _refuse(self._left_out_of_answer(name, messages, one.index, given, before, text[:end]))
+            first = one.number == answer.num_prompt
+            before = start if first else self.render(messages[: one.number], given, add_generation_prompt=True)
+            end = None
+            if one.number < len(messages) - 1:
+                end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
+            _refuse(self._left_out_of_answer(name, messages, one.number, given, before, text[:end]))
             if not text.startswith(before):
-                self._check_start(messages, one.index, given, text)
+                self._check_start(messages, one.number, given, text)
             if one.final:
                 before = self._before_final(name, messages, given, text) or before
             turns.append(Turn(before, end, one.weight))
@@ -148,6 +147,26 @@ class ChatTemplate:
                 f"{'more turns follow' if later else 'an answer follows'}, so where the answer begins cannot be proven "
                 f"({way_out}data.template: path.jinja can replace the template)",
             )
+
+    def _marked_ends(self, messages: list[Message], given: Given, text: str) -> dict[int, int]:
+        """Where turns end by the template's own marks, {% generation %}; nothing where it does not mark every turn."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(self._text, given.tools)
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not GENERATION.search(template):
+            return {}
+        rendered: Any = render_jinja_template(
+            [[self._as_written(message) for message in messages]],
+            tools=list(given.tools) if given.tools else None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **given.kwargs},
+        )
+        (written,), (spans,) = rendered
+        if written != text or len(spans) != len(spoken):
+            return {}
+        return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
 
     def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
         """Where a turn that others follow ends in the text, with what closes it. Raises DefectError without proof.
@@ -196,7 +215,8 @@ class ChatTemplate:
     def _wants_text(self) -> bool:
         """Whether the template takes the arguments of a call as JSON text only, and fails on objects or misprints."""
         call = {"type": "function", "id": "call_0000", "function": {"name": "f", "arguments": {"k": "v"}}}
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        said: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+        said[-1]["tool_calls"] = [call]
         written = []
         for arguments in ({"k": "v"}, '{"k": "v"}'):
             call["function"] = {"name": "f", "arguments": arguments}
@@ -372,50 +392,3 @@ def _without_last_call(messages: list[Message], index: int) -> list[Message]:
     message = dict(messages[index])
     calls = message.pop("tool_calls")[:-1]
     return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
-    """The template to pass on; None leaves the choice to the tokenizer (it may own one more, for tools)."""
-    if template == NO_TEMPLATE:
-        return None
-    if template is None:
-        _check_own(tokenizer)
-        return None
-    text = read_template(template)
-    _check(text, tokenizer, f"'{template}'", "Mend the file.")
-    return text
-
-
-def read_template(path: str) -> str:
-    """The text of a template file. Raises ConfigError."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")  # a byte-order mark would begin every prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.template: '{path}' cannot be read ({error}). "
-            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
-        ) from error
-
-
-def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    name, own = f"the tokenizer '{tokenizer.name_or_path}'", tokenizer.chat_template
-    way_out = "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
-    if not own:
-        raise ConfigError(f"data.template: {name} has no chat template. {way_out}")
-    for text in own.values() if isinstance(own, dict) else [own]:
-        _check(text, tokenizer, f"the chat template of {name}", way_out)
-
-
-def _check(text: str, tokenizer: PreTrainedTokenizerBase, name: str, way_out: str) -> None:
-    """Compile a template. Raises ConfigError where that fails, so that no record is blamed for it."""
-    from jinja2 import TemplateSyntaxError
-
-    if "strftime_now" in text:
-        log.warning("The chat template writes today's date: tokens built on another day will differ.")
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
-    except TemplateSyntaxError as error:
-        reason = str(error.message).rstrip(".")
-        raise ConfigError(f"data.template: {name}, line {error.lineno}: {reason}. {way_out}") from error
-    except Exception:
-        pass  # it is whole, and does not take this conversation

@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError, PreferencePair
-from isopref.examples import Example
-from support.chat_templates import FAMILIES, Family
+from support.chat_templates import FAMILIES, Family, trained_texts
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = st.text(alphabet="abc xyz.,?\n'\"{}<é你", min_size=1, max_size=12)
@@ -51,7 +49,7 @@ def pairs(draw: Any, family: Family) -> PreferencePair:
     prompt.append(turn("user", draw(SAID)))
 
     def answer(name: str) -> list[dict[str, Any]]:
-        messages = draw(replies(family))
+        messages: list[dict[str, Any]] = draw(replies(family))
         for _ in range(draw(st.integers(0, 2))):
             messages += [turn("user", draw(SAID)), *draw(replies(family))]
         messages[-1]["content"] = name + messages[-1]["content"]
@@ -70,15 +68,6 @@ def encoder(name: str, train_on: Any = "assistant") -> PairEncoder:
         template=None, max_length=None, truncation="drop", on_bad="error", stops=stops, train_on=train_on
     )
     return PairEncoder(tokenizer, options)
-
-
-def trained_texts(example: Example, number: int, tokenizer: Any) -> list[str]:
-    """The stretches of an answer that are trained, decoded."""
-    answer = example.answers[number]
-    weights = example.weights[number] if example.weights else np.ones(len(answer))
-    borders = np.flatnonzero(np.diff(weights != 0)) + 1
-    pieces = zip(np.split(answer, borders), np.split(weights, borders), strict=True)
-    return [tokenizer.decode(piece, skip_special_tokens=False) for piece, own in pieces if own[0] != 0]
 
 
 def moves_tools(name: str, pair: PreferencePair, answer: list[dict[str, Any]]) -> bool:
