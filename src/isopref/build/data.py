@@ -242,6 +242,7 @@ def _whole_table(
         stops=hf.stop_tokens(tokenizer.name_or_path),
         compare=data.compare,
         min_gap=data.min_gap,
+        train_on=data.train_on,
     )
     what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
     bar: Advance | None = None  # none where the table is there already

@@ -11,7 +11,7 @@ from isopref.batch.rows import build_microbatch
 from isopref.build.run import Run
 from isopref.data.chat import PairEncoder, TokenizeOptions
 from isopref.data.spot_checks import SpotChecks, read_spot_checks
-from isopref.data.templates import NO_TEMPLATE
+from isopref.data.template_files import NO_TEMPLATE
 from isopref.errors import DataError
 from isopref.examples import Example
 from isopref.models.generate import greedy_answers

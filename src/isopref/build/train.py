@@ -23,7 +23,7 @@ from isopref.build.run import Run, opened_run, with_longest
 from isopref.build.trainer import build_trainer, checkpointer, train_steps
 from isopref.config.schema import Config
 from isopref.data.memory import MemoryData
-from isopref.data.templates import NO_TEMPLATE, read_template
+from isopref.data.template_files import NO_TEMPLATE, read_template
 from isopref.errors import FirstStepError
 from isopref.models import hf
 from isopref.models.experts import check_routers

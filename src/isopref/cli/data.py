@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from isopref.data.statistics import ExampleSize, ExampleText, TableFigures
 
 STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
+CONTEXT_STYLE = "dim italic"
 OTHER_STYLES = ("green", "yellow", "magenta", "blue")  # of the answers of a list, in turn
 PARTS = {"sequence": "longest sequence", "example": "all, prompt once"}
 
@@ -89,6 +90,11 @@ def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
     console.print(
         f"  prompt sharing computes {figures.tokens_shared:,} tokens in place of {figures.tokens:,}: {saved:.0%} less"
     )
+    if figures.with_context:
+        console.print(
+            f"  {figures.with_context:,} of {figures.answers:,} answers hold context: {figures.trained_tokens:,} of "
+            f"{figures.answer_tokens:,} answer tokens are trained"
+        )
     console.print(f"  the {len(figures.longest)} longest:")
     for size in figures.longest:
         console.print(f"    {_size(size)}", markup=False)
@@ -116,6 +122,17 @@ def _size(size: ExampleSize) -> str:
     return f"{visible(size.origin)}: {total} tokens (prompt {size.prompt}, {parts})"
 
 
+def _with_context(said: str, context: list[tuple[int, int]], style: str, *, coloured: bool) -> Text:
+    """An answer, in which context is dim; or in braces where there is no colour."""
+    text, end = Text(), 0
+    for start, stop in context:
+        text.append(visible(said[end:start]), style)
+        read = visible(said[start:stop])
+        text.append(read if coloured else f"{{{{context: {read}}}}}", CONTEXT_STYLE)
+        end = stop
+    return text.append(visible(said[end:]), style)
+
+
 def _show_samples(samples: list[ExampleText], console: Console) -> None:
     coloured = console.color_system is not None and not console.no_color
     pairs_alone = all(sample.answers.keys() <= STYLES.keys() for sample in samples)
@@ -130,4 +147,5 @@ def _show_samples(samples: list[ExampleText], console: Console) -> None:
         for number, (part, said) in enumerate(parts.items()):
             style = STYLES.get(part, OTHER_STYLES[(number - 1) % len(OTHER_STYLES)])
             marker = "" if coloured and part in STYLES else f"[[{part}]]"
-            console.print(Text.assemble(marker, (visible(said), style)), end="" if part == "prompt" else "\n")
+            text = _with_context(said, sample.context.get(part, []), style, coloured=coloured)
+            console.print(Text.assemble(marker, text), end="" if part == "prompt" else "\n")

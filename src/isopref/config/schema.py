@@ -101,6 +101,11 @@ class DataConfig(Section):
     min_gap: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Least difference between the scores of two answers that are compared."
     )
+    train_on: Literal["assistant", "last", "final"] = Field(
+        default="assistant",
+        description="Which turns are trained, where answers are conversations. assistant: every assistant turn after "
+        "the prompt; last: the last one; final: of the last one what follows its reasoning. All else is context.",
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Names of the columns in your data where they differ from ours, as ours: yours, "

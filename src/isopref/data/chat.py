@@ -8,6 +8,11 @@ character with the answer, under `generation_prompt_backoffs` where the template
 begins an answer (one ends with "<think>", the other has none).
 A template that writes the prompt's own turns differently once an answer follows has no border: BadPairError.
 
+How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. Each
+trained turn begins where the tokens of what the model is given to write it end: the turns before it with the
+generation prompt, which must begin the whole conversation as written. It ends, with what closes it, where a mark shows
+its end (templates.py). The prompt of the pair is what all sequences begin with, up to the first trained token.
+
 How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML
 writes "<|im_end|>\\n") or the same token once more (the answer's own text ended with it): generation stops before
 them. So is what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its end before
@@ -24,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,14 +39,16 @@ import numpy as np
 
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
-from isopref.data.messages import DefectError, Turns
+from isopref.data.conversations import Conversation, TrainOn, conversation
+from isopref.data.messages import DefectError
 from isopref.data.shapes import BadPairError, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
-from isopref.data.templates import NO_TEMPLATE, ChatTemplate, Written, as_messages
+from isopref.data.template_files import NO_TEMPLATE
+from isopref.data.templates import NOTHING, ChatTemplate, Given, Side, Turn, Written, as_messages
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
 from isopref.examples import PAIR, Example
-from isopref.types import IntArray
+from isopref.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +68,8 @@ class TokenizeOptions:
     on_bad: "error" or "drop" (and count) records that give no pair.
     stops: tokens at which the model's generation stops, besides EOS.
     compare, min_gap: which answers of a list are compared (see compare.py).
+    train_on: which turns of an answer are trained: every "assistant" turn, the "last" one, or of that the "final" text,
+        after its reasoning.
     """
 
     template: str | None
@@ -70,8 +79,11 @@ class TokenizeOptions:
     stops: tuple[int, ...] = ()
     compare: Compare = "all"
     min_gap: float = 0.0
+    train_on: TrainOn = "assistant"
 
     def __post_init__(self) -> None:
+        if self.raw and self.train_on != "assistant":
+            raise ConfigError(f"data.train_on: {self.train_on} needs turns, and data.template: none has none.")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
                 f"data.max_length: {self.max_length} has no room for a prompt and an answer. Use 2 or more."
@@ -80,6 +92,14 @@ class TokenizeOptions:
     @property
     def raw(self) -> bool:
         return self.template == NO_TEMPLATE
+
+
+class _Sequence(NamedTuple):
+    """Tokens of a prompt with one of its answers, their weights, and where the first trained turn begins."""
+
+    tokens: IntArray
+    weights: FloatArray
+    first: int
 
 
 class EncodedPair(NamedTuple):
@@ -122,6 +142,7 @@ class PairEncoder:
             "template": self._template.content,
             "options": [options.raw, options.max_length, options.truncation, options.on_bad],
             "compare": [options.compare, options.min_gap],
+            "train_on": options.train_on,
         }
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -131,12 +152,10 @@ class PairEncoder:
         They are tokenised together, so that a fast tokenizer uses all cores; no result depends on another.
         """
         written = [_or_bad(self._write, pair) for pair in pairs]
-        flat = [text for item in written if isinstance(item, Written) for text in (item.prompt, *item.sides)]
-        ids = iter(self._tokenize(flat))
+        texts = dict.fromkeys(text for item in written if isinstance(item, Written) for text in _texts(item))
+        tokens = dict(zip(texts, self._tokenize(list(texts)), strict=True))
         return [
-            _or_bad(self._finish, pair, item, next(ids), [next(ids) for _ in item.sides])
-            if isinstance(item, Written)
-            else item
+            _or_bad(self._finish, pair, item, tokens) if isinstance(item, Written) else item
             for pair, item in zip(pairs, written, strict=True)
         ]
 
@@ -146,19 +165,24 @@ class PairEncoder:
 
     def _write_prompt(self, prompt: str) -> str:
         try:
-            return self._template.render(as_messages(prompt, "user"), None, add_generation_prompt=True)
+            return self._template.render(as_messages(prompt, "user"), NOTHING, add_generation_prompt=True)
         except DefectError as defect:
             raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
-            last_turns = [as_messages(answer, "assistant")[-1] for answer in pair.answers]
-            answers = dict(zip(pair.names, last_turns, strict=True))
-            return self._template.write(as_messages(pair.prompt, "user"), answers, pair.tools)
+            prompt = as_messages(pair.prompt, "user")
+            answers = dict(zip(pair.names, self._conversations(pair), strict=True))
+            return self._template.write(prompt, answers, _given(pair))
         sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
         if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
-        return Written(pair.prompt, tuple(sides))
+        return Written(pair.prompt, tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
+
+    def _conversations(self, pair: Preference) -> list[Conversation]:
+        prompt, train_on = as_messages(pair.prompt, "user"), self.options.train_on
+        named = zip(pair.answers, pair.names, strict=True)
+        return [conversation(prompt, as_messages(answer, "assistant"), train_on, name) for answer, name in named]
 
     def _tokenize(self, texts: list[str]) -> list[IntArray]:
         if not texts:
@@ -170,26 +194,19 @@ class PairEncoder:
             rows = [row if len(row) and row[0] == bos else np.concatenate([bos, row]) for row in rows]
         return rows
 
-    def _finish(
-        self, pair: Preference, written: Written, prompt: IntArray, sides: Sequence[IntArray]
-    ) -> EncodedPair | None:
+    def _finish(self, pair: Preference, written: Written, tokens_of: Mapping[str, IntArray]) -> EncodedPair | None:
         notes: set[str] = set()
-        border = min(_common(prompt, side) for side in sides)
-        if border < len(prompt):
-            as_written = all(side.startswith(written.prompt) for side in written.sides)
-            notes.add("boundary_backoffs" if as_written else "generation_prompt_backoffs")
-            self._check_border(pair, written)
+        found = [self._sequence(pair, number, side, tokens_of, notes) for number, side in enumerate(written.sides)]
+        first = found[0].tokens
+        border = min(min(one.first, _common(first, one.tokens)) for one in found)
         if border == 0:
             raise DefectError("boundary", "not one token of the prompt stands before all answers")
-        if self._bos is not None and border > 1 and prompt[0] == prompt[1] == self._bos:
+        if self._bos is not None and border > 1 and first[0] == first[1] == self._bos:
             notes.add("double_bos")
-        answers = tuple(
-            self._end(
-                side, border, _next_role(answer), partial(self._is_open, pair, answer, written.prompt, text), notes
-            )
-            for side, text, answer in zip(sides, written.sides, pair.answers, strict=True)
-        )
-        tokens = Example(prompt[:border], answers, self._comparisons(pair), pair.scores)
+        answers = tuple(one.tokens[border:] for one in found)
+        weights = tuple(one.weights[border:] for one in found)
+        plain = all((one == 1).all() for one in weights)
+        tokens = Example(first[:border], answers, self._comparisons(pair), pair.scores, () if plain else weights)
         cut = self._truncate(tokens, pair, written)
         if cut is None:
             return None
@@ -198,10 +215,45 @@ class PairEncoder:
         for better, worse in cut.comparisons:
             if np.array_equal(cut.answers[better], cut.answers[worse]):
                 raise DefectError("tie", f"'{pair.names[better]}' and '{pair.names[worse]}' are the same tokens")
-        if not all(len(answer) for answer in cut.answers):
+        if not all(cut.trained):
             raise DefectError("empty", "an answer has no tokens")
         asked = question_id(as_messages(pair.prompt, "user"), pair.tools)
         return EncodedPair(cut, asked, frozenset(notes))
+
+    def _sequence(
+        self, pair: Preference, number: int, side: Side, tokens_of: Mapping[str, IntArray], notes: set[str]
+    ) -> _Sequence:
+        """The tokens of a prompt with one of its answers, and where they are trained. Adds to the notes."""
+        tokens = tokens_of[side.text]
+        starts = [_common(tokens_of[turn.before], tokens) for turn in side.turns]
+        for turn, start in zip(side.turns, starts, strict=True):
+            if start < len(tokens_of[turn.before]):
+                as_written = side.text.startswith(turn.before)
+                notes.add("boundary_backoffs" if as_written else "generation_prompt_backoffs")
+        last, last_start = side.turns[-1], starts[-1]
+        is_open = partial(self._is_open, pair, number, last.before, side.text)
+        completion = self._end(tokens, last_start, self._next_role(pair, number), is_open, notes)
+        weights = np.zeros(last_start + len(completion))
+        weights[last_start:] = last.weight
+        for turn, start in zip(side.turns[:-1], starts[:-1], strict=True):
+            assert turn.end is not None, "only the last turn ends with the text"
+            end = self._end_inside(tokens, start, _common(tokens_of[side.text[: turn.end]], tokens), notes)
+            weights[start:end] = turn.weight
+        return _Sequence(np.concatenate([tokens[:last_start], completion]), weights, starts[0])
+
+    def _end_inside(self, tokens: IntArray, start: int, end: int, notes: set[str]) -> int:
+        """Where a turn ends that other turns follow: behind the token that ends it, as the module's docstring says."""
+        last = self._last_word(tokens, start, end)
+        following = self._first_word(tokens, end)
+        if last < start or int(tokens[last]) not in self._ends:
+            # The model may stop at what opens the next turn.
+            if following < len(tokens) and int(tokens[following]) in (self._eos, *self.options.stops):
+                return following + 1
+            notes.add("missing_eos")
+            return max(end, start)
+        while (before := self._last_word(tokens, start, last)) >= start and tokens[before] == tokens[last]:
+            last = before
+        return last + 1
 
     def _comparisons(self, pair: Preference) -> tuple[tuple[int, int], ...]:
         if isinstance(pair, PreferencePair):
@@ -211,18 +263,6 @@ class PairEncoder:
             gap = f" by {self.options.min_gap:g}, as data.min_gap asks" if self.options.min_gap else ""
             raise DefectError("tie", f"no two answers differ in their scores{gap}: {list(pair.scores)}")
         return found
-
-    def _check_border(self, pair: Preference, written: Written) -> None:
-        """The prompt's turns must read the same before an answer; only the generation prompt may differ."""
-        if self.options.raw:
-            return
-        turns = self._template.turns(as_messages(pair.prompt, "user"), pair.tools).rstrip()
-        if not all(side.startswith(turns) for side in written.sides):
-            raise DefectError(
-                "boundary",
-                "the chat template writes the prompt differently once an answer follows, so where the answer "
-                "begins cannot be proven (data.template: path.jinja can replace the template)",
-            )
 
     def _end(
         self, side: IntArray, border: int, next_role: str, is_open: Callable[[], bool], notes: set[str]
@@ -243,15 +283,22 @@ class PairEncoder:
             notes.add("added_ends")
         return np.append(side[border:], np.int32(added))
 
-    def _is_open(self, pair: Preference, answer: Turns, prompt: str, written: str) -> bool:
+    def _next_role(self, pair: Preference, number: int) -> str:
+        """Who speaks after an answer."""
+        is_call = not self.options.raw and self._conversations(pair)[number].messages[-1].get("tool_calls")
+        return "tool" if is_call else "user"
+
+    def _is_open(self, pair: Preference, number: int, before: str, written: str) -> bool:
         """Whether nothing but white space is written after an answer."""
-        message = as_messages(answer, "assistant")[-1]
-        said = message["content"].strip()
-        if self.options.raw or written.removeprefix(prompt).strip() == said != "":
+        if self.options.raw:
+            return True
+        messages = self._conversations(pair)[number].messages
+        said = messages[-1]["content"].strip()
+        if written.removeprefix(before).strip() == said != "":
             return True
         if written.rstrip()[-1:] != said[-1:]:
             return False  # the template need not be asked, which takes time
-        return self._template.leaves_open([*as_messages(pair.prompt, "user"), message], pair.tools)
+        return self._template.leaves_open(messages, _given(pair))
 
     def _find_stop_before(self, role: str) -> int | None:
         """The token that opens a turn of `role` behind an answer, where the model stops at it."""
@@ -265,6 +312,12 @@ class PairEncoder:
         while last >= border and self._whitespace(int(side[last])):
             last -= 1
         return last
+
+    def _first_word(self, side: IntArray, start: int) -> int:
+        """Where the first token from `start` on is that is not white space; the end where there is none."""
+        while start < len(side) and self._whitespace(int(side[start])):
+            start += 1
+        return start
 
     def _truncate(self, tokens: Example, pair: Preference, written: Written) -> Example | None:
         """`tokens` itself where it fits; None: dropped. Answers are never cut."""
@@ -280,7 +333,7 @@ class PairEncoder:
     def _spans(self, prompt: IntArray, pair: Preference, written: Written) -> list[Span]:
         """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known: in plain text."""
         turns = [] if self.options.raw else as_messages(pair.prompt, "user")
-        around = (self._template.around(turns, index, pair.tools, written.prompt) for index in range(len(turns)))
+        around = (self._template.around(turns, index, _given(pair), written.prompt) for index in range(len(turns)))
         found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]
         texts = [text for _, before, after in found for text in (before, written.prompt.removesuffix(after))]
         places = iter([_common(prompt, tokens) for tokens in self._tokenize(texts)])
@@ -303,9 +356,18 @@ def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Re
         return BadPairError(pair.origin, *defect.args)
 
 
-def _next_role(answer: Turns) -> str:
-    """Who speaks after an answer."""
-    return "tool" if as_messages(answer, "assistant")[-1].get("tool_calls") else "user"
+def _given(pair: Preference) -> Given:
+    return Given(pair.tools, pair.template_kwargs)
+
+
+def _texts(written: Written) -> Iterator[str]:
+    """Every text whose tokens are needed."""
+    for side in written.sides:
+        yield side.text
+        for turn in side.turns:
+            yield turn.before
+            if turn.end is not None:
+                yield side.text[: turn.end]
 
 
 def _common(first: IntArray, second: IntArray) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "conversations", "instruction")  # each the prompt of some shape
-OPTIONAL = ("system", "tools", "weight")  # read beside every shape
+OPTIONAL = ("system", "tools", "chat_template_kwargs", "weight")  # read beside every shape
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
 # Other names of our columns, in small letters, for a suggestion.
 ALIASES = {

@@ -23,6 +23,12 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
+# Arguments of apply_chat_template that a record must not set.
+RENDERING = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 WRITTEN = re.compile(r"\s*\[?\s*\{\s*[\"']")
 WRITTEN_KEYS = tuple(
     tuple(re.compile(rf"[\"']{key}[\"']\s*:") for key in keys) for keys in (("role", "content"), ("from", "value"))
@@ -107,11 +113,13 @@ def read_prompt(value: Any, name: str) -> list[Message]:
 
 
 def read_answer(value: Any, name: str) -> list[Message]:
-    """One assistant turn. More would train on the user's or a tool's words, for a pair carries no mask."""
+    """What follows a prompt: an assistant turn, and perhaps tool results, user turns and further assistant turns."""
     messages = read_messages(value, name)
     roles = [message["role"] for message in messages]
-    if roles != ["assistant"]:
-        raise DefectError("role", f"'{name}' must hold one assistant turn after the prompt, not {roles}")
+    if roles[:1] != ["assistant"]:
+        raise DefectError(
+            "role", f"'{name}' must begin with the assistant turn after the prompt; its turns are {roles}"
+        )
     return messages
 
 
@@ -141,40 +149,112 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DefectError("tools", f"'tools' is not a list of objects but {shown(value)}")
-    return value
+    return [tool if "name" not in tool or "function" in tool else _as_function(tool) for tool in value]
+
+
+def _as_function(bare: dict[str, Any]) -> dict[str, Any]:
+    """A tool or a call in OpenAI's form, which templates are written for."""
+    return {"type": "function", "function": bare}
+
+
+def read_template_kwargs(value: Any) -> dict[str, Any]:
+    """Arguments for the chat template, such as enable_thinking: an object, or JSON text of one."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise DefectError("type", f"'chat_template_kwargs' is text but not JSON: {shown(value)}") from None
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise DefectError("type", f"'chat_template_kwargs' is not an object but {shown(value)}")
+    reserved = sorted(value.keys() & RENDERING)
+    if reserved:
+        raise DefectError("type", f"'chat_template_kwargs' sets {', '.join(reserved)}, which isopref sets itself")
+    # Columns of Arrow and Parquet have every key in every record.
+    return {key: given for key, given in value.items() if given is not None}
 
 
 def read_weight(value: Any) -> float:
-    if value is None:
-        return 1.0
-    try:
-        weight = math.nan if isinstance(value, bool) else float(value)  # also of text: CSV has nothing else
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
+    weight = 1.0 if value is None else _number(value)
     if not (math.isfinite(weight) and weight > 0):
         raise DefectError("weight", f"'weight' must be a positive number, not {shown(value)}")
     return weight
 
 
+def _number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # also of text: CSV has nothing else
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def _read_message(turn: dict[str, Any], name: str) -> Message:
     message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise DefectError("tools", f"{name}: 'tool_calls' is not a list of calls but {shown(calls)}")
-    message["content"] = "" if calls and "content" not in message else _read_content(message.get("content"), name)
-    return message
+    message |= _read_parts(message.get("content"), name)
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_calls(message["tool_calls"], name)
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    if "content" not in message and (message.get("tool_calls") or message.get("reasoning_content")):
+        message["content"] = ""
+    message["content"] = read_text(message.get("content"), name)
+    return _with_weight(message, name)
 
 
-def _read_content(value: Any, name: str) -> str:
-    """The text of a message: as such, or in parts, as OpenAI's API takes it."""
+def _read_parts(value: Any, name: str) -> Message:
+    """What a message says in parts, as OpenAI's API and LLaMA-Factory have them. Nothing where it is text."""
     if not (value and isinstance(value, list) and all(isinstance(part, dict) for part in value)):
-        return read_text(value, name)
+        return {}
+    texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in value:
-        if part.get("type") != "text":
+        if part.get("type") not in texts:
             raise DefectError(
                 "type", f"{name} has a part of type {part.get('type')!r}, and only text can be trained on"
             )
-    return "".join(read_text(part.get("text"), name) for part in value)
+        texts[part["type"]].append(read_text(part.get("text", part.get("value")), name))
+    found: Message = {"content": "".join(texts["text"])}
+    if texts["reasoning"]:
+        found["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["tool_call"]:
+        found["tool_calls"] = [call for text in texts["tool_call"] for call in _function_calls(text, name)]
+    return found
+
+
+def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form, with arguments that are objects: written as JSON text, a template would quote it."""
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise DefectError("tools", f"{name}: 'tool_calls' is not a list of calls but {shown(calls)}")
+    return [_read_call(call) for call in calls]
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    call = {key: value for key, value in call.items() if value is not None}
+    if "function" not in call and isinstance(call.get("name"), str):
+        call = _as_function(call)
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _parse_json(function["arguments"] or "{}")
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _with_weight(message: Message, name: str) -> Message:
+    """The message with its `weight`, which `train` says too, as a number; without one where it is 1."""
+    given, train = message.pop("weight", None), message.pop("train", None)
+    if train is not None and not isinstance(train, bool):
+        raise DefectError("weight", f"{name}: 'train' must be true or false, not {shown(train)}")
+    weight = 1.0 if given is None else _number(given)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise DefectError("weight", f"{name}: 'weight' must be 0 or a positive number, not {shown(given)}")
+    if train is False:
+        weight = 0.0
+    if message["role"] != "assistant":
+        if train or (given is not None and weight > 0):
+            raise DefectError("weight", f"{name} is a {message['role']} turn, and only assistant turns can be trained")
+        return message
+    return message if weight == 1 else {**message, "weight": weight}
 
 
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
@@ -194,11 +274,18 @@ def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:
 
 
 def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    try:
-        calls = json.loads(read_text(value, name))
-    except (ValueError, RecursionError):
-        raise DefectError("tools", f"{name}: a function call must be JSON, not {shown(value)}") from None
+    calls = _parse_json(read_text(value, name))
+    if calls is None:
+        raise DefectError("tools", f"{name}: a function call must be JSON, not {shown(value)}")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DefectError("tools", f"{name}: a function call needs a 'name', this is {shown(value)}")
-    return [{"type": "function", "function": call} for call in calls]
+    return [_read_call(call) for call in calls]
+
+
+def _parse_json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

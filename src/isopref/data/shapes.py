@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from isopref.data.columns import ALIASES, MEDIA, OPTIONAL, PROMPTS, SIDES, column_like, quoted
+from isopref.data.conversations import is_conversation, part
 from isopref.data.known_shapes.registry import SHAPES
 from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
@@ -20,6 +21,7 @@ from isopref.data.messages import (
     is_written,
     kind,
     parse_written,
+    read_template_kwargs,
     read_text,
     read_tools,
     read_weight,
@@ -69,6 +71,7 @@ class PreferencePair:
     tools: list[dict[str, Any]] | None
     weight: float
     origin: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
 
     names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
     scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
@@ -89,6 +92,7 @@ class RankedList:
     weight: float
     origin: str
     notes: Mapping[str, int] = field(default_factory=dict)  # answers that were left out, by reason
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,9 +147,15 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
     ranked = shape.read_list(fields)
     prompt, *answers = (ranked.prompt, *ranked.answers) if ranked else (shape.split_raw if raw else shape.split)(fields)
-    tools = read_tools(fields.get("tools"))
+    prompt, answers = _with_common_turns(prompt, answers)
+    tools, kwargs = read_tools(fields.get("tools")), read_template_kwargs(fields.get("chat_template_kwargs"))
     history = not isinstance(prompt, str)  # of a shape that is text otherwise
-    for name, given in (("system", fields.get("system")), ("tools", tools), ("history", history)):
+    for name, given in [
+        ("system", fields.get("system")),
+        ("tools", tools),
+        ("chat_template_kwargs", kwargs),
+        ("history", history),
+    ]:
         if raw and given:
             raise DataError(
                 f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
@@ -156,16 +166,28 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     weight = read_weight(fields.get("weight"))
     found: Preference
     if ranked is not None:
-        found = RankedList(prompt, ranked.answers, ranked.scores, tools, weight, record.origin, ranked.left_out)
+        found = RankedList(prompt, tuple(answers), ranked.scores, tools, weight, record.origin, ranked.left_out, kwargs)
     else:
         chosen, rejected = answers
         if chosen == rejected:
             raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
-        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin)
+        found = PreferencePair(prompt, chosen, rejected, tools, weight, record.origin, kwargs)
     for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
         if _is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
     return found
+
+
+def _with_common_turns(prompt: Turns, answers: list[Turns]) -> tuple[Turns, list[Turns]]:
+    """Turns that all answers begin with are part of the prompt. Answers of one turn stay what they are."""
+    conversations = [answer for answer in answers if not isinstance(answer, str)]
+    if len(conversations) < max(2, len(answers)) or not any(map(is_conversation, answers)):
+        return prompt, answers
+    if all(answer == answers[0] for answer in answers):
+        return prompt, answers  # a tie, and told as one
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    longer, rest = part(turns, conversations)
+    return (prompt, answers) if len(longer) == len(turns) else (longer, list(rest))
 
 
 # --- detection ---------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ Pure functions of a table (and a tokenizer). How they are printed is not decided
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isopref.data.columns import SIDES
+from isopref.data.context import context_ranges, decoder
 from isopref.data.table import ExampleTable
 from isopref.examples import PAIR, PAIR_SCORES, Example
 from isopref.types import IntArray
@@ -55,6 +56,7 @@ class ExampleText:
     size: ExampleSize
     prompt: str
     answers: dict[str, str]  # by name, as in the size
+    context: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # stretches that are not trained, by name
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class TableFigures:
     tokens_shared: int
     longest: list[ExampleSize]
     over_context: OverContext | None  # None where there are none
+    with_context: int = 0  # answers that hold tokens that are not trained
+    answer_tokens: int = 0
+    trained_tokens: int = 0  # of those
 
     @property
     def pairs_alone(self) -> bool:
@@ -102,6 +107,9 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
         tokens_shared=int(tokens.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
+        with_context=int((lengths.trained < lengths.answer).sum()),
+        answer_tokens=int(lengths.answer.sum()),
+        trained_tokens=int(lengths.trained.sum()),
     )
 
 
@@ -147,17 +155,15 @@ def _names(example: Example) -> list[str]:
 def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -> ExampleText:
     example = table.example(index)
     prompt, *answers = example_text(example, tokenizer)
-    return ExampleText(_size(table, index), prompt, dict(zip(_names(example), answers, strict=True)))
+    names, decode = _names(example), decoder(tokenizer)
+    context = {name: context_ranges(example, number, decode) for number, name in enumerate(names)}
+    return ExampleText(_size(table, index), prompt, dict(zip(names, answers, strict=True)), context)
 
 
 def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Prompt and answers. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
 
-    def decode(*parts: IntArray) -> str:
-        ids = [int(token) for part in parts for token in part]
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+    decode = decoder(tokenizer)
 
     def answer(part: IntArray) -> str:
         whole = decode(example.prompt, part)

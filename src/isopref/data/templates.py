@@ -14,34 +14,59 @@ written. White space does not count (templates trim and set line feeds of their 
 
 from __future__ import annotations
 
-import logging
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isopref.data.conversations import Conversation, plain
 from isopref.data.messages import DefectError, Message, Turns, shown
 from isopref.data.surprises import special_token_pattern
-from isopref.errors import ConfigError
+from isopref.data.template_files import NO_TEMPLATE, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_TEMPLATE = "none"
 MARK = "\ue000"  # from the private use area: nobody writes it
+THINK_END = "</think>"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers has it
+JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
 SPOKEN = ("content", "reasoning_content", "thinking")  # text of an answer, by the names that templates know
 
-log = logging.getLogger(__name__)
+HINT = "(data.template: path.jinja can replace the template)"
 
-Tools = list[dict[str, Any]] | None
+
+class Given(NamedTuple):
+    """What a template is given besides messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = {}
+
+
+NOTHING = Given()
+
+
+class Turn(NamedTuple):
+    """A turn of an answer that is trained, in the text of its conversation."""
+
+    before: str  # what the model is given when it writes the turn
+    end: int | None  # where the turn ends in the text, with what closes it; None: the text ends with it
+    weight: float = 1.0
+
+
+class Side(NamedTuple):
+    """The text of a prompt with one of its answers, up to the last turn that is trained."""
+
+    text: str
+    turns: tuple[Turn, ...]
 
 
 class Written(NamedTuple):
     """The texts of a pair or a list: the prompt with its generation prompt, and the prompt with each answer."""
 
     prompt: str
-    sides: tuple[str, ...]
+    sides: tuple[Side, ...]
 
 
 class ChatTemplate:
@@ -49,7 +74,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
-        self._text = _template_text(tokenizer, template)
+        self._text = template_text(tokenizer, template)
         self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
@@ -57,58 +82,168 @@ class ChatTemplate:
         """What decides the texts."""
         return self._text if self._text is not None else self._tokenizer.chat_template
 
-    def render(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation. Raises DefectError where the template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
+                [self._as_written(message) for message in messages],
+                tools=list(given.tools) if given.tools else None,
                 chat_template=self._text,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **given.kwargs,
             )
         except Exception as error:  # a template is foreign code: it raises what it likes about a conversation
             raise DefectError("template", f"the chat template refuses it ({error})") from error
         assert isinstance(text, str)
         return text
 
-    def write(self, prompt: list[Message], answers: Mapping[str, Message], tools: Tools) -> Written:
+    def write(self, prompt: list[Message], answers: Mapping[str, Conversation], given: Given) -> Written:
         """The texts, answers without the end of the conversation where their turn has an end of its own.
 
-        `answers` are by what they are called in errors. Raises DefectError where the template refuses the conversation
-        or leaves a part of it out.
+        `answers` are by what they are called in errors. Raises DefectError where the template refuses the conversation,
+        leaves a part of it out, or where nothing proves which text a turn has.
         """
-        start = self.render(prompt, tools, add_generation_prompt=True)
-        sides = {name: self.render([*prompt, answer], tools) for name, answer in answers.items()}
-        left_out = chain(
-            self._left_out_of_prompt(prompt, tools, start),
-            *(self._left_out_of_answer(name, [*prompt, answers[name]], tools, start, sides[name]) for name in answers),
-        )
-        if (first := next(left_out, None)) is not None:
+        start = self.render(prompt, given, add_generation_prompt=self._asks(prompt, answers.values()))
+        _refuse(self._left_out_of_context(prompt, range(len(prompt)), given, start))
+        return Written(start, tuple(self._write_side(name, answer, given, start) for name, answer in answers.items()))
+
+    def _write_side(self, name: str, answer: Conversation, given: Given, start: str) -> Side:
+        messages = answer.messages
+        text = self.render(messages, given)
+        trained = {one.number for one in answer.trained}
+        context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
+        if context:
+            _refuse(self._left_out_of_context(messages, context, given, text, add_generation_prompt=False))
+        ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
+        turns = []
+        for one in answer.trained:
+            first = one.number == answer.num_prompt
+            before = start if first else self.render(messages[: one.number], given, add_generation_prompt=True)
+            end = None
+            if one.number < len(messages) - 1:
+                end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
+            _refuse(self._left_out_of_answer(name, messages, one.number, given, before, text[:end]))
+            if not text.startswith(before):
+                self._check_start(messages, one.number, given, text)
+            if one.final:
+                before = self._before_final(name, messages, given, text) or before
+            turns.append(Turn(before, end, one.weight))
+        return Side(self._unclosed(text), tuple(turns))
+
+    @staticmethod
+    def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
+        """Whether a prompt asks for an answer. Conversations may also part after an answer, or at a tool's result."""
+        return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
+
+    def _check_start(self, messages: list[Message], index: int, given: Given, text: str) -> None:
+        """What is before a turn must read the same when the model writes it; only the generation prompt may differ."""
+        if not text.startswith(self.turns(messages[:index], given).rstrip()):
+            later = index < len(messages) - 1
+            way_out = "data.train_on: last trains the last turn alone; " if later else ""
             raise DefectError(
-                "left_out",
-                f"the chat template leaves out {first}, so training would go without it "
-                "(data.template: path.jinja can replace the template)",
+                "boundary",
+                f"the chat template writes {'earlier turns' if later else 'the prompt'} differently once "
+                f"{'more turns follow' if later else 'an answer follows'}, so where the answer begins cannot be proven "
+                f"({way_out}data.template: path.jinja can replace the template)",
             )
-        return Written(start, tuple(self._unclosed(side) for side in sides.values()))
 
-    def turns(self, messages: list[Message], tools: Tools) -> str:
+    def _marked_ends(self, messages: list[Message], given: Given, text: str) -> dict[int, int]:
+        """Where turns end by the template's own marks, {% generation %}; nothing where it does not mark every turn."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(self._text, given.tools)
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not GENERATION.search(template):
+            return {}
+        rendered: Any = render_jinja_template(
+            [[self._as_written(message) for message in messages]],
+            tools=list(given.tools) if given.tools else None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **given.kwargs},
+        )
+        (written,), (spans,) = rendered
+        if written != text or len(spans) != len(spoken):
+            return {}
+        return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
+
+    def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
+        """Where a turn that others follow ends in the text, with what closes it. Raises DefectError without proof.
+
+        A mark is set at the end of the turn. What the template writes behind it where the turn is the last one closes
+        it, and must stand there too where others follow.
+        """
+        marked = [*messages[:index], _marked_at_end(messages[index])]
+        _, alone, closing = self._unclosed(self.render(marked, given)).rpartition(MARK)
+        before, shows, rest = self.render([*marked, *messages[index + 1 :]], given).rpartition(MARK)
+        closing = closing.rstrip()
+        written = text.removesuffix(rest)
+        as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
+        if not (alone and shows and as_marked and rest.startswith(closing)):
+            raise DefectError(
+                "boundary",
+                f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
+                f"it ends cannot be proven (data.train_on: last trains the last turn alone; {HINT[1:]}",
+            )
+        return len(written) + len(closing)
+
+    def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
+        """The text up to what the last turn says after its reasoning; None where it says nothing."""
+        said = messages[-1]["content"]
+        final = said.rpartition(THINK_END)[2].strip()
+        if not final:
+            return None
+        marked = {**messages[-1], "content": said[: said.rindex(final)] + MARK + final}
+        before, shows, _ = self.render([*messages[:-1], marked], given).partition(MARK)
+        if not (shows and text.startswith(before)):
+            raise DefectError(
+                "boundary",
+                f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "
+                "trains the reasoning too",
+            )
+        return before
+
+    def _as_written(self, message: Message) -> Message:
+        """A message as the template takes it."""
+        message = plain(message)
+        if not message.get("tool_calls") or not self._wants_text:
+            return message
+        return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template takes the arguments of a call as JSON text only, and fails on objects or misprints."""
+        call = {"type": "function", "id": "call_0000", "function": {"name": "f", "arguments": {"k": "v"}}}
+        said: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+        said[-1]["tool_calls"] = [call]
+        written = []
+        for arguments in ({"k": "v"}, '{"k": "v"}'):
+            call["function"] = {"name": "f", "arguments": arguments}
+            try:
+                text = self._tokenizer.apply_chat_template(said, chat_template=self._text, tokenize=False)
+            except Exception:
+                text = ""
+            written.append(JSON_ARGUMENTS.search(str(text)) is not None)
+        return written == [False, True]
+
+    def turns(self, messages: list[Message], given: Given) -> str:
         """The text of turns alone: no generation prompt, no end of the conversation."""
-        return self.render(messages, tools).removesuffix(self._conversation_end)
+        return self.render(messages, given).removesuffix(self._conversation_end)
 
-    def around(self, prompt: list[Message], index: int, tools: Tools, written: str) -> tuple[str, str] | None:
+    def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
         """What the template writes before and after the text of a turn; None where marks around it do not show."""
         try:
-            marked = self.render(_marked(prompt, index, before=MARK), tools, add_generation_prompt=True)
+            marked = self.render(_marked(prompt, index, before=MARK), given, add_generation_prompt=True)
         except DefectError:
             return None
         before, *rest = marked.split(MARK)
         shows = len(rest) == 2 and written.startswith(before) and written.endswith(rest[-1])
         return (before, rest[-1]) if shows else None
 
-    def leaves_open(self, messages: list[Message], tools: Tools) -> bool:
+    def leaves_open(self, messages: list[Message], given: Given) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""
-        _, mark, closing = self.render(_marked(messages, len(messages) - 1), tools).rpartition(MARK)
+        _, mark, closing = self.render(_marked(messages, len(messages) - 1), given).rpartition(MARK)
         return bool(mark) and not closing.strip()
 
     def before_next_turn(self, role: str) -> str:
@@ -121,8 +256,8 @@ class ChatTemplate:
             answer["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
         said = [{"role": "user", "content": "a"}, answer]
         try:
-            written = self.render(said, None).rstrip()
-            before, mark, _ = self.render([*said, {"role": role, "content": MARK}], None).partition(MARK)
+            written = self.render(said, NOTHING).rstrip()
+            before, mark, _ = self.render([*said, {"role": role, "content": MARK}], NOTHING).partition(MARK)
         except DefectError:
             return ""
         return before.removeprefix(written) if mark and before.startswith(written) else ""
@@ -138,7 +273,7 @@ class ChatTemplate:
         """
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
         try:
-            texts = [self.render(turns, None).partition(MARK) for turns in (said, [*said, said[0]])]
+            texts = [self.render(turns, NOTHING).partition(MARK) for turns in (said, [*said, said[0]])]
         except DefectError:
             return "", ""
         (_, shows, last), (_, still_shows, followed) = texts
@@ -151,23 +286,36 @@ class ChatTemplate:
         is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
         return turn_end if is_end else "", "".join(pieces[shared:])
 
-    def _left_out_of_prompt(self, prompt: list[Message], tools: Tools, written: str) -> Iterator[str]:
+    def _left_out_of_context(
+        self,
+        turns: list[Message],
+        some: Sequence[int],
+        given: Given,
+        written: str,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> Iterator[str]:
+        """What is missing of some turns that are not trained."""
+        of = "of the prompt" if add_generation_prompt else "in an answer"
+        same = partial(self._same, written=written, add_generation_prompt=add_generation_prompt)
         whole = rest = _squeeze(written)
-        for index in sorted(range(len(prompt)), key=lambda index: -len(prompt[index]["content"])):
-            role, said = prompt[index]["role"], _squeeze(prompt[index]["content"])
+        for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
+            role, said = turns[index]["role"], _squeeze(turns[index]["content"])
             if said in rest:
                 rest = rest.replace(said, MARK, 1)  # so that it is not found again for a turn with fewer words
-            elif (role == "user" and said not in whole) or self._same(_marked(prompt, index), tools, written):
-                yield f"the {role} turn of the prompt, {shown(prompt[index]['content'])}"
-            if prompt[index].get("tool_calls") and self._same(_without_last_call(prompt, index), tools, written):
-                yield f"a tool call of the prompt, {shown(prompt[index]['tool_calls'][-1])}"
-        if tools and self._same(prompt, None, written):
-            yield f"'tools', {shown(tools)}"
+            elif (role == "user" and said not in whole) or same(_marked(turns, index), given):
+                yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
+            if turns[index].get("tool_calls") and same(_without_last_call(turns, index), given):
+                yield f"a tool call {of}, {shown(turns[index]['tool_calls'][-1])}"
+        if given.tools and add_generation_prompt and same(turns, given._replace(tools=None)):
+            yield f"'tools', {shown(given.tools)}"
 
     def _left_out_of_answer(
-        self, name: str, messages: list[Message], tools: Tools, prompt: str, written: str
+        self, name: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
     ) -> Iterator[str]:
-        answer = messages[-1]
+        """What is missing of a trained turn, where `written` is the text up to its end."""
+        answer = messages[index]
+        later = "; data.train_on: last trains the last turn alone" if index < len(messages) - 1 else ""
         spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
         if not written.startswith(prompt) or any(
             text.strip() not in written[len(prompt) :] for text in spoken.values()
@@ -179,22 +327,49 @@ class ChatTemplate:
                 said = _squeeze(text)
                 # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
                 if said and whole.find(said, max(0, begin - len(said))) < 0:
-                    yield f"some of '{name}', whose {key} is {shown(text)}"
+                    yield f"some of '{name}', whose {key} is {shown(text)}{later}"
         if answer.get("tool_calls"):
-            bare = _without_last_call(messages, len(messages) - 1)
-            if self._same(bare, tools, written, add_generation_prompt=False):
+            bare = _without_last_call(messages, index)
+            whole = self.render(messages, given)
+            if self._same(bare, given, whole, add_generation_prompt=False):
                 yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
 
-    def _same(self, messages: list[Message], tools: Tools, written: str, *, add_generation_prompt: bool = True) -> bool:
+    def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
         """Whether the template writes just this of another conversation: it ignores what is different in it."""
         try:
-            return self.render(messages, tools, add_generation_prompt=add_generation_prompt) == written
+            return self.render(messages, given, add_generation_prompt=add_generation_prompt) == written
         except DefectError:
             return False  # it saw the difference
 
 
 def as_messages(turns: Turns, role: str) -> list[Message]:
     return [{"role": role, "content": turns}] if isinstance(turns, str) else turns
+
+
+def _refuse(left_out: Iterator[str]) -> None:
+    """Raise DefectError for the first thing that the template leaves out, if any."""
+    if (first := next(left_out, None)) is not None:
+        raise DefectError("left_out", f"the chat template leaves out {first}, so training would go without it {HINT}")
+
+
+def _marked_at_end(message: Message) -> Message:
+    """A message with a mark where it ends: in the name of its last call, or behind its text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {**message, "content": message["content"].rstrip() + MARK}
+    function = calls[-1].get("function", {})
+    return {
+        **message,
+        "tool_calls": [*calls[:-1], {**calls[-1], "function": {**function, "name": f"{function.get('name')}{MARK}"}}],
+    }
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _squeeze(text: str) -> str:
@@ -217,50 +392,3 @@ def _without_last_call(messages: list[Message], index: int) -> list[Message]:
     message = dict(messages[index])
     calls = message.pop("tool_calls")[:-1]
     return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
-    """The template to pass on; None leaves the choice to the tokenizer (it may own one more, for tools)."""
-    if template == NO_TEMPLATE:
-        return None
-    if template is None:
-        _check_own(tokenizer)
-        return None
-    text = read_template(template)
-    _check(text, tokenizer, f"'{template}'", "Mend the file.")
-    return text
-
-
-def read_template(path: str) -> str:
-    """The text of a template file. Raises ConfigError."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")  # a byte-order mark would begin every prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.template: '{path}' cannot be read ({error}). "
-            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
-        ) from error
-
-
-def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    name, own = f"the tokenizer '{tokenizer.name_or_path}'", tokenizer.chat_template
-    way_out = "Set data.template to none (plain text: prompt, completion, EOS) or to the path of a .jinja file."
-    if not own:
-        raise ConfigError(f"data.template: {name} has no chat template. {way_out}")
-    for text in own.values() if isinstance(own, dict) else [own]:
-        _check(text, tokenizer, f"the chat template of {name}", way_out)
-
-
-def _check(text: str, tokenizer: PreTrainedTokenizerBase, name: str, way_out: str) -> None:
-    """Compile a template. Raises ConfigError where that fails, so that no record is blamed for it."""
-    from jinja2 import TemplateSyntaxError
-
-    if "strftime_now" in text:
-        log.warning("The chat template writes today's date: tokens built on another day will differ.")
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
-    except TemplateSyntaxError as error:
-        reason = str(error.message).rstrip(".")
-        raise ConfigError(f"data.template: {name}, line {error.lineno}: {reason}. {way_out}") from error
-    except Exception:
-        pass  # it is whole, and does not take this conversation

@@ -189,11 +189,12 @@ def test_a_conversation_the_template_refuses_is_a_bad_pair() -> None:
 
 
 def test_a_template_that_cannot_write_a_prompt_alone_is_a_bad_pair_too() -> None:
-    tokenizer = tiny_tokenizer("merging")  # the border backs off, so the prompt is also written without its answer
+    tokenizer = tiny_tokenizer("merging")
     refuse = (
         "{% if not add_generation_prompt and messages[-1].role != 'assistant' %}{{ raise_exception('x') }}{% endif %}"
     )
-    tokenizer.chat_template = refuse + TEMPLATES["merging"]
+    # The generation prompt is not how an answer begins, so the prompt is also written without its answer.
+    tokenizer.chat_template = refuse + TEMPLATES["merging"].replace("prompt %}A: ", "prompt %}A> ")
     with pytest.raises(BadPairError, match="file:7: the chat template refuses it"):
         encode(tokenizer, pair_of("why?", "yes", "no"))
 

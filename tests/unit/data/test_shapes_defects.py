@@ -73,12 +73,22 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MESSAGES, {"prompt": [{"role": "user"}]}, "type"),
     (MESSAGES, {"prompt": [SYSTEM, Q], "system": "be long"}, "role"),
     (MESSAGES, {"chosen": [user("x")]}, "role"),
-    (MESSAGES, {"chosen": [GOOD, Q, GOOD]}, "role"),
+    (MESSAGES, {"chosen": [Q, GOOD]}, "role"),
+    (MESSAGES, {"chosen": [GOOD | {"weight": -1}]}, "weight"),
+    (MESSAGES, {"chosen": [GOOD | {"weight": "much"}]}, "weight"),
+    (MESSAGES, {"chosen": [GOOD | {"train": "no"}]}, "weight"),
+    (MESSAGES, {"chosen": [GOOD, Q | {"train": True}, GOOD]}, "weight"),
+    (MESSAGES, {"chosen": [GOOD, Q | {"weight": 0.5}, GOOD]}, "weight"),
+    (MESSAGES, {"chosen": [GOOD, Q, GOOD], "rejected": [GOOD]}, "diverging"),
+    (MESSAGES, {"chat_template_kwargs": "not json"}, "type"),
+    (MESSAGES, {"chat_template_kwargs": [1]}, "type"),
+    (MESSAGES, {"chat_template_kwargs": {"tokenize": True}}, "type"),
     (MESSAGES, {"chosen": []}, "role"),
     (MESSAGES, {"chosen": [assistant(" ")]}, "empty"),
     (MESSAGES, {"chosen": [{"role": "assistant", "content": "", "tool_calls": "add"}]}, "tools"),
     (CONVERSATIONS, {"chosen": [user("other"), GOOD]}, "diverging"),
-    (CONVERSATIONS, {"chosen": [Q, GOOD, Q, GOOD]}, "diverging"),
+    (CONVERSATIONS, {"chosen": [Q, GOOD, Q, GOOD], "rejected": [Q, GOOD]}, "diverging"),
+    (CONVERSATIONS, {"chosen": [Q, GOOD, Q], "rejected": [Q, GOOD, Q, BAD]}, "diverging"),
     (CONVERSATIONS, {"chosen": [GOOD], "rejected": [BAD]}, "empty"),
     (CONVERSATIONS, {"chosen": [Q, Q]}, "role"),
     (CONVERSATIONS, {"chosen": [SYSTEM, Q, GOOD, GOOD], "rejected": [SYSTEM, Q, GOOD, BAD]}, "role"),
@@ -168,7 +178,16 @@ def oracle(shape: str, fields: dict[str, Any]) -> tuple[str, ...]:
         before = fields.get("prompt") or ""
         return tuple((side if side.startswith("\n\nHuman:") else before + side) + "</s>" for side in sides)
     system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
-    return tuple(chatml([*system, fields.get("prompt"), fields.get("conversations"), side]) for side in sides)
+    before = [*system, fields.get("prompt"), fields.get("conversations")]
+    return tuple(chatml([*before, up_to_the_last_answer(side)]) for side in sides)
+
+
+def up_to_the_last_answer(side: Any) -> Any:
+    """Turns after the last one that is trained change nothing, and are not kept."""
+    turns = list(side) if isinstance(side, list) else side
+    while isinstance(turns, list) and turns and (turns[-1].get("role") or turns[-1].get("from")) in ("user", "human"):
+        turns.pop()
+    return turns
 
 
 def chatml(turns: list[Any]) -> str:
@@ -247,9 +266,9 @@ def test_whole_conversations_beside_a_prompt_are_told_once_for_the_source(
     with pytest.raises(DataError) as raised:
         build(whole)
     assert str(raised.value) == (
-        f"{path}:1: 'chosen' and 'rejected' hold several turns beside the column '{column}', where one assistant turn "
-        f"each is expected. If they are whole conversations, remove the column '{column}' from the data; else keep "
-        "only the last turn of each."
+        f"{path}:1: 'chosen' and 'rejected' hold whole conversations beside the column '{column}', where they should "
+        f"begin with the assistant turn after it. Remove the column '{column}' from the data, or the turns before the "
+        "answers."
     )
     assert build([{key: value for key, value in record.items() if key != column} for record in whole]) == 3
     assert build([{column: [Q], "chosen": [GOOD], "rejected": [BAD]} for _ in range(3)]) == 3
@@ -259,5 +278,5 @@ def test_a_few_whole_conversations_beside_a_prompt_are_records_to_drop() -> None
     records = [Record({"prompt": [Q], **CONVERSATIONS}, "a:1"), Record(MESSAGES, "a:2"), Record(MESSAGES, "a:3")]
     shape = detect_shape(records, raw=False)
     assert shape.name == "messages"
-    with pytest.raises(BadPairError, match="'chosen' must hold one assistant turn"):
+    with pytest.raises(BadPairError, match="'chosen' must begin with the assistant turn"):
         to_pair(records[0], shape, raw=False)

@@ -5,7 +5,8 @@ import pytest
 
 from isopref.data.statistics import ExampleSize, OverContext, example_text, figures, samples
 from isopref.data.table import ExampleTable
-from isopref.examples import Example, PairTokens
+from isopref.examples import PAIR, PAIR_SCORES, Example, PairTokens
+from isopref.testing.models import byte_tokenizer
 from isopref.testing.tokenizers import tiny_tokenizer
 
 
@@ -94,3 +95,20 @@ def test_a_list_by_hand() -> None:
     assert found.longest == [ExampleSize("example 0", 4, sizes)]
     (sample,) = samples(table, tiny_tokenizer())
     assert sample.answers.keys() == sizes.keys()
+
+
+def test_context_is_counted_and_shown_where_it_is() -> None:
+    tokenizer = byte_tokenizer()
+    texts = ("Q", "I call<|im_end|>\nTOOL<|im_end|>yes", "no")
+    prompt, chosen, rejected = (np.array(tokenizer(text)["input_ids"]) for text in texts)
+    weights = np.ones(len(chosen))
+    weights[len("I call") + 1 : len("I call") + 1 + len("\nTOOL") + 1] = 0  # an end is one token
+    example = Example(prompt, (chosen, rejected), PAIR, PAIR_SCORES, (weights, np.ones(len(rejected))))
+    table = ExampleTable.from_tokens([example])
+    found = figures(table)
+    assert (found.with_context, found.answer_tokens, found.trained_tokens) == (1, len(chosen) + 2, len(chosen) - 6 + 2)
+    (sample,) = samples(table, tokenizer)
+    (start, end), *others = sample.context["chosen"]
+    assert sample.answers["chosen"][start:end] == "\nTOOL<|im_end|>"
+    assert not others
+    assert not sample.context["rejected"]

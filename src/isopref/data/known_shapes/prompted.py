@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isopref.data.columns import SIDES
-from isopref.data.known_shapes.shape import Fields, Kinds, Parts, Shape, is_long, kinds_of
+from isopref.data.known_shapes.shape import Fields, Kinds, Parts, Shape, begins_whole, is_long, kinds_of
 from isopref.data.messages import kind, read_answer, read_history, read_prompt, read_text
 from isopref.data.plain_text import is_hh
 
@@ -48,14 +48,14 @@ class Alpaca(Shape):
 
 class Messages(Shape):
     name = "messages"
-    looks = "prompt: messages or text; chosen, rejected: one assistant turn"
+    looks = "prompt: messages or text; chosen, rejected: an assistant turn, and perhaps more turns"
     columns = ("prompt", *SIDES)
     prompt_from = "the column 'prompt'"
 
     def fits(self, fields: Fields) -> bool:
         kinds = kinds_of(fields)
         if kinds == Kinds(prompt="text", sides="messages"):
-            return not is_long(fields["chosen"])
+            return not (is_long(fields["chosen"]) and begins_whole(fields["chosen"]))
         return kinds in (Kinds(prompt="messages", sides="messages"), Kinds(prompt="messages", sides="text"))
 
     def split(self, fields: Fields) -> Parts:
@@ -89,11 +89,10 @@ class ShareGPT(Shape):
 
 
 def _whole_beside(column: str, fields: Fields) -> str | None:
-    """An objection to answers of several turns beside a prompt: none of them makes a pair."""
-    if not all(is_long(fields[side]) for side in SIDES):
+    """An objection to whole conversations beside a prompt: answers begin with the turn after it."""
+    if not all(is_long(fields[side]) and begins_whole(fields[side]) for side in SIDES):
         return None
     return (
-        f"'chosen' and 'rejected' hold several turns beside the column '{column}', where one assistant turn each is "
-        f"expected. If they are whole conversations, remove the column '{column}' from the data; else keep only the "
-        "last turn of each."
+        f"'chosen' and 'rejected' hold whole conversations beside the column '{column}', where they should begin with "
+        f"the assistant turn after it. Remove the column '{column}' from the data, or the turns before the answers."
     )

@@ -83,6 +83,11 @@ def kinds_of(fields: Fields) -> Kinds:
     return Kinds(prompt, conversations, chosen if chosen == rejected else "")
 
 
+def begins_whole(side: list[dict[str, Any]]) -> bool:
+    """Whether a side begins as a conversation does: with a turn of the system or a user."""
+    return bool(side) and side[0].get("role", side[0].get("from")) in ("system", "developer", "user", "human")
+
+
 def is_long(side: Any) -> bool:
     """Whether a side holds several turns."""
     return isinstance(side, list) and len(side) > 1

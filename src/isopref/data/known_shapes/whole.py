@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from isopref.data.columns import SIDES, column_like, quoted
-from isopref.data.known_shapes.shape import Fields, Kinds, Parts, Shape, is_long, kinds_of
+from isopref.data.conversations import split_whole
+from isopref.data.known_shapes.shape import Fields, Kinds, Parts, Shape, begins_whole, is_long, kinds_of
 from isopref.data.messages import DefectError, Message, read_answer, read_messages, read_prompt, read_text, shown
 from isopref.data.plain_text import HH, Marks, find_marks, is_hh, prompt_end, read_turns, split_at_last_mark
 
 
 class Conversations(Shape):
     name = "conversations"
-    looks = "chosen, rejected: conversations, the same but for the end"
+    looks = "chosen, rejected: conversations that begin alike"
     columns = SIDES
-    prompt_from = "all turns before the last one"
+    prompt_from = "the turns that both begin with"
 
     def fits(self, fields: Fields) -> bool:
         return kinds_of(fields) == Kinds(sides="messages")
@@ -25,10 +26,11 @@ class UltraFeedback(Shape):
     name = "ultrafeedback"
     looks = "prompt: text; chosen, rejected: conversations with it"
     columns = ("prompt", *SIDES)
-    prompt_from = "all turns before the last one"
+    prompt_from = "the turns that both begin with"
 
     def fits(self, fields: Fields) -> bool:
-        return kinds_of(fields) == Kinds(prompt="text", sides="messages") and is_long(fields["chosen"])
+        kinds, chosen = kinds_of(fields), fields.get("chosen")
+        return kinds == Kinds(prompt="text", sides="messages") and is_long(chosen) and begins_whole(fields["chosen"])
 
     def split(self, fields: Fields) -> Parts:
         asked = read_text(fields["prompt"], "prompt")
@@ -214,11 +216,26 @@ def _split_conversations(fields: Fields) -> Parts:
     if len(chosen) == 1 and (asked := column_like("prompt", fields)):
         columns = f"data.columns={{prompt: {quoted(asked)}}}"
         raise DefectError("empty", f"there is no prompt in 'chosen', and '{asked}' is not read ({columns} reads it)")
-    return _split_whole(chosen, rejected)
+    if chosen == rejected:
+        raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
+    if not chosen or not rejected:
+        raise DefectError("empty", f"'{'rejected' if chosen else 'chosen'}' has no turns")
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        raise DefectError("empty", "there is no prompt: both sides begin with an assistant turn")
+    prompt, answers = split_whole([chosen, rejected])
+    for side, answer in zip(SIDES, answers, strict=True):
+        if not any(turn["role"] == "assistant" for turn in answer):
+            raise DefectError("role", f"'{side}' has no assistant turn of its own, where it parts from the other side")
+        if prompt[-1]["role"] == answer[0]["role"] == "assistant":
+            raise DefectError("role", f"the prompt ends with an assistant turn, which '{side}' would continue")
+    return prompt, answers[0], answers[1]
 
 
 def _split_whole(chosen: list[Message], rejected: list[Message]) -> Parts:
-    """Two whole conversations: what comes before the last turn is the prompt, and must be the same."""
+    """Two dialogues in plain text: what comes before the last turn is the prompt, and must be the same.
+
+    A mark of a turn further up may be part of an answer, so that dialogues that part there are not taken apart.
+    """
     if chosen[:-1] != rejected[:-1]:
         raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
     return (

@@ -1,0 +1,78 @@
+"""Answers of several turns: where they part from each other, and which of their turns are trained.
+
+Owns `data.train_on` and the weights of messages. Where a turn is in the tokens is found by templates and chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from isopref.data.messages import DefectError, Message, Turns
+
+TrainOn = Literal["assistant", "last", "final"]
+WEIGHT = "weight"  # of a message: what its tokens count for. Templates never see it.
+
+
+class Trained(NamedTuple):
+    """A turn that is trained."""
+
+    number: int  # in the conversation
+    weight: float
+    final: bool  # only what comes after its reasoning
+
+
+class Conversation(NamedTuple):
+    """A prompt with one answer, up to the last turn that is trained."""
+
+    messages: list[Message]
+    num_prompt: int  # turns of the prompt
+    trained: tuple[Trained, ...]
+
+
+def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn, name: str) -> Conversation:
+    """What is trained of an answer. Raises DefectError where that is nothing."""
+    messages = [*prompt, *answer]
+    spoken = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == "assistant"]
+    chosen = spoken if train_on == "assistant" else spoken[-1:]
+    trained = tuple(
+        Trained(n, float(messages[n].get(WEIGHT, 1.0)), train_on == "final")
+        for n in chosen
+        if messages[n].get(WEIGHT, 1.0) != 0
+    )
+    if not trained:
+        which = "no assistant turn" if train_on == "assistant" or not spoken else "a last assistant turn of weight 0"
+        raise DefectError("weight", f"'{name}' has {which}, so nothing of it would be trained")
+    # What follows the last trained turn changes nothing, and templates write a last turn as the model meets it.
+    return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
+
+
+def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt with the turns that all answers begin with, and what is left of each. Raises DefectError."""
+    shared = 0
+    while all(len(answer) > shared for answer in answers) and all(
+        plain(answer[shared]) == plain(answers[0][shared]) for answer in answers
+    ):
+        shared += 1
+    rest = [answer[shared:] for answer in answers]
+    if not all(rest):
+        raise DefectError("diverging", "one answer is the beginning of another, so nothing of it is its own")
+    return [*prompt, *map(plain, answers[0][:shared])], rest
+
+
+def split_whole(sides: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt that whole conversations begin with, and what is left of each. Raises DefectError."""
+    prompt, answers = part([], sides)
+    if not any(turn["role"] == "user" for turn in prompt):
+        raise DefectError("diverging", "the conversations differ before the end of their first user turn")
+    return prompt, answers
+
+
+def plain(message: Message) -> Message:
+    """A message as a template sees it."""
+    return {key: value for key, value in message.items() if key != WEIGHT}
+
+
+def is_conversation(answer: Turns) -> bool:
+    """Whether an answer has several turns."""
+    return not isinstance(answer, str) and len(answer) > 1

@@ -1,0 +1,366 @@
+"""Chat templates in the manner of current model families, and what each writes of an assistant turn, in Python.
+
+Only the structure is theirs: marks of turns, where tools and reasoning go, what is cut from earlier turns. The Python
+side is a second description of an assistant turn, from the opening that the model is given to the token it stops at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from isopref.examples import Example
+from isopref.testing.tokenizers import tiny_tokenizer
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template with its special tokens. `turn` writes an assistant turn: (message, is it the last turn)."""
+
+    template: str
+    special: tuple[str, ...]
+    eos: str
+    turn: Callable[[Message, bool], str]
+    stops: tuple[str, ...] = ()
+    tools: bool = True
+    system: bool = True
+    thinks: bool = False  # the reasoning of the last turn is written
+    many_calls: bool = True
+    refuses: Callable[[list[Message], int], bool] = field(default=lambda messages, start: False)  # all turns trained
+
+    refuses_last: Callable[[list[Message]], bool] = field(default=lambda messages: False)  # the last turn alone
+
+    def tokenizer(self) -> Any:
+        tokenizer = tiny_tokenizer(None)
+        tokenizer.add_special_tokens({"additional_special_tokens": list(self.special), "eos_token": self.eos})
+        tokenizer.chat_template = self.template
+        return tokenizer
+
+
+def trained_texts(example: Example, number: int, tokenizer: Any) -> list[str]:
+    """The stretches of an answer that are trained, decoded."""
+    answer = example.answers[number]
+    weights = example.weights[number] if example.weights else np.ones(len(answer))
+    borders = np.flatnonzero(np.diff(weights != 0)) + 1
+    pieces = zip(np.split(answer, borders), np.split(weights, borders), strict=True)
+    return [tokenizer.decode(piece, skip_special_tokens=False) for piece, own in pieces if own[0] != 0]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def calls_of(message: Message) -> list[dict[str, Any]]:
+    return [call["function"] for call in message.get("tool_calls", [])]
+
+
+def bare(function: dict[str, Any], arguments: str = "arguments") -> str:
+    return f'{{"name": "{function["name"]}", "{arguments}": {dumped(function["arguments"])}}}'
+
+
+def chatml_calls(message: Message) -> str:
+    text = str(message["content"])
+    for function in calls_of(message):
+        text += ("\n" if text else "") + f"<tool_call>\n{bare(function)}\n</tool_call>"
+    return text
+
+
+ASK_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '\n' if not (loop.first and not said) else '' }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+CHATML_TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{{ messages[0].content if messages[0].role == 'system' else 'Help.' }}\n# Tools\n"
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+)
+# Results of tools that follow each other are one turn of the user.
+CHATML_RESULT = (
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+)
+QWEN25 = (
+    CHATML_TOOLS
+    + "{% for m in messages %}{% set said = m.content %}{% if m.role == 'tool' %}"
+    + CHATML_RESULT
+    + "{% elif "
+    "m.role == 'assistant' %}<|im_start|>assistant\n{{ said }}" + CHATML_CALLS + "<|im_end|>\n"
+    "{% elif m.role == 'user' %}<|im_start|>user\n{{ said }}<|im_end|>\n{% endif %}{% endfor %}" + ASK_CHATML
+)
+# Reasoning is written in turns after the last question, and in the last turn even where there is none.
+QWEN3 = (
+    CHATML_TOOLS + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_RESULT + "{% elif m.role == 'assistant' %}"
+    "{% set why = m.reasoning_content or (m.content.split('</think>')[0].split('<think>')[-1] "
+    "if '</think>' in m.content else '') %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or why) %}<think>\n{{ why.strip('\n') }}\n</think>\n\n"
+    "{% endif %}{{ said }}"
+    + CHATML_CALLS
+    + "<|im_end|>\n{% elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def qwen3_turn(message: Message, last: bool) -> str:
+    why = message.get("reasoning_content", "").strip("\n")
+    thought = f"<think>\n{why}\n</think>\n\n" if last or why else ""
+    return thought + chatml_calls(message | {"content": message["content"].lstrip("\n")}) + "<|im_end|>"
+
+
+def reasons_before_a_question(messages: list[Message], start: int) -> bool:
+    """Whether the reasoning of a turn is cut, as a user's turn follows it."""
+    users = [n for n, m in enumerate(messages) if m["role"] == "user"]
+    return any(m.get("reasoning_content") for m in messages[start : users[-1]])
+
+
+HEADER = "<|start_header_id|>{{ %s }}<|end_header_id|>\n\n"
+LLAMA = (
+    "{{ '<|begin_of_text|>' }}{% if messages[0].role == 'system' %}"
+    + HEADER % "'system'"
+    + "{{ messages[0].content | trim }}"
+    "<|eot_id|>{% endif %}{% set ns = namespace(asked=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}" + HEADER % "'user'" + "{% if tools and not ns.asked %}Use these:\n{% for t in tools %}"
+    "{{ t | tojson }}\n{% endfor %}{% endif %}{% set ns.asked = true %}{{ m.content | trim }}<|eot_id|>"
+    "{% elif m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    + HEADER
+    % "'assistant'"
+    + '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "<|eot_id|>{% elif m.role == 'assistant' %}" + HEADER % "'assistant'" + "{{ m.content | trim }}<|eot_id|>"
+    "{% elif m.role == 'tool' %}" + HEADER % "'ipython'" + "{{ m.content | tojson }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}" + HEADER % "'assistant'" + "{% endif %}"
+)
+
+
+def llama_turn(message: Message, last: bool) -> str:
+    calls = calls_of(message)
+    return (bare(calls[0], "parameters") if calls else message["content"].strip()) + "<|eot_id|>"
+
+
+# Tools stand before the last question, so that they move when another one is asked.
+MISTRAL = (
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}<s>"
+    "{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ ', ' if not loop.last else '' }}{% endfor %}]</s>"
+    "{% elif m.role == 'assistant' %}{{ m.content }}</s>"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"
+)
+
+
+def mistral_turn(message: Message, last: bool) -> str:
+    calls = calls_of(message)
+    return ("[TOOL_CALLS][" + ", ".join(map(bare, calls)) + "]" if calls else message["content"]) + "</s>"
+
+
+GEMMA = (
+    "<bos>{% set ns = namespace(system='') %}{% if messages[0].role == 'system' %}"
+    "{% set ns.system = messages[0].content + '\n\n' %}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ ns.system if loop.first else '' }}"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+# Reasoning is cut from every answer; arguments are JSON text.
+DEEPSEEK = (
+    "<begin>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<Assistant>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}<sep>"
+    "{{ c.function.arguments + '' }}<end_call>{% endfor %}"
+    "<end>{% elif m.role == 'tool' %}<output>{{ m.content }}<end_output>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<Assistant>{% endif %}"
+)
+
+
+def deepseek_turn(message: Message, last: bool) -> str:
+    calls = (f"<call>{one['name']}<sep>{dumped(one['arguments'])}<end_call>" for one in calls_of(message))
+    return str(message["content"]) + "".join(calls) + "<end>"
+
+
+TULU = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{{ eos_token }}"
+    "{{ '\n' if not loop.last else '' }}{% else %}<|{{ m.role }}|>\n{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+OLMO3 = (
+    "{% for m in messages %}{% if m.role == 'system' %}<|im_start|>system\n{{ m.content }}"
+    "{% if tools %}<functions>{{ tools | tojson }}</functions>{% endif %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}<|im_start|>environment\n{{ m.content }}<|im_end|>\n"
+    "{% else %}{% if loop.first and tools %}<|im_start|>system\n<functions>{{ tools | tojson }}</functions><|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<function_calls>"
+    "{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{{ ', ' if not loop.last else '' }}{% endfor %})"
+    "{{ '\n' if not loop.last else '' }}{% endfor %}</function_calls>{% endif %}"
+    "{{ '<|im_end|>\n' if not (loop.last and m.role == 'assistant') else eos_token }}{% endif %}{% endfor %}"
+    + ASK_CHATML
+)
+GRANITE = (
+    "{% set role = '<|start_of_role|>%s<|end_of_role|>' %}"
+    "{% if tools %}{{ role % 'tools' }}{{ tools | tojson }}<|end_of_text|>\n{% endif %}"
+    "{% for m in messages %}{{ role % ('tool_response' if m.role == 'tool' else m.role) }}{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+    "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}{{ role % 'assistant' }}{% endif %}"
+)
+
+
+def granite_turn(message: Message, last: bool) -> str:
+    calls = calls_of(message)
+    return str(message["content"]) + (f"<|tool_call|>{dumped(calls)}" if calls else "") + "<|end_of_text|>"
+
+
+# Nothing ends a turn but the opening of the next one.
+GLM = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}<|assistant|>{{ m.tool_calls[0].function.name }}\n"
+    "{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def glm_turn(message: Message, last: bool) -> str:
+    calls = calls_of(message)
+    if calls:
+        return f"{calls[0]['name']}\n{dumped(calls[0]['arguments'])}<|observation|>"
+    return f"\n{message['content']}<|user|>"
+
+
+# An answer ends with <|return|>, and with <|end|> once others follow; its analysis is cut then.
+HARMONY = (
+    "{% if messages[0].role == 'system' %}<|start|>developer<|message|>{{ messages[0].content }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}<|end|>"
+    "{% elif tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% set ns = namespace(last=-1, name='') %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+    "{% elif m.tool_calls %}{% set c = m.tool_calls[0].function %}{% set ns.name = c.name %}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>commentary to=functions.{{ c.name }}<|message|>{{ c.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}{% if m.reasoning_content and loop.last %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def harmony_turn(message: Message, last: bool) -> str:
+    why = message.get("reasoning_content")
+    thought = f"<|channel|>analysis<|message|>{why}<|end|><|start|>assistant" if why else ""
+    calls = calls_of(message)
+    if calls:
+        name, arguments = calls[0]["name"], dumped(calls[0]["arguments"])
+        return f"{thought}<|channel|>commentary to=functions.{name}<|message|>{arguments}<|call|>"
+    return f"{thought}<|channel|>final<|message|>{message['content']}<|return|>"
+
+
+def harmony_refuses(messages: list[Message], start: int) -> bool:
+    """An answer that another turn follows, or reasoning that an answer after it cuts."""
+    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
+    cut = answers and any(m.get("reasoning_content") for m in messages[start : answers[-1]])
+    return bool(cut) or any(start <= n < len(messages) - 1 for n in answers)
+
+
+def harmony_refuses_last(messages: list[Message]) -> bool:
+    """The model sees the reasoning of its calls when it answers, but the template cuts it once the answer is there."""
+    answers = [n for n, m in enumerate(messages[:-1]) if m["role"] == "assistant" and not m.get("tool_calls")]
+    return any(m.get("reasoning_content") for m in messages[answers[-1] + 1 if answers else 0 : -1])
+
+
+# With the marks that transformers reads for masks of assistants' tokens.
+SMOLLM3 = (
+    "<|im_start|>system\nReasoning: {{ 'off' if enable_thinking is defined and not enable_thinking else 'on' }}\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}<|im_end|>\n"
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}{% set said = m.content.lstrip('\n') %}<|im_start|>assistant\n"
+    "{% generation %}{{ said }}" + CHATML_CALLS + "<|im_end|>\n{% endgeneration %}{% endif %}{% endfor %}" + ASK_CHATML
+)
+IM = ("<|im_start|>", "<|im_end|>")
+
+
+def with_end(end: str, *, strip: bool = False) -> Callable[[Message, bool], str]:
+    return lambda message, last: (message["content"].strip() if strip else message["content"]) + end
+
+
+FAMILIES = {
+    "qwen2.5": Family(QWEN25, IM, "<|im_end|>", lambda m, last: chatml_calls(m) + "<|im_end|>"),
+    "qwen3": Family(QWEN3, IM, "<|im_end|>", qwen3_turn, thinks=True, refuses=reasons_before_a_question),
+    "llama3.1": Family(
+        LLAMA,
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+        llama_turn,
+        many_calls=False,
+    ),
+    "mistral": Family(
+        MISTRAL,
+        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"),
+        "</s>",
+        mistral_turn,
+    ),
+    "gemma3": Family(
+        GEMMA,
+        ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+        "<end_of_turn>",
+        with_end("<end_of_turn>", strip=True),
+        tools=False,
+    ),
+    "phi4": Family(PHI, (*IM, "<|im_sep|>"), "<|im_end|>", with_end("<|im_end|>"), tools=False),
+    "deepseek": Family(
+        DEEPSEEK, ("<begin>", "<User>", "<Assistant>", "<end>", "<call>", "<sep>", "<end_call>"), "<end>", deepseek_turn
+    ),
+    "tulu": Family(TULU, ("<|assistant|>", "<|user|>"), "</s>", with_end("</s>"), tools=False),
+    "granite": Family(
+        GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), "<|end_of_text|>", granite_turn
+    ),
+    "glm4": Family(
+        GLM,
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|eos|>"),
+        "<|eos|>",
+        glm_turn,
+        stops=("<|user|>", "<|observation|>"),
+        many_calls=False,
+    ),
+    "harmony": Family(
+        HARMONY,
+        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
+        "<|return|>",
+        harmony_turn,
+        thinks=True,
+        many_calls=False,
+        refuses=harmony_refuses,
+        refuses_last=harmony_refuses_last,
+    ),
+    "smollm3": Family(SMOLLM3, IM, "<|im_end|>", lambda m, last: chatml_calls(m) + "<|im_end|>"),
+}

@@ -1,0 +1,274 @@
+"""Answers that are conversations: where they part, which turns are trained, with which weights, and real records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
+from isopref.data.messages import read_messages
+from isopref.data.pairs import SourceSpec, build_table
+from isopref.data.shapes import BadPairError, Preference, detect_shape, to_pair
+from isopref.data.sources import Record
+from isopref.errors import ConfigError
+from isopref.examples import Example
+from isopref.testing.tokenizers import tiny_tokenizer
+from support.chat_templates import FAMILIES, trained_texts
+
+SHARED = Path("/work/shared/data")
+
+
+def turn(role: str, content: str = "", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+Q, AGAIN = turn("user", "why?"), turn("user", "and then?")
+GOOD, BAD, NEXT = turn("assistant", "because"), turn("assistant", "no"), turn("assistant", "done")
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+ADD = turn("assistant", tool_calls=[CALL])
+RESULT = turn("tool", "it is 4")
+TOOLS = json.dumps([{"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}])
+
+
+def read(**fields: Any) -> Preference:
+    record = Record(fields, "file:7")
+    return to_pair(record, detect_shape([record], raw=False), raw=False)
+
+
+def encode(pair: Preference, family: str = "qwen2.5", train_on: Any = "assistant") -> EncodedPair | BadPairError:
+    tokenizer = FAMILIES[family].tokenizer()
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error", train_on=train_on)
+    (result,) = PairEncoder(tokenizer, options).encode([pair])
+    assert result is not None
+    return result
+
+
+def shown(example: Example, number: int, family: str = "qwen2.5") -> str:
+    """An answer with what is trained in brackets, and their weights where they are not 1."""
+    tokenizer, answer = FAMILIES[family].tokenizer(), example.answers[number]
+    weights = example.weights[number] if example.weights else np.ones(len(answer))
+    borders = np.flatnonzero(np.diff(weights)) + 1
+    text = ""
+    for piece, own in zip(np.split(answer, borders), np.split(weights, borders), strict=True):
+        said = tokenizer.decode(piece, skip_special_tokens=False)
+        text += said if own[0] == 0 else f"[{said}]" if own[0] == 1 else f"[{own[0]:g}: {said}]"
+    return text
+
+
+def answers(family: str = "qwen2.5", train_on: Any = "assistant", **fields: Any) -> list[str]:
+    result = encode(read(**fields), family, train_on)
+    assert isinstance(result, EncodedPair), result
+    return [shown(result.tokens, number, family) for number in range(len(result.tokens.answers))]
+
+
+# --- where conversations part --------------------------------------------------------------------------------
+
+
+def test_turns_in_common_are_the_prompt_and_the_rest_is_the_answer() -> None:
+    pair = read(chosen=[Q, GOOD, AGAIN, NEXT], rejected=[Q, GOOD, AGAIN, BAD, Q, NEXT])
+    assert pair.prompt == [Q, GOOD, AGAIN]
+    assert list(pair.answers) == [[NEXT], [BAD, Q, NEXT]]
+    result = encode(pair)
+    assert isinstance(result, EncodedPair)
+    assert shown(result.tokens, 0) == "[done<|im_end|>]"
+    assert shown(result.tokens, 1) == (
+        "[no<|im_end|>]\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n[done<|im_end|>]"
+    )
+
+
+def test_conversations_may_part_at_a_tools_result_or_a_users_turn() -> None:
+    start = [Q, ADD]
+    chosen, rejected = answers(
+        chosen=[*start, RESULT, GOOD], rejected=[*start, turn("tool", "error"), BAD], tools=TOOLS
+    )
+    assert chosen.endswith("it is 4\n</tool_response><|im_end|>\n<|im_start|>assistant\n[because<|im_end|>]")
+    assert rejected.endswith("error\n</tool_response><|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]")
+    assert "<tool_call>" not in chosen + rejected  # shared, so it is in the prompt
+    chosen, rejected = answers(chosen=[Q, GOOD, AGAIN, NEXT], rejected=[Q, GOOD, turn("user", "but why?"), NEXT])
+    assert chosen.endswith("and then?<|im_end|>\n<|im_start|>assistant\n[done<|im_end|>]")
+    assert rejected.endswith("but why?<|im_end|>\n<|im_start|>assistant\n[done<|im_end|>]")
+
+
+def test_common_turns_after_a_prompt_column_join_the_prompt() -> None:
+    pair = read(prompt=[Q], chosen=[ADD, RESULT, GOOD], rejected=[ADD, RESULT, BAD])
+    assert [message["role"] for message in pair.prompt] == ["user", "assistant", "tool"]  # type: ignore[index]
+    assert list(pair.answers) == [[GOOD], [BAD]]
+
+
+def test_answers_of_a_list_may_be_conversations() -> None:
+    texts = answers(prompt=[Q], responses=[[GOOD], [BAD, AGAIN, NEXT], [NEXT]], scores=[3, 2, 1])
+    assert texts[0] == "[because<|im_end|>]"
+    assert texts[1].startswith("[no<|im_end|>]\n<|im_start|>user")
+    assert texts[1].endswith("[done<|im_end|>]")
+
+
+def test_a_step_is_an_answer_after_correct_steps() -> None:
+    """Step-DPO: the correct steps are shared, so the next one alone is trained."""
+    steps = "Step 1: 2 + 2 = 4.\n"
+    pair = read(prompt=[Q], chosen=steps + "Step 2: 4 * 2 = 8.", rejected=steps + "Step 2: 4 * 2 = 6.")
+    result = encode(pair)
+    assert isinstance(result, EncodedPair)  # as text, the steps are trained in both: their gradients cancel in a margin
+    texts = answers(
+        chosen=[Q, turn("assistant", steps), turn("user", "go on"), turn("assistant", "Step 2: 8")],
+        rejected=[Q, turn("assistant", steps), turn("user", "go on"), turn("assistant", "Step 2: 6")],
+    )
+    assert texts == ["[Step 2: 8<|im_end|>]", "[Step 2: 6<|im_end|>]"]
+
+
+# --- what is trained -------------------------------------------------------------------------------------------
+
+
+def test_calls_are_trained_and_results_are_context() -> None:
+    chosen, rejected = answers(chosen=[Q, ADD, RESULT, GOOD], rejected=[Q, BAD], tools=TOOLS)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert chosen == (
+        f"[{call}<|im_end|>]\n<|im_start|>user\n<tool_response>\nit is 4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[because<|im_end|>]"
+    )
+    assert rejected == "[no<|im_end|>]"
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"weight": 0.5}, "[0.5: no<|im_end|>]"),
+        ({"weight": 0}, "no<|im_end|>"),
+        ({"train": False}, "no<|im_end|>"),
+        ({"train": True, "weight": 2}, "[2: no<|im_end|>]"),
+    ],
+)
+def test_a_message_has_a_weight_of_its_own(weights: dict[str, Any], expected: str) -> None:
+    _, rejected = answers(prompt=[Q], chosen=[GOOD], rejected=[BAD | weights, AGAIN, NEXT])
+    assert rejected.startswith(expected + "\n<|im_start|>user\nand then?<|im_end|>\n")
+    assert rejected.endswith("[done<|im_end|>]")
+
+
+def test_an_answer_without_a_trained_turn_is_refused() -> None:
+    result = encode(read(prompt=[Q], chosen=[GOOD | {"weight": 0}], rejected=[BAD]))
+    assert isinstance(result, BadPairError)
+    assert result.reason == "weight"
+
+
+def test_turns_after_the_last_trained_one_are_not_kept() -> None:
+    kept, _ = answers(prompt=[Q], chosen=[GOOD, AGAIN], rejected=[BAD])
+    assert kept == "[because<|im_end|>]"
+
+
+def test_the_last_turn_alone() -> None:
+    _, rejected = answers(train_on="last", prompt=[Q], chosen=[GOOD], rejected=[BAD, AGAIN, NEXT])
+    assert rejected == "no<|im_end|>\n<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n[done<|im_end|>]"
+
+
+@pytest.mark.parametrize(
+    "thought", [{"content": "so it is", "reasoning_content": "hm"}, {"content": "<think>\nhm\n</think>\n\nso it is"}]
+)
+def test_what_follows_the_reasoning_alone(thought: dict[str, str]) -> None:
+    fields = {"prompt": [Q], "chosen": [turn("assistant") | thought], "rejected": [BAD]}
+    assert answers("qwen3", "final", **fields) == [
+        "hm\n</think>\n\n[so it is<|im_end|>]",  # both begin with "<think>", which is context, so it is in the prompt
+        "\n</think>\n\n[no<|im_end|>]",
+    ]
+    assert answers("qwen3", "last", **fields)[0] == "[<think>\nhm\n</think>\n\nso it is<|im_end|>]"
+
+
+def test_plain_text_has_no_turns_to_choose_from() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_on: last needs turns"):
+        TokenizeOptions(template="none", max_length=None, truncation="drop", on_bad="error", train_on="last")
+
+
+# --- templates that rewrite --------------------------------------------------------------------------------------
+
+
+def test_reasoning_that_a_later_question_cuts_is_refused_with_a_way_out() -> None:
+    thought = turn("assistant", "so", reasoning_content="hm")
+    pair = read(prompt=[Q], chosen=[thought, AGAIN, NEXT], rejected=[BAD])
+    result = encode(pair, "qwen3")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "left_out"
+    assert "some of 'chosen', whose reasoning_content is" in str(result)
+    assert "data.train_on: last" in str(result)
+    assert isinstance(encode(pair, "qwen3", "last"), EncodedPair)
+
+
+def test_a_users_turn_that_the_template_drops_is_refused() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}", "{{ m.content if m.content != 'and then?' }}"
+    )
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    pair = read(prompt=[Q], chosen=[GOOD, AGAIN, NEXT], rejected=[BAD])
+    (result,) = PairEncoder(tokenizer, options).encode([pair])
+    assert isinstance(result, BadPairError)
+    assert "leaves out the user turn in an answer" in str(result)
+
+
+def test_arguments_for_the_template_are_of_the_record() -> None:
+    fields = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}
+    prompts = [
+        encode(read(**fields, chat_template_kwargs=kwargs), "smollm3")
+        for kwargs in (None, {"enable_thinking": False}, '{"enable_thinking": false}')
+    ]
+    tokenizer = FAMILIES["smollm3"].tokenizer()
+    texts = [tokenizer.decode(one.tokens.prompt) for one in prompts if isinstance(one, EncodedPair)]
+    assert ["Reasoning: off" in text for text in texts] == [False, True, True]
+
+
+def test_generation_marks_of_the_template_give_the_same_as_marking() -> None:
+    family = FAMILIES["smollm3"]
+    marked, unmarked = family.tokenizer(), family.tokenizer()
+    unmarked.chat_template = family.template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    pair = read(chosen=[Q, ADD, RESULT, GOOD, AGAIN, NEXT], rejected=[Q, BAD], tools=TOOLS)
+    found = []
+    for tokenizer in (marked, unmarked):
+        (result,) = PairEncoder(tokenizer, options).encode([pair])
+        assert isinstance(result, EncodedPair)
+        found.append([one.tolist() for one in (*result.tokens.answers, *result.tokens.weights)])
+    assert found[0] == found[1]
+
+
+# --- real records --------------------------------------------------------------------------------------------------
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "family"),
+    [
+        ("glaive_toolcall_en_demo.json", "conversations", "qwen2.5"),
+        ("glaive_toolcall_en_demo.json", "conversations", "granite"),
+        ("reason_tool_use_demo_50.jsonl", "messages", "qwen3"),
+    ],
+)
+def test_real_tool_calls(name: str, column: str, family: str, tmp_path: Path) -> None:
+    """Conversations with tools, as LLaMA-Factory has them: the whole one against a short answer to its first turn."""
+    written = []
+    for record in records(name)[:40]:
+        turns = record[column]
+        first = next(n for n, one in enumerate(turns) if one.get("from", one.get("role")) in ("human", "user")) + 1
+        no = {"from": "gpt", "value": "I do not know."} if "from" in turns[0] else turn("assistant", "I do not know.")
+        written.append({"chosen": turns, "rejected": [*turns[:first], no], "tools": record["tools"]})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in written), encoding="utf-8")
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="drop")
+    tokenizer = FAMILIES[family].tokenizer()
+    table = build_table([SourceSpec(str(path))], tokenizer, folder=tmp_path, options=options)
+    lost = table.stats.dropped
+    assert set(lost) <= ({"left_out", "boundary"} if family == "qwen3" else set()), lost
+    assert len(table) >= 20
+    assert (table.lengths.trained[::2] < table.lengths.answer[::2]).any()
+    for index in range(len(table)):
+        number = int(table.origin(index).rpartition(":")[2]) - 1
+        spoken = [one for one in read_messages(written[number]["chosen"], "") if one["role"] == "assistant"]
+        expected = [FAMILIES[family].turn(one, one is spoken[-1]) for one in spoken]
+        assert trained_texts(table.example(index), 0, tokenizer) == expected
