@@ -126,7 +126,7 @@ def _answer_parts(table: ExampleTable) -> dict[str, IntArray]:
     """Tokens of the answers: of chosen and rejected ones, of good and bad ones, or of all together."""
     lengths = table.lengths
     if table.unit == "pair":
-        chosen, rejected = lengths.compared_tokens
+        chosen, rejected = lengths.answer[lengths.sides]
         return {"chosen": chosen, "rejected": rejected}
     if table.holds == {"labels"}:
         both = {"good": lengths.answer[table.scores == 1], "bad": lengths.answer[table.scores == 0]}
