@@ -193,6 +193,23 @@ def test_speed_figures_are_the_measured_ones() -> None:
                 assert f"{ours / theirs:.2f}x as fast" in results
 
 
+def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
+    """README and RESULTS.md quote benchmarks/measured_tasks.json, which vs_trl.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_tasks.json").read_text())["results"]
+    speed = {(one["cell"], one["system"]): 1 / one["step_s"] for one in measured}
+    results, readme = ((ROOT / name).read_text() for name in ("benchmarks/RESULTS.md", "README.md"))
+    ratios = {
+        (cell, system): speed[cell, "isopref"] / theirs
+        for (cell, system), theirs in speed.items()
+        if system != "isopref"
+    }
+    assert len(ratios) == 5
+    for ratio in ratios.values():
+        assert f"{ratio:.2f}x as fast" in results
+    for quoted in (("1b-lists", "trl"), ("1b-kto", "trl-liger"), ("1b-reward-chat", "trl"), ("1b-reward-hh", "trl")):
+        assert f"{ratios[quoted]:.1f}" in readme
+
+
 def rounded(value: float, like: str) -> float:
     """A value with as many decimals as a text has."""
     return round(value, len(like.partition(".")[2]))
