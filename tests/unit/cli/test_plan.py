@@ -179,7 +179,7 @@ def test_what_memory_takes_agrees_with_what_fits(
     """One of 8,192 tokens does not fit into 40 GB, but none is as large as that."""
     np.save(project / "lengths.npy", np.full((60, 3), 40))
     shown = run(project, *SHORT, "--memory", memory, "--gpus", str(gpus), *overrides)
-    found = re.search(r"the largest of ([\d,]+) tokens \(limit ([\d,]+); memory takes ([\d,]+|none)\)", shown)
+    found = re.search(r"the largest with ([\d,]+) tokens \(limit ([\d,]+); memory allows ([\d,]+|none)\)", shown)
     assert found is not None
     largest, limit, takes = (0 if text == "none" else int(text.replace(",", "")) for text in found.groups())
     assert ("it fits" in shown, largest <= takes) == (fits, fits)
