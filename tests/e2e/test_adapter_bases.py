@@ -53,7 +53,7 @@ def test_an_adapter_on_another_base_is_said(project: Project) -> None:
         settings = (f"run.folder=more-{path}", f"model.path={path}", f"model.adapter.path={adapter}", "data.eval=null")
         outcome = project.isopref("train", "my.yaml", *settings, "optim.max_steps=1")
         assert outcome.code == 0, outcome.err
-        warning = f"warning: model.adapter.path: the adapter {adapter} was made for {project.folder / 'one'}; "
+        warning = f"warning: model.adapter.path: the adapter {adapter} was made for {project.folder / 'one'}, "
         assert (warning in outcome.out) == said
 
 

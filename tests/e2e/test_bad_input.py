@@ -267,7 +267,7 @@ def test_a_broken_attention_package_is_named_once(
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("the package flash-attn-4") == 1
     assert (
-        "warning: the package flash-attn-4 is installed, but cannot be imported (ImportError: no libcute.so). "
+        "warning: the package flash-attn-4 is installed but cannot be imported (ImportError: no libcute.so). "
         "Attention uses torch's own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: "
         "pip uninstall flash-attn-4"
     ) in outcome.out

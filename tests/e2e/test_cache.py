@@ -261,7 +261,7 @@ def test_another_model_where_the_first_one_was(project: Project, load_weights: L
     shutil.rmtree(project.folder / "start")
     (run / "model").rename(project.folder / "start")
     assert project.refused("run", *settings, "--resume").startswith(
-        "--resume: the reference start is another model now than when the run in run began"
+        "--resume: the reference start is a different model than when the run in run began"
     )
     shutil.rmtree(project.folder / "start")
     shutil.copytree(project.model, project.folder / "start")
@@ -386,7 +386,7 @@ def test_fill_ahead_of_a_run(project: Project, scored: Scored) -> None:
     assert outcome.out.splitlines()[-3:] == [
         f"cache 0 of 23 training pairs have their reference (store {short}); scoring 23",
         f"cache 0 of 8 held-out pairs have their reference (store {short}); scoring 8",
-        f"cache complete: the reference of all 31 pairs is in store {short}",
+        f"cache complete: the reference scores of all 31 pairs are in store {short}",
     ]
     assert not (project.folder / "runs").exists()
     again = project.isopref("cache", "fill", "my.yaml")

@@ -86,7 +86,7 @@ def test_microbatches_shrink_and_the_weights_are_the_same(
     # 4096, 2048, 1024, 512, 256, 128: five times half, all in the dry run or the first step.
     said = [line for line in outcome.out.splitlines() if line.startswith("warning")]
     assert len(said) == 5
-    assert "from here on it is microbatches of 128 tokens." in said[-1]
+    assert "Retrying it with microbatches of 128 tokens" in said[-1]
     run = project.folder / "run"
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
     assert json.loads((run / "microbatch.json").read_text())["fits"] == {

@@ -198,7 +198,7 @@ def test_a_value_that_is_no_number_is_refused_and_not_stored(tmp_path: Path) -> 
     store = open_store(tmp_path)
     items = Items(table())
     known = fill(store, items, find(store, items, device=CPU), Broken(), Budget("shared", 4096, 30), device=CPU)
-    message = r"2 of 120 answers no finite log-probability, the first one in pair \d+: .*nan"
+    message = r"2 of 120 answers no finite log-probability, first in pair \d+: .*nan"
     with pytest.raises(CacheError, match=message):
         proven(known, items)
     assert store.num_answers() == 2 * NUM_PAIRS - 2

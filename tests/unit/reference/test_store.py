@@ -123,7 +123,7 @@ def test_reading_needs_no_right_to_write(store: Store, monkeypatch: pytest.Monke
         monkeypatch.setattr(os, name, refused)
     again = Store.open(store.folder.parent, IDENTITY, {})
     assert again.look_up(ids_of(some(5)))[0].all()
-    with pytest.raises(CacheError, match="Set ISOPREF_CACHE to a folder of yours"):
+    with pytest.raises(CacheError, match="Set ISOPREF_CACHE to a writable folder"):
         Store.open(store.folder.parent, {"other": 1}, {})
 
 
