@@ -92,7 +92,7 @@ def test_whatever_is_trained(project: Project, changes: tuple[str, ...]) -> None
 
 @pytest.mark.usefixtures("too_large")
 def test_rows_are_proven_all_the_same(make_project: MakeProject) -> None:
-    """Falcon's attention cannot be hooked."""
-    unhookable = make_project("falcon", model={"dtype": "float32"})
+    """MPT's attention cannot be hooked."""
+    unhookable = make_project("mpt", model={"dtype": "float32"})
     message = unhookable.refused("run", *FSDP)
-    assert message.startswith("FalconForCausalLM cannot be trained with layout.rows: shared")
+    assert message.startswith("MptForCausalLM cannot be trained with layout.rows: shared")

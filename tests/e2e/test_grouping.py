@@ -72,7 +72,7 @@ def test_what_is_said_of_grouped_pairs(few_prompts: Project) -> None:
     assert outcome.code == 0, outcome.err
     assert "data  train.jsonl: 7 prompts with pairs (jsonl, text)\n" in outcome.out
     assert "      16 records joined to an earlier one with the same prompt\n" in outcome.out
-    assert "train 3 steps: 7 prompts, 3 a step, 1 epoch\n" in outcome.out
+    assert "train 3 steps: 7 prompts, 3 per step, 1 epoch\n" in outcome.out
     outcome = few_prompts.isopref("data", "my.yaml", *changes)
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
@@ -81,7 +81,7 @@ def test_what_is_said_of_grouped_pairs(few_prompts: Project) -> None:
     assert any(line.startswith("7 prompts to train on: ") and "23 comparisons" in line for line in lines)
     plan = few_prompts.isopref("plan", "my.yaml", "model.dtype=float32", "--card", "H100", *changes)
     assert plan.code == 0, plan.err
-    assert "a step of 3 prompts" in plan.out
+    assert "one step of 3 prompts" in plan.out
 
 
 def test_grouping_that_changes_nothing_is_said_aloud(project: Project) -> None:
@@ -135,6 +135,6 @@ def test_the_plan_of_labels(labels: Project, grouped: str, unit: str) -> None:
     changes = ("data.eval=null", "data.on_bad=drop", "optim.batch_size=2", f"data.group_by_prompt={grouped}")
     outcome = labels.isopref("plan", "my.yaml", "model.dtype=float32", "--card", "H100", *changes)
     assert outcome.code == 0, outcome.err
-    assert f"a step of 2 {unit}" in outcome.out
+    assert f"one step of 2 {unit}" in outcome.out
     assert f"{unit}/s" in outcome.out
     assert "pairs" not in outcome.out

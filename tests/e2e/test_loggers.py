@@ -166,6 +166,6 @@ def test_a_missing_package_is_named(project: Project, monkeypatch: pytest.Monkey
 
 
 def test_loggers_that_are_none(project: Project) -> None:
-    assert "run.loggers: names wandb twice." in project.refused("run", "run.loggers=[wandb,wandb]")
+    assert "run.loggers: lists wandb twice." in project.refused("run", "run.loggers=[wandb,wandb]")
     message = project.refused("run", "run.loggers=[tensorbord]")
     assert message.endswith("run.loggers: must be a list, each one of tensorboard, wandb, comet; found [tensorbord].")

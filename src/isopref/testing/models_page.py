@@ -125,7 +125,7 @@ def _short(message: str) -> str:
     """The reason in a refusal, without what all refusals say."""
     patterns = (
         r"fails on a sequence of tokens \((.*)\)\. Train",
-        r"\(log-probabilities [^;]*; a rejected [^;]*; (.*)\)\. (?:Set|Train) ",
+        r"\([\w-]+ are off by [^;]*; that of a rejected [^;]*; (.*)\)\. (?:Set|Train) ",
         r"\((.*)\)\. (?:Set|Train) ",
         r"layout\.rows: \w+\. (.*) Set layout",
     )

@@ -55,11 +55,11 @@ def test_two_columns_that_may_hold_the_answer_are_not_chosen_from() -> None:
         (LABELLED, {"completion": 3}, "type", "'completion' is neither text nor messages but int 3"),
         (LABELLED, {"completion": " "}, "empty", "'answer' is empty"),
         (LABELLED, {"prompt": ""}, "empty", "'prompt' is empty"),
-        (LABELLED, {"completion": [user("x")]}, "role", "must hold one assistant turn"),
+        (LABELLED, {"completion": [user("x")]}, "role", "must begin with the assistant turn"),
         (LABELLED, {"chosen": "a", "rejected": "b"}, "shape", "shape 'text' in a source of shape 'label'"),
         (LABELLED_CHAT, {"messages": [Q, GOOD, Q]}, "role", "the prompt ends with an assistant turn"),
         (LABELLED_CHAT, {"messages": [GOOD, Q]}, "role", "the prompt ends with an assistant turn"),
-        (LABELLED_CHAT, {"messages": [Q, Q]}, "role", r"'messages\[-1\]' must hold one assistant turn"),
+        (LABELLED_CHAT, {"messages": [Q, Q]}, "role", r"'messages\[-1\]' must begin with the assistant turn"),
         (LABELLED_CHAT, {"messages": [GOOD]}, "missing", "do not make shape 'label'"),
     ],
 )

@@ -303,7 +303,7 @@ def test_wrong_parameters_and_wrong_fields_are_reported_at_once() -> None:
     objective = {"loss": "dpo", "beta": 0, "zeta": 1, "nll_weight": -1, 3: 4}
     with pytest.raises(ConfigError) as caught:
         load_config({**MINIMAL, "objective": objective})
-    for name in ("loss: must be", "beta: must be", "zeta: there is no", "nll_weight: must be", "3: there is no"):
+    for name in ("loss: must be", "beta: must be", "zeta: no such", "nll_weight: must be", "3: no such"):
         assert f"objective.{name}" in str(caught.value)
     assert str(caught.value).startswith("config: 5 problems:")
 
