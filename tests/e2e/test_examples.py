@@ -23,7 +23,7 @@ CONFIGS = sorted(
 
 
 def test_every_example_is_there() -> None:
-    names = "full lists lora mixing qlora reward simpo"
+    names = "full kto lists lora mixing qlora reward simpo"
     assert [f"{name}.yaml" for name in names.split()] == CONFIGS
 
 
