@@ -59,5 +59,7 @@ def test_what_is_kept_is_not_written_over(beginning: Beginning) -> None:
 
 def test_a_folder_without_room(beginning: Beginning, tmp_path: Path) -> None:
     (tmp_path / "reference").write_text("a file")
-    with pytest.raises(CacheError, match=r"reference/training/.* cannot be written .* Set run\.folder to a writable folder"):
+    with pytest.raises(
+        CacheError, match=r"reference/training/.* cannot be written .* Set run\.folder to a writable folder"
+    ):
         beginning.write(MODELS, [TRAINING], [values(TRAINING, -1.0)])
