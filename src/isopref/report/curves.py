@@ -26,7 +26,7 @@ CURVES = (
     Curve("Rewards", (("train/rewards_chosen", "chosen"), ("train/rewards_rejected", "rejected")), "nats times beta"),
     Curve("Gradient norm", (("optim/grad_norm", "norm"),), "before clipping"),
     Curve("Learning rate", (("optim/lr", "rate"),), noisy=False),
-    Curve("Speed", (("speed/pairs_per_s", "per second"),), "pairs or lists per second"),
+    Curve("Speed", (("speed/pairs_per_s", "per second"),), "examples per second"),
     Curve("MFU", (("speed/mfu", "MFU"),), "useful share of the hardware"),
     Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank", noisy=False),
 )
