@@ -170,6 +170,35 @@ def list_of_a_microbatch() -> Iterator[None]:
 
 
 @contextmanager
+def split_lists() -> Iterator[None]:
+    """Lists are cut in two, as if their answers were in different microbatches."""
+    own = terms.Lists.view
+
+    def cut(self: Any, readout: Any, microbatch: Any, needs: Any) -> Any:
+        lists = own(self, readout, microbatch, needs)
+        parity = torch.arange(len(lists.list), device=lists.list.device) % 2
+        return replace(lists, list=2 * lists.list + parity)
+
+    with patch.object(terms.Lists, "view", cut):
+        yield
+
+
+@contextmanager
+def term_counted_twice() -> Iterator[None]:
+    """The first term of a microbatch (a comparison, a labelled answer, an answer of a list) counts twice."""
+    build = step.build_step
+
+    def twice(*args: Any, **more: Any) -> Any:
+        whole = build(*args, **more)
+        for work in whole.work:
+            work.loss_share[:1] *= 2
+        return whole
+
+    with patch("isopref.testing.exactness.build_step", twice):
+        yield
+
+
+@contextmanager
 def reference_by_example() -> Iterator[None]:
     """The reference's values are looked up example by example, while rows number answers in rounds."""
     with patch.object(step, "in_rounds", lambda lengths, index: lengths.answers_of(index)):
@@ -319,21 +348,6 @@ def midpoint_of_all_answers() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def answer_counted_twice() -> Iterator[None]:
-    """One labelled answer of a microbatch counts twice in the loss."""
-    build = step.build_step
-
-    def twice(*args: Any, **more: Any) -> Any:
-        whole = build(*args, **more)
-        for work in whole.work:
-            work.loss_share[:1] *= 2
-        return whole
-
-    with patch("isopref.testing.exactness.build_step", twice):
-        yield
-
-
 # --- in batches of a script's collator ---------------------------------------------------------------
 
 
@@ -383,7 +397,7 @@ GRADIENT = {
         shifted_long_answers,
     )
 }
-TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, reference_by_example)}
+TREES = {m.__name__: m for m in (leaking_attention, first_comparison_alone, term_counted_twice, reference_by_example)}
 CONTEXT = {
     m.__name__: m
     for m in (
@@ -394,7 +408,10 @@ CONTEXT = {
         leaking_attention,
     )
 }
-LISTS = {m.__name__: m for m in (list_of_a_microbatch, leaking_attention, reference_by_example)}
+LISTS = {
+    m.__name__: m
+    for m in (list_of_a_microbatch, split_lists, term_counted_twice, leaking_attention, reference_by_example)
+}
 REWARDS = {
     m.__name__: m
     for m in (
@@ -406,10 +423,10 @@ KTO = {
     m.__name__: m
     for m in (
         *(kl_of_one_microbatch, kl_of_one_rank, mismatch_counted_twice, mismatch_in_batch_order),
-        *(answer_counted_twice, leaking_attention),
+        *(term_counted_twice, leaking_attention),
     )
 }
-BCO = {m.__name__: m for m in (midpoint_of_all_answers, answer_counted_twice, reference_by_example)}
+BCO = {m.__name__: m for m in (midpoint_of_all_answers, term_counted_twice, reference_by_example)}
 STATES = {m.__name__: m for m in (state_of_a_sibling, leaking_attention)}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
