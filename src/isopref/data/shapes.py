@@ -6,7 +6,6 @@ messages; files (sources) and tokens (chat) are not known here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ from isopref.data.messages import (
     is_written,
     kind,
     parse_written,
+    read_number,
     read_template_kwargs,
     read_text,
     read_tools,
@@ -242,21 +242,10 @@ def _judged(fields: Fields, shape: Shape, raw: bool, origin: str) -> Preference:
 def _read_gap(fields: Fields) -> float | None:
     """By how much chosen is better than rejected; None if the record does not say it in numbers."""
     for names in SIDE_SCORES:
-        chosen, rejected = (_number(fields.get(name)) for name in names)
+        chosen, rejected = (read_number(fields.get(name)) for name in names)
         if chosen is not None and rejected is not None:
             return chosen - rejected
-    return _number(fields.get(MARGIN))
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, also one that is written as text, as in CSV."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+    return read_number(fields.get(MARGIN))
 
 
 def _with_common_turns(found: Preference) -> Preference:

@@ -111,10 +111,10 @@ def check_layout(
         raise ModelError(_refusal(policy, kind, strange))
     if not (off <= tolerance + slack and moved <= tolerance / 100):
         reason = f"{policy.scores} are off by {off:.2g}; that of a rejected answer moves by {moved:.2g} when only the "
-        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + _cause(policy, kind, seen, device)))
+        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + _cause(policy, seen, device)))
 
 
-def _cause(policy: Policy, kind: RowKind, seen: "_Seen | None", device: torch.device) -> str:
+def _cause(policy: Policy, seen: "_Seen | None", device: torch.device) -> str:
     """The most likely cause of a wrong score, as the end of a sentence."""
     ids = torch.as_tensor(_pairs(policy, seed=1)[0].prompt, device=device)[None]
     cause = None if isinstance(policy, FSDPModule) or policy.native is not None else why_not_its_own(policy, ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from isopref.data.columns import OPTIONAL, SIDES
@@ -15,6 +14,7 @@ from isopref.data.messages import (
     kind,
     read_answer,
     read_messages,
+    read_number,
     read_prompt,
     read_text,
     shown,
@@ -109,7 +109,7 @@ def _read_either(value: Any, name: str) -> Turns:
 
 def _is_good(value: Any, name: str) -> bool:
     """Raises WrongColumnError for a number that is no label: beside it, a 1 does not mean good."""
-    number = _number(value)
+    number = read_number(value)
     if number is not None and number not in (0.0, 1.0):
         raise WrongColumnError(
             "label",
@@ -121,17 +121,6 @@ def _is_good(value: Any, name: str) -> bool:
     if word not in (*GOOD, *BAD):
         raise DefectError("label", f"'{name}' is {shown(value)}, which is no label: write {ACCEPTED}")
     return word in GOOD
-
-
-def _number(value: Any) -> float | None:
-    """A number, also one that is written as text, as CSV does; None: no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _word(value: Any) -> str:
