@@ -86,7 +86,7 @@ def test_states(project: Project, run: Path, monkeypatch: pytest.MonkeyPatch) ->
     state = read_run(failed).state
     assert state is not None
     assert (state.outcome, state.step, state.steps, state.error) == ("failed", 2, 2, "no space left <here>")
-    assert "It failed: no space left &lt;here&gt;" in page([read_run(failed)])
+    assert "The run failed: no space left &lt;here&gt;" in page([read_run(failed)])
 
 
 def test_a_report_that_cannot_be_made_does_not_fail_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,8 @@ def test_report_command(project: Project, run: Path, other: Path) -> None:
 
 POINTS = """Object.fromEntries([...document.querySelectorAll("svg[data-chart]")].map(svg => [svg.dataset.chart,
     [...svg.querySelectorAll("path.line")].map(path => path.getAttribute("d").match(/[ML]/g).length)]))"""
+
+HINT = "getComputedStyle(document.querySelector"
 
 
 def tip(tab: Tab, chart: str) -> str | None:
@@ -233,6 +235,8 @@ def test_a_phone_in_the_dark_and_paper(tab: Tab, run: Path, other: Path, tmp_pat
             tab.show(path, width=PHONE, height=844, dark=dark)
             assert tab.value("document.documentElement.scrollWidth") == PHONE, path
             colours.add(tab.value("getComputedStyle(document.body).backgroundColor"))
+            shown_hints = [hint for hint in ("mouse", "touch") if tab.value(f"{HINT}('.{hint}')).display") != "none"]
+            assert shown_hints == ["touch"]
         assert len(colours) == 2
         assert tab.pdf().startswith(b"%PDF")
     assert tab.problems == []
@@ -248,7 +252,7 @@ def test_runs_laid_over_each_other(tab: Tab, run: Path, other: Path, tmp_path: P
     last = [shown(read_run(folder).metrics["train/margin"].values[-1]) for folder in (run, other)]
     assert (tip(tab, "margin") or "").split() == ["step", str(STEPS), "first", last[0], "second", last[1]]
     differing = tab.value(
-        "[...document.querySelector('table').querySelectorAll('tr.differs th')].map(th => th.innerText)"
+        "[...document.querySelector('h2 + .wide').querySelectorAll('tr.differs th')].map(th => th.innerText)"
     )
     assert differing == ["data.eval", "optim.lr"]
     assert tab.problems == []

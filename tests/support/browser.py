@@ -56,6 +56,7 @@ class Tab:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
+        self.call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
@@ -138,5 +139,5 @@ def browser() -> Iterator[Tab]:
 if __name__ == "__main__":
     report, picture = map(Path, sys.argv[1:])
     with browser() as tab:
-        tab.show(report, width=1180, height=1250)
+        tab.show(report, width=1320, height=1490)
         picture.write_bytes(tab.picture())

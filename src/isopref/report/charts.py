@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopref.report.elements import Html, element, fixed, join, number
+from isopref.report.elements import Html, element, join, number
 from isopref.types import FloatArray, IntArray
 
 WIDTH, HEIGHT = 360, 200
@@ -21,6 +21,7 @@ TREND_FROM, TREND_PARTS = 120, 25  # points from which a line gets a trend, and 
 MOST_DOTS = 1500
 LABEL_HEIGHT = 11.0
 NUM_BINS = 30
+STRIP = (4.0, 96.0)  # percent of its width in which a strip of intervals is drawn
 
 
 @dataclass(frozen=True)
@@ -137,23 +138,26 @@ def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
     return _static(title, parts, sides, "reward")
 
 
-def intervals(figures: Sequence[tuple[dict[str, float], str]], low: float, high: float, sign: str = "") -> Html:
-    """A strip with a dot and a whisker for each figure, one above the other; each has a class for its colour.
+def intervals(figures: Sequence[tuple[dict[str, float], str]], x: Scale, *, labelled: bool = True) -> Html:
+    """A strip with a dot and a whisker for each figure, one below the other; each has a class for its colour.
 
-    Under them are the ends of the scale. Places are in percent of the width, so that nothing is stretched with it.
+    `x` is in percent of the width, so nothing is stretched. Every tick has a line, and a number if it is `labelled`.
     """
-    x, row = Scale(low, high, 3, 97), 11
-    bottom = row * len(figures)
-    zero = f"{x(0):.2f}%"
-    parts = [element("line", x1=zero, x2=zero, y1=0, y2=bottom, class_="zero") if low < 0 < high else None]
+    row = 11
+    bottom = row * len(figures) + 2
+    parts = []
+    for tick in x.ticks:
+        at = f"{x(tick):.2f}%"
+        parts.append(element("line", x1=at, x2=at, y1=0, y2=bottom, class_="zero" if tick == 0 else "tick"))
+        if labelled:
+            parts.append(element("text", number(tick), x=at, y=bottom + 9, text_anchor="middle"))
     for place, (figure, style) in enumerate(figures):
-        y = row * place + row / 2
+        y = row * place + row / 2 + 1
         whisker = element("line", x1=f"{x(figure['low']):.2f}%", x2=f"{x(figure['high']):.2f}%", y1=y, y2=y)
         dot = element("circle", cx=f"{x(figure['value']):.2f}%", cy=y, r=3)
         parts.append(element("g", whisker, dot, class_=f"whisker {style}"))
-    for end, anchor in ((low, "start"), (high, "end")):
-        parts.append(element("text", fixed(end, 2, sign), x=f"{x(end):.2f}%", y=bottom + 9, text_anchor=anchor))
-    return element("svg", *parts, class_="strip", style=f"height:{bottom + 12}px", aria_hidden="true")
+    height = bottom + (11 if labelled else 0)
+    return element("svg", *parts, class_="strip", style=f"height:{height}px", aria_hidden="true")
 
 
 def _figure(title: str, svg: Html, unit: str, legend: Sequence[Line]) -> Html:
@@ -269,7 +273,7 @@ def _end_labels(lines: Sequence[Line], y: Scale) -> list[Html]:
         places.append(max(place, places[-1] + LABEL_HEIGHT) if places else place)
     over = max(0.0, (places[-1] if places else 0.0) - BOTTOM)
     return [
-        element("text", number(value), x=RIGHT + 5, y=f"{place - over:.1f}", dy="0.32em", class_=f"end {line.style}")
+        element("text", number(value, 3), x=RIGHT + 5, y=f"{place - over:.1f}", dy="0.32em", class_=f"end {line.style}")
         for place, (_, value, line) in zip(places, ends, strict=True)
     ]
 

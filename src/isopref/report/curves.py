@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from isopref.report import charts
 from isopref.report.charts import Line
 from isopref.report.elements import Html, element, join
-from isopref.report.figures import Entry
+from isopref.report.figures import Entry, trains_rewards
 
 
 class Curve(NamedTuple):
@@ -32,15 +32,19 @@ CURVES = (
 )
 
 
+OF_REWARD_MODELS = {"Margin": "of rewards", "Rewards": "as the model gives them"}  # which know no nats and no beta
+
+
 def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     """All charts, and the values that the page's script shows."""
     figures, data = [], {}
+    units = OF_REWARD_MODELS if all(trains_rewards(entry.run) for entry in every) else {}
     for curve in CURVES:
         lines = list(_lines(curve, every))
         if lines:
             key = curve.title.lower().replace(" ", "-")
             figure, data[key] = charts.over_steps(
-                curve.title, lines, key, legend=list(_legend(curve, every)), unit=curve.unit
+                curve.title, lines, key, legend=list(_legend(curve, every)), unit=units.get(curve.title, curve.unit)
             )
             figures.append(figure)
     if not figures:

@@ -12,6 +12,8 @@ FALL = 0.15  # of the chosen answers' log-probability, as a share of what it was
 REPEATED = 0.3  # share of an answer's word triples that it has had before
 MORE_REPEATED = 0.2  # than the answers before training
 SHORT = 4  # words: so short an answer has nothing to repeat
+COLLAPSED = 3  # answers this many times shorter than before, and than a chosen answer
+LETTERS = 4  # of a token, about, in English; other scripts have fewer, which makes the sign rarer
 AT_EACH_END = 10  # one part in so many of the logged steps, at least one, is averaged
 
 
@@ -24,12 +26,26 @@ def signs(run: RunRecord) -> Iterator[str]:
     old, new = _mean_repetition(before), _mean_repetition(after)
     if new > REPEATED and new > old + MORE_REPEATED:
         yield (
-            f"Answers repeat themselves: {100 * new:.0f}% of their word triples come a second time, up from "
+            f"Answers repeat themselves: {100 * new:.0f}% of their word triples are repeats, up from "
             f"{100 * old:.0f}% before training."
         )
     empty, was_empty = (sum(not text.strip() for text in texts) for texts in (after, before))
     if empty > was_empty:
         yield f"{empty} of {len(after)} answers are empty, up from {was_empty} before training."
+    yield from _collapsed(run, *(sum(len(text.strip()) for text in texts) / len(texts) for texts in (before, after)))
+
+
+def _collapsed(run: RunRecord, before: float, after: float) -> Iterator[str]:
+    """Answers far shorter than before, though the data does not teach it. Lengths are in letters."""
+    if after * COLLAPSED > before:
+        return
+    compared = ""
+    if run.rewards is not None:
+        tokens = float(run.rewards.tokens[:, 0].mean())
+        if after * COLLAPSED > tokens * LETTERS:  # the chosen answers are short too
+            return
+        compared = f", while held-out chosen answers have {tokens:.0f} tokens"
+    yield (f"Answers collapsed in length: {after:.0f} letters on average, from {before:.0f} before training{compared}.")
 
 
 def _less_likely(run: RunRecord) -> Iterator[str]:
@@ -41,7 +57,7 @@ def _less_likely(run: RunRecord) -> Iterator[str]:
     if last < first - FALL * abs(first):
         yield (
             f"Chosen answers became less likely: their mean log-probability in training fell from {fixed(first, 1)} to "
-            f"{fixed(last, 1)} nats. A loss of the margin allows that; objective.nll_weight holds against it."
+            f"{fixed(last, 1)} nats. Losses that see only the margin allow this; objective.nll_weight counteracts it."
         )
 
 

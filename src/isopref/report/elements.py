@@ -27,17 +27,17 @@ def join(*content: str | None) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(visible(part)) for part in content if part))
 
 
-def number(value: float | None) -> str:
-    """A figure for people, with four significant digits: 0.6931, −52.1, 1e−6."""
+def number(value: float | None, digits: int = 4) -> str:
+    """A figure for people, with so many significant digits: 0.6931, −52.1, 1e−6."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         text = f"{float(mantissa):g}e{int(exponent)}"
     else:
-        text = f"{value:.4g}"
+        text = f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
     text = "0" if text == "-0" else text
     return _signed(text)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from isopref.config.describe import default, fields
 from isopref.config.load import to_yaml
 from isopref.config.schema import NOT_MATH
-from isopref.objectives.registry import PARAMS
+from isopref.objectives.registry import PARAMS, readout
 from isopref.report.elements import fixed
 from isopref.runs.read import RunRecord
 
@@ -30,6 +30,11 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
 OF_LABELS = ("auc", "reward_good", "reward_bad", "calibration_error")
 OF_ONE_READOUT = ("logp_accuracy", "calibration_error")  # the first of a policy, the second of a reward model
 OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
+# What a figure can be at all, which its interval plot shows; others are drawn around what they are.
+BOUNDS = {
+    **dict.fromkeys(("accuracy", "logp_accuracy", "auc", "top1_accuracy", "ndcg"), (0.0, 1.0)),
+    **dict.fromkeys(("length_correlation", "kendall_tau"), (-1.0, 1.0)),
+}
 MISSING = object()  # a config field that another version of isopref does not have
 
 Interval = dict[str, float]  # value, low, high
@@ -42,6 +47,7 @@ class FigureRow(NamedTuple):
     before: Interval | None
     after: Interval | None
     sign: str = ""
+    bounds: tuple[float, float] | None = None
 
 
 class FieldRow(NamedTuple):
@@ -75,6 +81,14 @@ def unit(run: RunRecord) -> str:
     return str(run.start("unit") or "pair")
 
 
+def trains_rewards(run: RunRecord) -> bool:
+    """Whether a run trains a reward model."""
+    try:
+        return readout(run.config["objective"]["loss"]) == "reward"
+    except KeyError:  # a loss of another version
+        return False
+
+
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:
     """Runs under short names, all different."""
     short = [run.name for run in runs]
@@ -87,15 +101,17 @@ def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
     before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
     for name, (label, sign) in LABELS.items():
         if before.get(name) or after.get(name):
-            yield FigureRow(label, before.get(name), after.get(name), sign)
+            yield FigureRow(label, before.get(name), after.get(name), sign, BOUNDS.get(name))
     old = {bucket["quarter"]: bucket["accuracy"] for bucket in before.get("by_length", ())}
     for bucket in after.get("by_length", ()):
         tokens = f"{bucket['shortest']:g} to {bucket['longest']:g} tokens"
-        yield FigureRow(f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"])
+        yield FigureRow(
+            f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"], bounds=BOUNDS["accuracy"]
+        )
     for source, part in after.get("by_source", {}).items():
         was = before.get("by_source", {}).get(source, {})
         name, label = ("accuracy", "accuracy") if part["accuracy"] else ("auc", "AUC")
-        yield FigureRow(f"{label}, {source}", was.get(name), part.get(name))
+        yield FigureRow(f"{label}, {source}", was.get(name), part.get(name), bounds=BOUNDS[name])
 
 
 def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:

@@ -13,6 +13,7 @@ from isopref.report import sections
 from isopref.report.curves import curves
 from isopref.report.elements import Html, element, join
 from isopref.report.figures import entries
+from isopref.report.overview import overview
 from isopref.runs.read import RunRecord
 
 MOST_RUNS = 6  # as many as there are colours that can be told apart
@@ -25,7 +26,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     every = entries(runs)
     over_steps, data = curves(every)
     body = join(
-        sections.head(every),
+        overview(every),
         sections.math_that_differs(every),
         sections.evaluation(every),
         sections.cost(every),
@@ -33,8 +34,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         sections.rewards(every),
         sections.answers(every),
         sections.config(every),
-        sections.environment(every),
-        element("footer", f"Made by isopref {__version__}. Intervals: 95%, Wilson's of accuracies, else by bootstrap."),
+        element("footer", f"Made by isopref {__version__}. Intervals are 95%: Wilson for accuracies, else bootstrap."),
     )
     return _document(", ".join(entry.label for entry in every), body, data)
 

@@ -2,22 +2,29 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from isopref.report.degeneration import repetition, signs
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.runs.read import read_run
+from isopref.runs.write import write_rewards
 from support.runs import make_run
 
 PLAIN = "The capital of Russia is Moscow, a city on the river Moskva."
 LOOP = "A volcano is " + "a volcano is " * 9
 
 
-def found(folder: Path, chosen: list[float], answers: list[tuple[str, str]]) -> list[str]:
+def found(
+    folder: Path, chosen: list[float], answers: list[tuple[str, str]], *, chosen_tokens: int | None = None
+) -> list[str]:
     metrics = [{"step": step, "train/logps_chosen": value} for step, value in enumerate(chosen, start=1)]
     samples = [{"prompt": "why?", "greedy_before": before, "greedy_after": after} for before, after in answers]
     run = read_run(make_run(folder, metrics, samples=samples))
+    if chosen_tokens is not None:
+        write_rewards(folder, np.full((4, 2), chosen_tokens), np.zeros((4, 2)), np.ones((4, 2)))
+        run = read_run(folder)
     told = list(signs(run))
     assert page([run]).count('<p class="warning">') == len(told)
     assert markdown([run]).count("**Warning, ") == len(told)
@@ -50,7 +57,9 @@ def test_chosen_answers_that_become_less_likely(tmp_path: Path) -> None:
 
 def test_answers_that_repeat_themselves(tmp_path: Path) -> None:
     (sign,) = found(tmp_path / "run", [-100.0, -100.0], [(PLAIN, LOOP), (PLAIN, LOOP)])
-    assert sign.startswith("Answers repeat themselves: 89% of their word triples")  # 28 triples, 3 of them new
+    assert sign.startswith(
+        "Answers repeat themselves: 89% of their word triples are repeats"
+    )  # 28 triples, 3 of them new
     assert sign.endswith("up from 0% before training.")
 
 
@@ -58,3 +67,15 @@ def test_empty_answers(tmp_path: Path) -> None:
     assert found(tmp_path / "run", [-1.0], [(PLAIN, " "), ("", ""), (PLAIN, PLAIN)]) == [
         "2 of 3 answers are empty, up from 1 before training."
     ]
+
+
+def test_answers_that_collapse_in_length(tmp_path: Path) -> None:
+    """PLAIN has 60 letters; a chosen answer of 12 tokens has about 48, one of 2 tokens about 8."""
+    answers = [(PLAIN, "Moscow."), (PLAIN, "Yes.")]
+    (sign,) = found(tmp_path / "run", [-1.0], answers, chosen_tokens=12)
+    assert sign == (
+        "Answers collapsed in length: 6 letters on average, from 60 before training, while held-out chosen "
+        "answers have 12 tokens."
+    )
+    assert found(tmp_path / "taught", [-1.0], answers, chosen_tokens=2) == []
+    assert found(tmp_path / "short", [-1.0], [("Yes, no.", "Yes.")], chosen_tokens=12) == []  # half as long

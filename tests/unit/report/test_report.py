@@ -62,7 +62,7 @@ def test_a_sample_without_a_drawn_answer(tmp_path: Path) -> None:
     sample = dict.fromkeys(("prompt", "greedy_before", "greedy_after"), "yes")
     html = page([read_run(make_run(tmp_path / "run", losses([0.7]), samples=[sample]))])
     assert html.count("<pre>") == 2
-    assert "drawn answers" not in html
+    assert "sampled answers" not in html
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -345,11 +345,42 @@ def test_held_out_curves_begin_before_training(tmp_path: Path) -> None:
 
 
 def test_strips_of_intervals_have_a_scale() -> None:
-    strip = charts.intervals([({"value": 0.5, "low": 0.25, "high": 0.75}, "was")], -0.5, 1.5, "+")
-    assert f">{MINUS}0.50</text>" in strip
-    assert ">+1.50</text>" in strip
-    assert 'cx="50.00%"' in strip  # the middle of -0.5 to 1.5
-    assert 'x1="26.50%"' in strip  # of 3% to 97%, a quarter: zero
+    scale = charts.fitted([-0.5, 1.5], 0, 100)
+    strip = charts.intervals([({"value": 0.5, "low": 0.25, "high": 0.75}, "was")], scale)
+    assert re.findall(r'x="([^"]*)" y="22" text-anchor="middle">([^<]*)<', strip) == [
+        ("0.00%", f"{MINUS}0.5"),
+        ("25.00%", "0"),
+        ("50.00%", "0.5"),
+        ("75.00%", "1"),
+        ("100.00%", "1.5"),
+    ]
+    assert 'cx="50.00%"' in strip
+    assert 'x1="25.00%" x2="25.00%" y1="0" y2="13" class="zero"' in strip
+
+
+def test_interval_plots_span_all_that_a_share_can_be(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", noisy_metrics(3)))
+    accuracy, loss = re.findall(r'<svg (?=[^>]*class="strip").*?</svg>', page([run]))
+    ticks = [re.findall(r'text-anchor="middle">([^<]*)<', strip) for strip in (accuracy, loss)]
+    assert ticks[0] == ["0", "0.25", "0.5", "0.75", "1"]
+    assert ticks[1] == ["0.4", "0.6", "0.8", "1"]  # 0.45 to 0.95
+
+
+def test_several_runs_share_a_scale_and_have_one_row_each_at_the_top(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, noisy_metrics(3))) for name in "abc"]
+    html = page(runs)
+    overview = html[html.index('class="overview"') : html.index("</table>")]
+    assert overview.count("<tr>") == 1 + 3
+    strips = re.findall(r'<svg (?=[^>]*class="strip").*?</svg>', html)
+    assert [strip.count("<text") for strip in strips] == [5, 0, 0, 0, 4, 0, 0, 0]  # the numbers stand once, above
+
+
+def test_rewards_of_a_reward_model_are_not_in_nats(tmp_path: Path) -> None:
+    policy = page([read_run(make_run(tmp_path / "policy", noisy_metrics(3)))])
+    settings = {"objective": {"loss": "bradley_terry"}}
+    rewards = page([read_run(make_run(tmp_path / "rewards", noisy_metrics(3), settings=settings))])
+    assert "nats times beta" in policy
+    assert "nats times beta" not in rewards
 
 
 def test_axes_are_named(tmp_path: Path) -> None:
