@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
+from uuid import uuid4
 
 import pytest
 
+from isopref.build.loggers import MODULES
+from isopref.config.schema import RunConfig
 from isopref.engine.callbacks.metrics_file import MetricsFileCallback
 from support.project import Project
 
@@ -154,8 +158,130 @@ def test_comet(project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.
     assert "secret" not in "".join(path.read_text() for path in run.glob("*.*l*") if path.is_file())
 
 
+class Mlflow(ModuleType):
+    """Stands in for MLflow, whose package is large: as much of its API as we use."""
+
+    def __init__(self, *, fails: str = ""):
+        super().__init__("mlflow")
+        self.fails, self.entities = fails, SimpleNamespace(Metric=tuple_of, Param=tuple_of)
+        self.logged: dict[int, dict[str, float]] = {}
+        self.params: dict[str, str] = {}
+        self.ended = self.uri = ""
+
+    def MlflowClient(self, tracking_uri: str) -> Mlflow:  # noqa: N802
+        self.uri = tracking_uri
+        return self
+
+    def get_experiment_by_name(self, name: str) -> None:
+        if self.fails == "at the start":
+            raise ConnectionError("no answer")
+        assert name == "isopref"
+
+    def create_experiment(self, name: str) -> str:
+        return "7"
+
+    def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+        assert (experiment_id, run_name) == ("7", "run")
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> Mlflow:
+        assert synchronous == bool(params)
+        self.params |= dict(params)
+        for name, value, _, step in metrics:
+            self.logged.setdefault(step, {})[name] = value
+        return self
+
+    def wait(self) -> None:
+        if self.fails == "later":
+            raise ConnectionError("gone")
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.ended = status
+
+
+def tuple_of(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def steps_of(lines: list[dict[str, float]]) -> dict[int, dict[str, float]]:
+    return {int(line["step"]): without_saving(line) for line in lines}
+
+
+def test_mlflow(project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    run = project.train("run", "run.loggers=[mlflow]", *SHORT)
+    assert mlflow.uri == f"sqlite:///{run.resolve() / 'mlflow.db'}"
+    assert {step: without_saving(line) for step, line in mlflow.logged.items()} == steps_of(read_metrics(run))
+    assert mlflow.params["optim.max_steps"] == "4"
+    assert mlflow.ended == "FINISHED"
+
+
+def test_mlflow_without_an_answer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.extra_env["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"
+    monkeypatch.setitem(sys.modules, "mlflow", Mlflow(fails="at the start"))
+    message = project.refused("run", "run.loggers=[mlflow]", *SHORT)
+    assert message.startswith("run.loggers: mlflow cannot start at http://127.0.0.1:9 (no answer). Set")
+    monkeypatch.setitem(sys.modules, "mlflow", Mlflow(fails="later"))
+    outcome = project.isopref("train", "my.yaml", "run.folder=late/run", "run.loggers=[mlflow]", *SHORT)
+    assert outcome.code == 0
+    assert "warning: mlflow: not all metrics were sent (gone). metrics.jsonl has them." in outcome.out
+
+
+class Trackio(ModuleType):
+    """Stands in for Trackio."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.logged: dict[int, dict[str, float]] = {}
+        self.ended = False
+
+    def init(self, *, project: str, name: str, config: dict[str, Any], **_: bool) -> Trackio:
+        assert (project, name, config["optim"]["max_steps"]) == ("isopref", "run", 4)
+        print("* Created new run")  # noqa: T201
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.setdefault(step, {}).update(metrics)
+        metrics.clear()
+
+    def finish(self) -> None:
+        self.ended = True
+
+
+def test_trackio(project: Project, read_metrics: ReadMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackio = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    run = project.train("run", "run.loggers=[trackio]", *SHORT)
+    assert {step: without_saving(line) for step, line in trackio.logged.items()} == steps_of(read_metrics(run))
+    assert trackio.ended
+
+
+def test_mlflow_itself(project: Project, read_metrics: ReadMetrics) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'isopref[mlflow]'")
+    run = project.train("run", "run.loggers=[mlflow]", *SHORT)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{run / 'mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("isopref").experiment_id])
+    assert (found.info.status, found.info.run_name, found.data.params["optim.max_steps"]) == ("FINISHED", "run", "4")
+    logged = client.get_metric_history(found.info.run_id, "train/loss")
+    losses = {step: line["train/loss"] for step, line in steps_of(read_metrics(run)).items()}
+    assert {one.step: one.value for one in logged} == pytest.approx(losses)
+
+
+def test_trackio_itself(project: Project, read_metrics: ReadMetrics) -> None:
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed: pip install 'isopref[trackio]'")
+    project.extra_env["TRACKIO_PROJECT"] = name = f"isopref-{uuid4().hex}"  # its folder is fixed when it is imported
+    run = project.train("run", "run.loggers=[trackio]", *SHORT)
+    (found,) = trackio.Api().runs(name)
+    lines = import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(name, "run")
+    logged = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    assert logged == pytest.approx({step: line["train/loss"] for step, line in steps_of(read_metrics(run)).items()})
+    assert found.config["optim"]["max_steps"] == 4
+
+
 @pytest.mark.parametrize(
-    ("name", "module"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+    ("name", "module"),
+    [(name, MODULES[name]) for name in get_args(get_args(RunConfig.model_fields["loggers"].annotation)[0])],
 )
 def test_a_missing_package_is_named(project: Project, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
@@ -168,4 +294,6 @@ def test_a_missing_package_is_named(project: Project, monkeypatch: pytest.Monkey
 def test_loggers_that_are_none(project: Project) -> None:
     assert "run.loggers: lists wandb twice." in project.refused("run", "run.loggers=[wandb,wandb]")
     message = project.refused("run", "run.loggers=[tensorbord]")
-    assert message.endswith("run.loggers: must be a list, each one of tensorboard, wandb, comet; found [tensorbord].")
+    assert message.endswith(
+        "run.loggers: must be a list, each one of tensorboard, wandb, comet, mlflow, trackio; found [tensorbord]."
+    )

@@ -1,21 +1,31 @@
 """run.loggers -> engine callbacks. A logger that cannot start is refused before any work is done."""
 
+import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from olmo_core.train.callbacks import Callback, CometCallback
 
 from isopref.build.run import Run
+from isopref.engine.callbacks.mlflow import MlflowCallback
 from isopref.engine.callbacks.tensorboard import TensorBoardCallback
+from isopref.engine.callbacks.trackio import TrackioCallback
 from isopref.engine.callbacks.wandb import WandbCallback
 from isopref.errors import ConfigError
 from isopref.optional import require
-from isopref.runs.files import TENSORBOARD_FOLDER
+from isopref.runs.files import MLFLOW_FILE, TENSORBOARD_FOLDER
 
 PROJECT = "isopref"
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+MOST_LETTERS = 500  # of a parameter that every version of MLflow's servers takes
+MODULES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "comet": "comet_ml",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
 
 
 def check_loggers(run: Run) -> None:
@@ -32,7 +42,13 @@ def check_loggers(run: Run) -> None:
 
 def logger_callbacks(run: Run) -> dict[str, Callback]:
     """The loggers of the first rank. Raises ConfigError if one cannot start."""
-    open_logger = {"tensorboard": _tensorboard, "wandb": _wandb, "comet": _comet}
+    open_logger = {
+        "tensorboard": _tensorboard,
+        "wandb": _wandb,
+        "comet": _comet,
+        "mlflow": _mlflow,
+        "trackio": _trackio,
+    }
     return {name: open_logger[name](run, package) for name, package in _packages(run).items() if run.env.is_first}
 
 
@@ -83,3 +99,51 @@ def _comet(run: Run, _package: Any) -> Callback:
         config=run.config.model_dump(mode="json"),
         cancel_tags=None,
     )
+
+
+def _mlflow(run: Run, mlflow: Any) -> Callback:
+    where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / MLFLOW_FILE).resolve()}"
+    try:
+        client = mlflow.MlflowClient(tracking_uri=where)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_id = client.create_run(experiment_id, run_name=run.folder.name).info.run_id
+        params = [mlflow.entities.Param(*field) for field in _fields(run.config.model_dump(mode="json"))]
+        client.log_batch(run_id, params=params)
+    except Exception as error:  # of any kind that a server, its connection or a missing database driver has
+        raise ConfigError(
+            f"run.loggers: mlflow cannot start at {where} ({' '.join(str(error).split())}). Set MLFLOW_TRACKING_URI to "
+            "a server that answers, or unset it to write to the run folder, for which you need: pip install "
+            "'isopref[mlflow]'"
+        ) from error
+    run.display.say(f"mlflow {where}, experiment {name}")
+    return MlflowCallback(package=mlflow, client=client, run_id=run_id, display=run.display)
+
+
+def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The config as MLflow's parameters, which are short texts."""
+    for section, values in config.items():
+        for name, value in values.items():
+            yield f"{section}.{name}", str(value)[:MOST_LETTERS]
+
+
+def _trackio(run: Run, trackio: Any) -> Callback:
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    try:
+        with redirect_stdout(io.StringIO()):
+            opened = trackio.init(
+                project=project,
+                name=run.folder.name,
+                config=run.config.model_dump(mode="json"),
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+    except Exception as error:  # of any kind that a Space or its connection has
+        raise ConfigError(
+            f"run.loggers: trackio cannot start ({' '.join(str(error).split())}). Unset TRACKIO_SPACE_ID and "
+            "TRACKIO_SERVER_URL to log to this machine."
+        ) from error
+    run.display.say(f"trackio project {project}; to see it: trackio show --project {project}")
+    return TrackioCallback(package=trackio, run=opened)

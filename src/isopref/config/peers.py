@@ -164,7 +164,14 @@ VALUES: dict[str, dict[str, str]] = {
         "adamw_bnb_8bit": "adamw_8bit",
     },
     "optim.schedule": {"constant_with_warmup": "constant, and set optim.warmup"},
-    "run.loggers": {"wandb": "[wandb]", "tensorboard": "[tensorboard]", "comet_ml": "[comet]", "none": "[]"},
+    "run.loggers": {
+        "wandb": "[wandb]",
+        "tensorboard": "[tensorboard]",
+        "comet_ml": "[comet]",
+        "mlflow": "[mlflow]",
+        "trackio": "[trackio]",
+        "none": "[]",
+    },
 }
 
 

@@ -231,11 +231,12 @@ class RunConfig(Section):
         default="auto", description="Where to compute. auto: a CUDA GPU if there is one, otherwise the CPU."
     )
     log_every: Count = Field(default=1, description="Steps between lines of metrics.")
-    loggers: list[Literal["tensorboard", "wandb", "comet"]] = Field(
+    loggers: list[Literal["tensorboard", "wandb", "comet", "mlflow", "trackio"]] = Field(
         default_factory=list,
         description="Where to send metrics, in addition to metrics.jsonl and the terminal. tensorboard: event files in "
-        "the run folder; wandb: Weights & Biases (in that folder with WANDB_MODE=offline); comet: Comet. Each needs "
-        "the extra of the same name.",
+        "the run folder; wandb: Weights & Biases (in that folder with WANDB_MODE=offline); comet: Comet; mlflow: the "
+        "server MLFLOW_TRACKING_URI, else a database in that folder; trackio: Trackio. Each needs the extra of the "
+        "same name.",
     )
     save_every: Count = Field(default=250, description="Steps between checkpoints.")
     save_minutes: Positive | None = Field(

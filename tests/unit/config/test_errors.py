@@ -175,7 +175,8 @@ def test_empty_file_names_the_required_fields(file: Path) -> None:
         ),
         (
             "run: {loggers: wandb}",
-            'run.loggers: must be a list, each one of tensorboard, wandb, comet; found "wandb". Write [wandb].',
+            "run.loggers: must be a list, each one of tensorboard, wandb, comet, mlflow, trackio; "
+            'found "wandb". Write [wandb].',
         ),
         ("run: {export: 1}", "run.export: must be true or false; found 1."),
         (
