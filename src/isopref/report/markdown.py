@@ -30,20 +30,20 @@ _LONGEST = 600  # characters of an answer
 def markdown(runs: Sequence[RunRecord]) -> str:
     """One run, or several beside each other."""
     every = entries(runs)
-    lines = [f"## {_text(every[0].label)}" if len(every) == 1 else f"## {len(every)} runs", ""]
-    lines += [f"{_text(entry.label)}: {_text(_about(entry.run))}  " for entry in every]
-    lines += [f"**Warning, {_text(entry.label)}:** {_text(sign)}  " for entry in every for sign in signs(entry.run)]
+    lines = [f"## {plain(every[0].label)}" if len(every) == 1 else f"## {len(every)} runs", ""]
+    lines += [f"{plain(entry.label)}: {plain(_about(entry.run))}  " for entry in every]
+    lines += [f"**Warning, {plain(entry.label)}:** {plain(sign)}  " for entry in every for sign in signs(entry.run)]
     lines += ["", *_finals(every), ""]
     for entry in every:
         if entry.run.evaluation:
-            whose = f": {_text(entry.label)}" if len(every) > 1 else ""
+            whose = f": {plain(entry.label)}" if len(every) > 1 else ""
             after = entry.run.evaluation["after"]
             title = held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
-            lines += [f"### {title}, with 95% intervals{whose}", "", *_evaluation(entry.run), ""]
+            lines += [f"### {title}, with 95% intervals{whose}", "", *evaluation_table(entry.run), ""]
     for entry in every:
         if entry.run.spot_checks:
-            whose = f": {_text(entry.label)}" if len(every) > 1 else ""
-            lines += [f"### What it cost{whose}", "", *_cost(entry.run), ""]
+            whose = f": {plain(entry.label)}" if len(every) > 1 else ""
+            lines += [f"### What it cost{whose}", "", *cost_table(entry.run), ""]
     lines += [*_math(every), *_answers(every), f"Made by isopref {__version__}."]
     return "\n".join(lines) + "\n"
 
@@ -57,25 +57,27 @@ def _about(run: RunRecord) -> str:
 
 def _finals(every: Sequence[Entry]) -> Iterator[str]:
     ends = [final_figures(entry.run) for entry in every]
-    yield from _table_head(["at the end", *(entry.label for entry in every)])
+    yield from table_head(["at the end", *(entry.label for entry in every)])
     for name in ends[0]:
         if any(end[name] is not None for end in ends):
-            yield _row([name, *(number(end[name]) for end in ends)])
+            yield row([name, *(number(end[name]) for end in ends)])
 
 
-def _evaluation(run: RunRecord) -> Iterator[str]:
-    yield from _table_head(["", "before", "after"])
-    for row in figure_rows(run):
-        yield _row([row.label, _cell(row.before, row.sign), _cell(row.after, row.sign)])
+def evaluation_table(run: RunRecord) -> Iterator[str]:
+    """Held-out figures before and after, with their intervals."""
+    yield from table_head(["", "before", "after"])
+    for figure in figure_rows(run):
+        yield row([figure.label, _cell(figure.before, figure.sign), _cell(figure.after, figure.sign)])
 
 
-def _cost(run: RunRecord) -> Iterator[str]:
+def cost_table(run: RunRecord) -> Iterator[str]:
+    """Spot checks before and after, and the answers that were lost."""
     cost = cost_of(run.spot_checks)
-    yield from _table_head(["", "before", "after"])
-    for row in cost.rows():
-        yield _row(row)
+    yield from table_head(["", "before", "after"])
+    for cells in cost.rows():
+        yield row(cells)
     for one in cost.lost:
-        yield _row([f"lost: {one['prompt']}", _cut(one["before"]), _cut(one["after"])])
+        yield row([f"lost: {one['prompt']}", _cut(one["before"]), _cut(one["after"])])
 
 
 def _cell(figure: Interval | None, sign: str) -> str:
@@ -92,9 +94,9 @@ def _math(every: Sequence[Entry]) -> Iterator[str]:
         yield "### The math, where it is not the default"
     yield ""
     if rows:
-        yield from _table_head(["field", *(entry.label for entry in every)])
-        for row in rows:
-            yield _row([row.name, *map(shown, row.values)])
+        yield from table_head(["field", *(entry.label for entry in every)])
+        for field in rows:
+            yield row([field.name, *map(shown, field.values)])
         yield ""
 
 
@@ -104,9 +106,9 @@ def _answers(every: Sequence[Entry]) -> Iterator[str]:
         return
     yield from ("<details><summary>Answers to held-out prompts</summary>", "")
     for entry in sampled:
-        yield from _table_head(["prompt", "before", "after" if len(every) == 1 else f"after, {entry.label}"])
+        yield from table_head(["prompt", "before", "after" if len(every) == 1 else f"after, {entry.label}"])
         for sample in entry.run.samples:
-            yield _row([_cut(sample[name]) for name in ("prompt", "greedy_before", "greedy_after")])
+            yield row([_cut(sample[name]) for name in ("prompt", "greedy_before", "greedy_after")])
         yield ""
     yield from ("</details>", "")
 
@@ -115,16 +117,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _table_head(columns: Sequence[str]) -> Iterator[str]:
-    yield _row(columns)
+def table_head(columns: Sequence[str]) -> Iterator[str]:
+    """The first two lines of a table."""
+    yield row(columns)
     yield "|---" * len(columns) + "|"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_text, cells))} |"
+def row(cells: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(plain, cells))} |"
 
 
-def _text(text: str) -> str:
+def plain(text: str) -> str:
     """Text that stays text: no markup, no HTML, no mention, on one line."""
-    plain = _SPECIAL.sub(r"\\\1", escape(visible(text), quote=False)).replace("@", "@\u200b")
-    return "<br>".join(plain.splitlines())
+    escaped = _SPECIAL.sub(r"\\\1", escape(visible(text), quote=False)).replace("@", "@\u200b")
+    return "<br>".join(escaped.splitlines())

@@ -12,6 +12,7 @@ SPOT_CHECKS_FILE = "spot_checks.json"
 STARTS_FILE = "starts.jsonl"
 STATE_FILE = "state.json"
 REPORT_FILE = "report.html"
+CARD_FILE = "card.md"  # the model card, from `isopref push`
 LOG_FILE = "engine.log"
 LOCK_FILE = ".lock"
 MODELS_FILE = "reference.json"  # the models that the run started with (build/beginning.py)

@@ -1,0 +1,78 @@
+"""Puts a run's model on a hub, with a model card made from the run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from isopref.errors import RunError
+from isopref.places import write_whole
+from isopref.report.card import NO_LICENSE, model_card
+from isopref.runs.files import CARD_FILE
+from isopref.runs.read import RunRecord
+
+IN_REPO = "README.md"  # what a hub shows
+TOO_SOON = ("running",)
+
+
+def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
+    """Write the card into the run folder. One that is there stays as it is: it may have been edited."""
+    path = run.folder / CARD_FILE
+    if path.exists() and license_id is not None:
+        raise RunError(f"--license: {path} exists already. Edit its license there, or remove it.")
+    if not path.exists():
+        write_whole(path, model_card(run, repo, license_id).encode())
+    return path
+
+
+def states_license(card: Path) -> bool:
+    """Whether somebody has filled in the license."""
+    return NO_LICENSE not in card.read_text(encoding="utf-8")
+
+
+def files_of(run: RunRecord, card: Path) -> dict[str, Path]:
+    """What is put on the hub: path in the repository -> file. Raises RunError for a run without a model."""
+    folder = run.model_folder
+    if run.status in TOO_SOON or folder is None:
+        raise RunError(
+            f"{run.folder}: no exported model; the run is {run.status}. Pass a finished run with run.export: true."
+        )
+    model = {path.relative_to(folder).as_posix(): path for path in sorted(_files(folder))}
+    return {**model, IN_REPO: card}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def upload(files: dict[str, Path], repo: str, *, private: bool, message: str) -> str:
+    """Create the repository if it is new, and put the files there in one commit. Returns its address."""
+    import httpx
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi(library_name="isopref")
+    try:
+        created = api.create_repo(repo, private=private, exist_ok=True)
+        adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
+        api.create_commit(created.repo_id, adds, commit_message=message)
+    except HFValidationError as error:
+        raise RunError(f"REPO: {error} Write OWNER/NAME.") from error
+    except LocalTokenNotFoundError as error:
+        raise RunError(f"{repo}: you are not logged in to {constants.ENDPOINT}. Try: hf auth login") from error
+    except OfflineModeIsEnabled as error:
+        raise RunError(f"{repo}: HF_HUB_OFFLINE is set, so nothing can be sent. Unset it.") from error
+    except HfHubHTTPError as error:
+        why = error.server_message or " ".join(str(error).split())
+        code = error.response.status_code
+        raise RunError(
+            f"{repo}: {constants.ENDPOINT} refused it ({code}: {why}). "
+            + (
+                "Log in with an account that may write there: hf auth login"
+                if code in (401, 403)
+                else "Try again later."
+            )
+        ) from error
+    except ValueError as error:  # of the card's metadata, which the hub checks first
+        raise RunError(f"{files[IN_REPO]}: {' '.join(str(error).split())} Correct it and try again.") from error
+    except httpx.HTTPError as error:
+        raise RunError(f"{repo}: {constants.ENDPOINT} cannot be reached ({error}). Check the network.") from error
+    return str(created.url)
