@@ -21,6 +21,7 @@ from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
 from isopref.engine.callbacks.evaluation import EvaluateCallback
 from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.callbacks.metrics_file import MetricsFileCallback
+from isopref.engine.callbacks.profile import LEAD, ProfileCallback
 from isopref.engine.callbacks.progress import ProgressCallback
 from isopref.engine.callbacks.speed import PairSpeedCallback
 from isopref.engine.callbacks.watch import WatchCallback
@@ -38,10 +39,10 @@ from isopref.engine.oom_retry import OomRetry
 from isopref.engine.optim import build_optimizer
 from isopref.engine.restore import restore
 from isopref.engine.train_module import DPOTrainModule
-from isopref.errors import RunError, chain_of
+from isopref.errors import ConfigError, RunError, chain_of
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.parallel import unwrap
-from isopref.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE, MICROBATCH_FILE
+from isopref.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE, MICROBATCH_FILE, PROFILE_FOLDER
 from isopref.score import TableLogps
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -72,6 +73,7 @@ def build_trainer(
         f"train {_counted(steps, 'step')}{part}: {_counted(len(table), table.unit)}, {optim.batch_size} per step, "
         f"{_counted(optim.epochs, 'epoch')}{short}"
     )
+    _check_profile(run, steps)
     config = TrainerConfig(
         save_folder=str(run.folder / CHECKPOINTS_FOLDER),
         save_overwrite=True,
@@ -228,6 +230,9 @@ def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOu
     }
     if run.env.is_first:
         callbacks["metrics"] = MetricsFileCallback(path=run.folder / METRICS_FILE, display=run.display)
+        if settings.profile is not None:
+            folder = run.folder / PROFILE_FOLDER
+            callbacks["profile"] = ProfileCallback(folder=folder, steps=settings.profile, display=run.display)
     callbacks |= logger_callbacks(run)
     evaluate = None
     if held_out is not None:
@@ -242,6 +247,16 @@ def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOu
         evaluate=evaluate if settings.keep_best else None,
     )
     return callbacks
+
+
+def _check_profile(run: Run, steps: int) -> None:
+    """Raise ConfigError if the run has fewer steps than are to be traced."""
+    wanted = run.config.run.profile
+    if wanted is not None and steps < wanted + LEAD:
+        raise ConfigError(
+            f"run.profile: {wanted} steps are traced after the first {LEAD}, but the run has "
+            f"{_counted(steps, 'step')}. Set it to {max(1, steps - LEAD)} or less, or train for longer."
+        )
 
 
 def _speed(run: Run, model: nn.Module) -> PairSpeedCallback:

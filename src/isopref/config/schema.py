@@ -238,6 +238,11 @@ class RunConfig(Section):
         "server MLFLOW_TRACKING_URI, else a database in that folder; trackio: Trackio. Each needs the extra of the "
         "same name.",
     )
+    profile: Count | None = Field(
+        default=None,
+        description="Number of steps to trace with torch's profiler on the first rank, after two others. Writes a "
+        "Chrome trace and a table of operators to profile/ in the run folder. null: off.",
+    )
     save_every: Count = Field(default=250, description="Steps between checkpoints.")
     save_minutes: Positive | None = Field(
         default=None, description="Also save once this many minutes have passed since the last checkpoint. null: off."
