@@ -40,7 +40,7 @@ import numpy as np
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.conversations import Conversation, TrainOn, conversation
-from isopref.data.messages import DefectError
+from isopref.data.messages import DefectError, Turns
 from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE
@@ -159,13 +159,15 @@ class PairEncoder:
             for pair, item in zip(pairs, written, strict=True)
         ]
 
-    def encode_prompts(self, prompts: Sequence[str]) -> list[IntArray]:
-        """Questions of a user alone, ready to be answered. Raises DataError where the template refuses one."""
-        return self._tokenize([prompt if self.options.raw else self._write_prompt(prompt) for prompt in prompts])
+    def encode_prompts(self, prompts: Sequence[Turns], given: Given = NOTHING) -> list[IntArray]:
+        """Prompts alone, ready to be answered. Raises DataError where the template refuses one."""
+        return self._tokenize([self._write_prompt(prompt, given) for prompt in prompts])
 
-    def _write_prompt(self, prompt: str) -> str:
+    def _write_prompt(self, prompt: Turns, given: Given) -> str:
+        if self.options.raw and isinstance(prompt, str):
+            return prompt
         try:
-            return self._template.render(as_messages(prompt, "user"), NOTHING, add_generation_prompt=True)
+            return self._template.render(as_messages(prompt, "user"), given, add_generation_prompt=True)
         except DefectError as defect:
             raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
 

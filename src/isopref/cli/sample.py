@@ -1,0 +1,81 @@
+"""`isopref sample`: its arguments. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
+from isopref.config.load import load_config
+
+Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 takes the most likely token each time.")]
+TopP = Annotated[
+    float, typer.Option(min=0.001, max=1, metavar="P", help="Draw from the likeliest tokens that make up P.")
+]
+MaxTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")]
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Answers written at once (default: 32 on a CPU, 256 on a GPU), or requests (16)."
+    ),
+]
+
+
+def sample(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="Prompts, with or without answers, named like data.train.")
+    ],
+    answers: Annotated[int, typer.Option(min=1, metavar="K", help="Answers to each prompt, of each model.")] = 4,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Model, adapter or run to sample from; several are allowed. With --url: a model that it serves. "
+            "Default: model.path.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenAI-compatible server to ask, such as http://localhost:8000/v1."),
+    ] = None,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    max_tokens: MaxTokens = 512,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Another seed gives other answers.")] = 0,
+    parallel: Parallel = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.answers.jsonl, here.")
+    ] = None,
+    nproc: NumProcesses = 1,
+) -> None:
+    """Sample answers to prompts, several to each.
+
+    Writes one JSON line for each prompt: prompt, responses, and for each response its model, whether it ended, its
+    tokens and its key. isopref judge adds scores. To continue a command that was stopped, run it again; with more
+    prompts or answers, only the new ones are sampled. An API key is read from ISOPREF_API_KEY or OPENAI_API_KEY.
+
+    \b
+    Examples:
+      isopref sample my.yaml --prompts prompts.jsonl --answers 4
+      isopref sample my.yaml --prompts prompts.jsonl --model runs/first --temperature 0.7 --nproc 8
+      isopref sample my.yaml --prompts prompts.jsonl --url http://localhost:8000/v1
+    """
+    config = load_config(config_file, overrides or ())
+    check_path("--prompts", prompts)
+    models = tuple(model or ())
+    out = out or Path(f"{Path(prompts).stem}.answers.jsonl")
+    options = ["--prompts", prompts, "--answers", str(answers), "--temperature", str(temperature), "--top-p"]
+    options += [str(top_p), "--max-tokens", str(max_tokens), "--seed", str(seed), "--out", str(out)]
+    options += [word for one in models for word in ("--model", one)]
+    options += [] if url is None else ["--url", url]
+    options += [] if parallel is None else ["--parallel", str(parallel)]
+    start_processes(nproc, ["sample", *options, str(config_file), *(overrides or ())])
+    from isopref.build.sample import Job, sample_file
+    from isopref.sample.answers import Sampling
+
+    sampling = Sampling(temperature, top_p, max_tokens, seed)
+    job = Job(prompts, out, sampling, answers, models, url, parallel)
+    sample_file(config, job, name=config_file.stem)

@@ -1,0 +1,186 @@
+"""Chat completions from an OpenAI-compatible server: vLLM, SGLang, llama.cpp, `transformers serve`, a hosted one.
+
+Owns requests, retries and the API key. The key comes from the environment and goes into a header, nowhere else: it is
+cut out of every message. Standard library only.
+"""
+
+import email.utils
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.client import HTTPException
+from typing import IO, Any, NamedTuple, NoReturn, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from isopref.errors import ConfigError, UserError
+
+KEYS = ("ISOPREF_API_KEY", "OPENAI_API_KEY")  # environment variables, the first one that is set
+ATTEMPTS = 8
+TIMEOUT_S = 300.0  # for one reply, all of it
+LONGEST_WAIT_S = 60.0  # between two attempts, unless the server asks for more
+LONGEST_ASKED_S = 600.0
+BLOCK = 65536
+SHOWN = 300  # characters of a reply in a message
+
+Result = TypeVar("Result")
+
+
+class RemoteError(UserError):
+    """A server that cannot be reached, refuses a request, or does not answer it after several attempts."""
+
+
+class _PassingError(Exception):
+    """(what, wait_s): a failure that another attempt may not have."""
+
+
+class Reply(NamedTuple):
+    """A completion. `tokens`: as the server counts them, None if it does not."""
+
+    text: str
+    ended: bool  # else it was cut at max_tokens
+    tokens: int | None
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would take the API key along to another server."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_open = build_opener(_NoRedirects).open
+
+
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server. Every method may be called from several threads."""
+
+    url: str  # with /v1, or whatever comes before /chat/completions
+    key: str | None = field(default=None, repr=False)
+    timeout_s: float = TIMEOUT_S
+    attempts: int = ATTEMPTS
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
+
+    def models(self) -> list[str]:
+        """The names of the models it serves. Raises RemoteError."""
+
+        def parse(content: Any) -> list[str]:
+            return [str(one["id"]) for one in content["data"]]
+
+        return self._ask("/models", None, parse)
+
+    def complete(self, model: str, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Reply:
+        """One answer to a conversation. Settings are the fields of the API, those that are None left out.
+
+        Raises RemoteError.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        return self._ask("/chat/completions", {"model": model, "messages": list(messages), **given}, _reply)
+
+    def _ask(self, path: str, body: Any, parse: Callable[[Any], Result]) -> Result:
+        what = ""
+        for attempt in range(self.attempts):
+            try:
+                return self._ask_once(path, body, parse)
+            except _PassingError as error:
+                what, asked_s = error.args
+                if attempt + 1 < self.attempts:
+                    backoff_s = min(LONGEST_WAIT_S, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
+                    self.sleep(min(LONGEST_ASKED_S, max(backoff_s, asked_s)))
+        raise RemoteError(
+            f"{self.url}{path}: no usable reply after {self.attempts} attempts; the last one: {what}. What was "
+            "answered before is kept: run the command again to continue."
+        )
+
+    def _ask_once(self, path: str, body: Any, parse: Callable[[Any], Result]) -> Result:
+        headers = {"Content-Type": "application/json", "User-Agent": "isopref"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + self.timeout_s
+        try:
+            with _open(Request(self.url + path, data, headers), timeout=self.timeout_s) as reply:
+                content = _read(reply, until)
+        except HTTPError as error:
+            with error:
+                self._refused(path, error, until)
+        except (OSError, HTTPException) as error:  # not reached, cut off, or too slow
+            raise _PassingError(self._shown(f"{type(error).__name__}: {error}"), 0.0) from error
+        try:
+            return parse(json.loads(content))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            text = content.decode(errors="replace")
+            raise _PassingError(self._shown(f"not a chat completion ({error}): {text}"), 0.0) from error
+
+    def _refused(self, path: str, error: HTTPError, until: float) -> NoReturn:
+        """Raise for a status that is not 200: some pass, others are the caller's fault."""
+        try:
+            text = _read(error, until).decode(errors="replace")
+        except (OSError, HTTPException):
+            text = ""
+        what = self._shown(f"status {error.code} {error.reason}: {text}")
+        if error.code in (408, 425, 429) or error.code >= 500:
+            raise _PassingError(what, _retry_after(error.headers.get("Retry-After"))) from error
+        way_out = f" Set the environment variable {KEYS[0]}." if error.code in (401, 403) else ""
+        raise RemoteError(f"{self.url}{path}: the server refuses the request, {what}.{way_out}") from error
+
+    def _shown(self, text: str) -> str:
+        text = text.replace(self.key, "***") if self.key else text
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def server(url: str, *, setting: str, environment: Mapping[str, str] = os.environ) -> Server:
+    """The server at a URL, with the API key of the environment. Raises ConfigError. `setting` names the URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{setting}: must be a URL such as http://localhost:8000/v1; found {url!r}.")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{setting}: the URL of {parts.hostname} must have no password, query or fragment. For an API key, set the "
+            f"environment variable {KEYS[0]}."
+        )
+    key = next((environment[name] for name in KEYS if environment.get(name)), None)
+    return Server(url.rstrip("/").removesuffix("/chat/completions"), key)
+
+
+def _read(reply: IO[bytes], until: float) -> bytes:
+    """All of a reply. Raises TimeoutError where it takes too long, also if it keeps coming drop by drop."""
+    parts = []
+    while part := reply.read1(BLOCK):  # type: ignore[attr-defined]  # what the server has sent, without waiting for more
+        parts.append(part)
+        if time.monotonic() > until:
+            raise TimeoutError("the reply takes too long")
+    content = b"".join(parts)
+    declared = reply.headers.get("Content-Length")  # type: ignore[attr-defined]
+    if declared is not None and declared.isdigit() and len(content) < int(declared):
+        raise ConnectionError(f"the connection was cut after {len(content)} of {declared} bytes")
+    return content
+
+
+def _reply(content: Any) -> Reply:
+    choice = content["choices"][0]
+    text = choice["message"]["content"]
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"the content is a {type(text).__name__}")
+    usage = content.get("usage") or {}
+    return Reply(text or "", choice.get("finish_reason") != "length", usage.get("completion_tokens"))
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds that a server asks to wait: given as a number, or as a date."""
+    if value is None:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (email.utils.parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

@@ -1,0 +1,216 @@
+"""`isopref sample`: the list shape, resumed wherever it was stopped; from models, runs and servers, also bad ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from isopref import remote
+from isopref.build import sample as build_sample
+from support.chat_server import Fault, chat_server
+from support.project import SCRIPT, TIMEOUT_S, Project
+
+COMMAND = ("sample", "my.yaml", "--prompts", "prompts.jsonl", "--answers", "3", "--max-tokens", "12")
+
+
+@pytest.fixture
+def prompts(project: Project) -> Path:
+    """Different forms of a prompt, one of them twice."""
+    records: list[dict[str, Any]] = [
+        {"prompt": "why?"},
+        {"prompt": "why not?", "system": "Be brief."},
+        {"prompt": "a longer question, with a comma?"},
+        {"prompt": "why?"},
+    ]
+    project.write_pairs("prompts.jsonl", records)
+    return project.folder / "prompts.jsonl"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sampled(project: Project, out: str, *more: str) -> list[dict[str, Any]]:
+    outcome = project.isopref(*COMMAND, "--out", out, *more)
+    assert outcome.code == 0, outcome.err
+    return lines(project.folder / out)
+
+
+@pytest.mark.usefixtures("prompts")
+def test_answers_are_a_list_that_can_be_judged_and_sampled_again(project: Project) -> None:
+    found = sampled(project, "a.jsonl")
+    assert [len(one["responses"]) for one in found] == [3, 3, 3]
+    assert found[0]["prompt"] == "why?"
+    assert found[1]["prompt"][0] == {"role": "system", "content": "Be brief."}
+    assert len({key for one in found for key in one["keys"]}) == 9
+    assert all(
+        tokens == 12 or ended for one in found for tokens, ended in zip(one["tokens"], one["ended"], strict=True)
+    )
+    assert sampled(project, "b.jsonl", "--parallel", "2") == found
+    assert sampled(project, "c.jsonl", "--seed", "1") != found
+    greedy = sampled(project, "d.jsonl", "--temperature", "0")
+    assert all(len(set(one["responses"])) == 1 for one in greedy)
+    again = project.isopref("sample", "my.yaml", "--prompts", "a.jsonl", "--answers", "3", "--max-tokens", "12")
+    assert again.code == 0, again.err
+    assert lines(project.folder / "a.answers.jsonl") == found
+
+
+def test_more_prompts_and_answers_add_to_what_is_there(project: Project, prompts: Path) -> None:
+    first = sampled(project, "a.jsonl")
+    prompts.write_text(prompts.read_text() + json.dumps({"prompt": "new?"}) + "\n")
+    written: list[str] = []
+    add = build_sample._Out.add
+
+    def counted(self: Any, answers: Any) -> None:
+        written.extend(answers)
+        add(self, answers)
+
+    with mock.patch.object(build_sample._Out, "add", counted):
+        more = sampled(project, "a.jsonl", "--answers", "5")
+        assert len(written) == 3 * 2 + 5
+        assert sampled(project, "a.jsonl", "--answers", "5") == more
+        assert len(written) == 3 * 2 + 5  # nothing was sampled twice
+    assert [one["responses"][:3] for one in more[:3]] == [one["responses"] for one in first]
+    assert more == sampled(project, "b.jsonl", "--answers", "5")
+    outcome = project.isopref(*COMMAND, "--out", "a.jsonl", "--temperature", "0.5")
+    assert outcome.code == 1
+    assert "with other settings" in outcome.err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_run_and_an_adapter_stand_for_their_models(project: Project) -> None:
+    run = project.train("run", "optim.epochs=1")
+    by_run, by_folder = (
+        sampled(project, "a.jsonl", "--model", "run"),
+        sampled(project, "b.jsonl", "--model", "run/model"),
+    )
+    assert by_run == by_folder
+    both = sampled(project, "c.jsonl", "--model", str(run), "--model", str(project.model))
+    own = sampled(project, "d.jsonl")
+    assert [one["responses"] for one in both] == [
+        [*new["responses"], *old["responses"]] for new, old in zip(by_run, own, strict=True)
+    ]
+    assert both[0]["models"] == [str(run / "model")] * 3 + [str(project.model)] * 3
+    project.train("adapted", "model.adapter.rank=2", "optim.epochs=1", "optim.lr=0.05")
+    assert sampled(project, "e.jsonl", "--model", "adapted") != own
+
+
+@pytest.mark.usefixtures("prompts")
+def test_what_is_refused(project: Project) -> None:
+    (project.folder / "there.jsonl").write_text('{"a": 1}\n')
+    (project.folder / "no.jsonl").write_text('{"colour": "red"}\n')
+    (project.folder / "long.jsonl").write_text(json.dumps({"prompt": "why? " * 100}) + "\n")
+    for more, message in (
+        (("--out", "there.jsonl"), "was not written by isopref sample"),
+        (("--prompts", "no.jsonl"), "no prompt in the columns colour"),
+        (("--prompts", "long.jsonl"), "no room for an answer"),
+        (("--url", "nowhere"), "--url: must be a URL"),
+        (("--model", "a/b/c"), "--model: there is no folder"),
+        (
+            ("--prompts", "long.jsonl", "--url", "http://127.0.0.1:9/v1", "data.template=none"),
+            "a server uses its own chat template",
+        ),
+    ):
+        outcome = project.isopref(*COMMAND, *more)
+        assert outcome.code == 1, outcome.out
+        assert message in outcome.err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_server_that_misbehaves_costs_no_answer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT_S", 0.6)
+    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 0.6, 4, lambda s: None))
+    project.extra_env["ISOPREF_API_KEY"] = "sk-very-secret"
+    faults: list[Fault] = ["500", "429", "truncated", "slow", "cut", "no choices"]
+    with chat_server() as server:
+        whole = sampled(project, "a.jsonl", "--url", server.url)
+        assert whole[0]["models"] == ["first"] * 3
+        server.faults = list(faults)
+        assert sampled(project, "b.jsonl", "--url", server.url) == whole
+        # A failure in the middle: what was answered is kept, and paid for once.
+        before = server.answered
+        server.faults = [None, None, *(["500"] * 40)]  # type: ignore[list-item]
+        outcome = project.isopref(*COMMAND, "--out", "c.jsonl", "--url", server.url, "--parallel", "1")
+        assert outcome.code == 1
+        assert "no usable reply after 4 attempts" in outcome.err
+        assert not (project.folder / "c.jsonl").exists()
+        server.faults = []
+        assert sampled(project, "c.jsonl", "--url", server.url) == whole
+        assert server.answered == before + 9
+        assert set(server.keys) == {"Bearer sk-very-secret"}
+    for path in project.folder.rglob("*"):
+        assert not path.is_file() or b"sk-very-secret" not in path.read_bytes()
+
+
+@pytest.mark.usefixtures("prompts")
+@pytest.mark.parametrize("torn", ["", '{"key": "12', '{"key": 3}\nnonsense'])
+def test_stopped_again_and_again_the_file_is_the_same(project: Project, torn: str) -> None:
+    whole = sampled(project, "whole.jsonl")
+    add, partial = build_sample._Out.add, project.folder / ".again.jsonl.partial"
+    for stop_after in (1, 3, 0, 2):
+        written = 0
+
+        def killed(self: Any, answers: Any, stop_after: int = stop_after) -> None:
+            nonlocal written
+            if written == stop_after:
+                with partial.open("a") as file:
+                    file.write(torn)
+                raise MemoryError("killed")
+            written += 1
+            add(self, answers)
+
+        with mock.patch.object(build_sample._Out, "add", killed), pytest.raises(MemoryError):
+            project.isopref(*COMMAND, "--out", "again.jsonl")
+    assert not (project.folder / "again.jsonl").exists()
+    outcome = project.isopref(*COMMAND, "--out", "again.jsonl", "--seed", "1")
+    assert "with another model, other data or other settings" in outcome.err
+    outcome = project.isopref(*COMMAND, "--out", "again.jsonl")
+    assert "resume: 6 of 9 answers" in outcome.out
+    assert lines(project.folder / "again.jsonl") == whole
+    assert not partial.exists()
+
+
+@pytest.mark.soak
+def test_killed_twenty_times_at_random_the_file_is_the_same(project: Project) -> None:
+    """Slowed down, so that most kills hit it while it writes."""
+    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(80)])
+    whole = sampled(project, "whole.jsonl")
+    slow = (
+        "import time; from isopref.build import sample; add = sample._Out.add\n"
+        "def slowly(self, answers):\n    add(self, answers); time.sleep(0.1)\n"
+        "sample._Out.add = slowly\nfrom isopref.cli.main import main; main()"
+    )
+    command = [str(SCRIPT.with_name("python")), "-c", slow, *COMMAND, "--out", "killed.jsonl", "--parallel", "4"]
+    out, partial = project.folder / "killed.jsonl", project.folder / ".killed.jsonl.partial"
+    rng, killed, progress = random.Random(0), 0, []
+    while not out.exists():
+        process = subprocess.Popen(
+            command, cwd=project.folder, env=project.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if killed < 20:
+            before = partial.stat().st_size if partial.exists() else 0
+            give_up = time.monotonic() + TIMEOUT_S
+            while process.poll() is None and time.monotonic() < give_up:  # until it writes, in most cases
+                if rng.random() < 0.01 or (partial.exists() and partial.stat().st_size > before):
+                    break
+                time.sleep(0.05)
+            time.sleep(rng.uniform(0, 1.0))
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            killed += 1
+            progress.append(partial.stat().st_size if partial.exists() else 0)
+            continue
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, text
+    assert killed == 20
+    assert len(set(progress)) > 8  # it was killed in the middle, again and again
+    assert lines(out) == whole
+    assert not partial.exists()
