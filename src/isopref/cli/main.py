@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from isopref import __version__
-from isopref.cli import cache, push, report, score
+from isopref.cli import cache, judge, push, report, sample, score
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
@@ -66,6 +66,8 @@ app.command("ls")(report.list_runs)
 app.command("compare")(report.compare)
 app.command("score")(score.score)
 app.command("push")(push.push)
+app.command("sample")(sample.sample)
+app.command("judge")(judge.judge)
 
 
 def main() -> None:

@@ -1,0 +1,275 @@
+"""`isopref judge`: scores for the answers of a file, by a reward model, a Python function, or a language model.
+
+Each judge is a class with `scores`: the scores of the answers of every record, None where there is none. Judgements
+that cost something are kept as they come (ledger.py).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+from isopref.build.requests import in_parallel
+from isopref.build.sample import REQUESTS, model_path
+from isopref.build.score import score_file
+from isopref.data.messages import Turns, kind
+from isopref.data.sources import read_source
+from isopref.engine.display import Display
+from isopref.errors import ConfigError, DataError
+from isopref.judge.comparing import (
+    Comparison,
+    Tally,
+    Ties,
+    Verdict,
+    comparisons,
+    question,
+    read_rubric,
+    read_verdict,
+    scores_of,
+    verdict_of,
+)
+from isopref.judge.functions import is_function, load_function
+from isopref.judge.functions import scores_of as function_scores
+from isopref.ledger import Ledger, check_out
+from isopref.models.reward import is_reward_model
+from isopref.remote import RemoteError, Server, server
+
+ANSWERS = ("responses", "generations", "answers", "completions")
+JUDGE_TOKENS = 512
+ASKS = 3  # of a judge whose reply has no verdict
+
+Scores = list[float | None]
+
+
+class Judged(NamedTuple):
+    """A record with answers."""
+
+    prompt: Turns
+    answers: list[str]
+    fields: Mapping[str, Any]
+
+
+class Judge(Protocol):
+    """What gives answers scores."""
+
+    def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What a user should know of the judgements."""
+        ...
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How to judge, whoever does."""
+
+    by: str
+    model: str | None = None  # a name on the server
+    rubric: Path | None = None
+    ties: Ties = "drop"
+    parallel: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def judge_file(file: str, out: Path, options: JudgeOptions) -> None:
+    """Score the answers of every record of a file and write `out`. Raises UserError."""
+    display = Display()
+    check_out(out)
+    records = read_records(file)
+    judge = open_judge(options)
+    found = judge.scores(records, Ledger(out), display)
+    written, counts = judged_lines(records, found, options.by)
+    for what, count in {**judge.counts, **counts}.items():
+        if count:
+            display.say(f"judge {count} {what}")
+    if not written:
+        raise DataError(f"{file}: no record has two answers with different scores, so there is nothing to compare.")
+    Ledger(out).finish(written)
+    display.say(f"wrote {out}: {len(written)} of {len(records)} prompts, with scores by {options.by}")
+
+
+def read_records(file: str | Path) -> list[Judged]:
+    """The records of a file of answers. Raises DataError."""
+    found = []
+    for record in read_source(str(file)):
+        column = next((name for name in ANSWERS if isinstance(record.fields.get(name), list)), None)
+        prompt: Any = record.fields.get("prompt", record.fields.get("instruction"))
+        answers = record.fields[column] if column else []
+        if column is None or kind(prompt) not in ("text", "messages") or not all(isinstance(a, str) for a in answers):
+            raise DataError(
+                f"{record.origin}: expected prompt and responses (a list of texts), found "
+                f"{', '.join(record.fields) or 'nothing'}. isopref sample writes such a file."
+            )
+        rest = {name: value for name, value in record.fields.items() if name not in (column, "scores")}
+        found.append(Judged(prompt, list(answers), rest))
+    return found
+
+
+def judged_lines(
+    records: Sequence[Judged], scores: Sequence[Scores], by: str
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The records that can be trained on, with their scores, and how many cannot."""
+    written = []
+    for record, mine in zip(records, scores, strict=True):
+        usable = {one for one in mine if one is not None}
+        if len(usable) > 1:
+            written.append({**record.fields, "responses": record.answers, "scores": mine, "judge": by})
+    return written, {"prompts without two answers of different scores, left out": len(records) - len(written)}
+
+
+def open_judge(options: JudgeOptions) -> Judge:
+    """The judge that --by names. Raises ConfigError."""
+    if "://" in options.by:
+        return LanguageModel(server(options.by, setting="--by"), options)
+    for name, value in (("--model", options.model), ("--rubric", options.rubric), ("--parallel", options.parallel)):
+        if value is not None:
+            raise ConfigError(f"{name}: is for a judge at a URL, and --by is {options.by}. Remove it.")
+    if options.ties != "drop":
+        raise ConfigError(f"--ties: is for a judge that compares, and --by {options.by} gives scores. Remove it.")
+    if is_function(options.by):
+        if options.overrides:
+            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a function.")
+        return Function(options.by)
+    path = model_path(options.by)
+    if not is_reward_model(path, trust_remote_code="model.trust_remote_code=true" in options.overrides, setting="--by"):
+        raise ConfigError(
+            f"--by: {path} is not a reward model (a folder for sequence classification). Expected one, "
+            "module:function, or a URL."
+        )
+    return RewardModel(path, options.overrides)
+
+
+class Function:
+    """A Python function."""
+
+    def __init__(self, name: str):
+        self.name, self.function = name, load_function(name)
+        self.counts: Counter[str] = Counter()
+
+    def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
+        found: list[Scores] = []
+        for record in records:
+            asked = [one for one in record.answers if one]
+            given = function_scores(self.function, self.name, record.prompt, asked) if asked else []
+            found.append(_with_gaps(record.answers, iter(given), self.counts))
+        return found
+
+
+def _with_gaps(answers: Sequence[str], scores: Iterable[float], counts: Counter[str]) -> Scores:
+    """Scores of all answers, None for those that are empty, which nothing can be trained on."""
+    given = iter(scores)
+    counts["empty answers, without a score"] += sum(not one for one in answers)
+    return [next(given) if one else None for one in answers]
+
+
+class RewardModel:
+    """A reward model: the answers are scored as `isopref score` does."""
+
+    def __init__(self, path: str, overrides: Sequence[str]):
+        self.path, self.overrides = path, overrides
+        self.counts: Counter[str] = Counter()
+
+    def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
+        with TemporaryDirectory(dir=ledger.out.absolute().parent, prefix=".judging-") as folder:
+            asked, given = Path(folder) / "answers.jsonl", Path(folder) / "rewards.jsonl"
+            write_labelled(asked, records)
+            score_file(str(asked), self.path, given, self.overrides)
+            rewards = iter([json.loads(line)["rewards"][0] for line in given.read_text().splitlines()])
+        return [_with_gaps(record.answers, rewards, self.counts) for record in records]
+
+
+def write_labelled(path: Path, records: Sequence[Judged]) -> None:
+    """Every answer that is not empty as a record of its own, which `isopref score` reads."""
+    kept = ("system", "tools", "chat_template_kwargs")
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            more = {name: record.fields[name] for name in kept if name in record.fields}
+            for answer in filter(None, record.answers):
+                completion = answer if isinstance(record.prompt, str) else [{"role": "assistant", "content": answer}]
+                line = {"prompt": record.prompt, "completion": completion, "label": True, **more}
+                file.write(json.dumps(line) + "\n")
+
+
+class LanguageModel:
+    """A language model on a server that compares two answers at a time, in both orders."""
+
+    def __init__(self, remote: Server, options: JudgeOptions):
+        if options.overrides:
+            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a URL.")
+        self.remote, self.ties, self.rubric = remote, options.ties, read_rubric(options.rubric)
+        self.parallel = options.parallel or REQUESTS
+        self.asked_model = options.model
+        self.tally = Tally()
+        self.empty: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        word = "kept as ties" if self.ties == "keep" else "dropped"
+        counts = self.tally.counts
+        return {
+            "comparisons decided, both orders agreeing": counts["decided"],
+            f"comparisons tied, {word}": counts["ties"],
+            f"comparisons in which the orders disagree, {word}": counts["disagreements"],
+            **self.empty,
+        }
+
+    def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
+        model = self.asked_model or next(iter(self.remote.models()), None)
+        if model is None:
+            raise ConfigError(f"--by: {self.remote.url} lists no models. Name one: --model NAME.")
+        judge = blake2b(json.dumps([self.remote.url, model, self.rubric]).encode(), digest_size=16).hexdigest()
+        asked = [
+            one
+            for number, record in enumerate(records)
+            for one in comparisons(number, record.prompt, record.answers, judge)
+        ]
+        known = ledger.read({one.key for one in asked})
+        if known:
+            display.say(f"resume: {len(known)} of {len(asked)} comparisons are there already")
+        missing = [one for one in asked if one.key not in known]
+
+        def ask(one: Comparison) -> Verdict:
+            return self._ask(model, records[one.record], one)
+
+        with display.bar("judge", len(missing)) as advance:
+            for one, verdict in in_parallel(ask, missing, self.parallel):
+                known[one.key] = verdict
+                ledger.append({one.key: verdict})
+                advance(1, "")
+        of_record: list[list[Comparison]] = [[] for _ in records]
+        for one in asked:
+            of_record[one.record].append(one)
+        return [self._joined(record, mine, known) for record, mine in zip(records, of_record, strict=True)]
+
+    def _ask(self, model: str, record: Judged, one: Comparison) -> Verdict:
+        first, second = record.answers[one.first], record.answers[one.second]
+        a, b = (second, first) if one.swapped else (first, second)
+        text = question(self.rubric, record.prompt, a, b)
+        for attempt in range(ASKS):
+            reply = self.remote.complete(
+                model,
+                [{"role": "user", "content": text}],
+                temperature=0.0 if attempt == 0 else 0.7,
+                max_tokens=JUDGE_TOKENS,
+                seed=attempt,
+            )
+            letter = read_verdict(reply.text)
+            if letter is not None:
+                return verdict_of(letter, one.swapped)
+        raise RemoteError(
+            f"--by: {model} gave no verdict in {ASKS} replies; the last one ends with {reply.text[-100:]!r}. What was "
+            "judged before is kept. Make --rubric plainer, or use another model."
+        )
+
+    def _joined(self, record: Judged, asked: Sequence[Comparison], known: Mapping[str, Verdict]) -> Scores:
+        both: dict[tuple[int, int], list[Verdict]] = {}
+        for one in asked:
+            both.setdefault((one.first, one.second), []).append(known[one.key])
+        verdicts = {pair: self.tally.joined(*said) for pair, said in both.items()}
+        self.empty["empty answers, without a score"] += sum(not one for one in record.answers)
+        return scores_of(len(record.answers), verdicts, self.ties)

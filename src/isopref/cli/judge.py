@@ -1,0 +1,69 @@
+"""`isopref judge`: its arguments. Imports no torch."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isopref.cli.arguments import Overrides, check_path, start_processes
+
+
+class Ties(StrEnum):
+    """What to do with ties and disagreements."""
+
+    drop = "drop"
+    keep = "keep"
+
+
+By = Annotated[
+    str,
+    typer.Option(
+        metavar="JUDGE",
+        help="Reward model folder; Python function, as module:function or file.py:function; or URL of an "
+        "OpenAI-compatible server.",
+        show_default=False,
+    ),
+]
+
+
+def judge(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Prompts with answers, as isopref sample writes them.")],
+    overrides: Overrides = None,
+    *,
+    by: By,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: which of its models judges.")] = None,
+    rubric: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With a URL: the question, with {prompt}, {a} and {b} in it. Default: ours."),
+    ] = None,
+    ties: Annotated[
+        Ties, typer.Option(help="With a URL: drop ties and disagreements, or keep them as half a win for both.")
+    ] = Ties.drop,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With a URL: requests at a time. Default: 16.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.judged.jsonl, here.")
+    ] = None,
+) -> None:
+    """Score the answers to prompts, so that they can be trained on.
+
+    A Python function takes the prompt and the list of answers and returns a score for each. A language model compares
+    every two answers in both orders; an answer's score is the share of its comparisons that it won. Writes the records
+    that have two answers of different scores. To continue a command that was stopped, run it again. An API key is read
+    from ISOPREF_API_KEY or OPENAI_API_KEY.
+
+    \b
+    Examples:
+      isopref judge prompts.answers.jsonl --by runs/reward/model
+      isopref judge prompts.answers.jsonl --by my_rewards:brevity
+      isopref judge prompts.answers.jsonl --by http://localhost:8000/v1 --rubric rubric.txt --ties keep
+    """
+    check_path("FILE", file)
+    out = out or Path(f"{Path(file).stem.removesuffix('.answers')}.judged.jsonl")
+    start_processes(1, [])
+    from isopref.build.judge import JudgeOptions, judge_file
+
+    options = JudgeOptions(by, model, rubric, ties.value, parallel, tuple(overrides or ()))
+    judge_file(file, out, options)
