@@ -63,8 +63,12 @@ CELLS = {
     "1b-reward-hh": Cell(
         "1b", "hh", 256, microbatch_tokens=16384, trl_batch=16, warmup=1, steps=4, loss="bradley_terry"
     ),
+    "1b-agents": Cell(  # trajectories of about 3,000 tokens that share the first 90%
+        "1b", "agents", 16, microbatch_tokens=24576, trl_batch=4, warmup=2, steps=3
+    ),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_batch=4, dtype="float32", warmup=1, steps=2),
     "smoke": SMOKE,
+    "smoke-agents": replace(SMOKE, data="agents", batch_size=2, microbatch_tokens=8192),
     "smoke-lists": replace(SMOKE, batch_size=4, answers=4),
     "smoke-kto": replace(SMOKE, loss="kto"),
     "smoke-kto-single": replace(SMOKE, loss="kto", answers=1),

@@ -21,6 +21,7 @@ Item = TypeVar("Item")
 LENGTHS = Path(__file__).parent / "lengths"
 EVEN = (512, 256, 256)  # prompt, chosen and rejected of every pair of "even"
 LONGEST = 1024  # prompt, chosen and rejected are each clipped to this
+TURNS, SHARED, LONGEST_RUN = 3, 0.9, 3500  # of "agents": earlier turns, share of a trajectory, tokens of what is shared
 
 _COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -72,14 +73,26 @@ def _made(kind: Any, config: LlamaConfig, dtype: torch.dtype, device: torch.devi
 def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
     """Lengths of `count` pairs of a real data set ("chat" or "hh"), again from its start where it ends: count, 3.
 
-    Of "even", all pairs are as long as one another.
+    Of "even", all pairs are as long as one another. Of "agents", two runs of an agent diverge late.
     """
     if name == "even":
         return np.tile(np.array(EVEN), (count, 1))
+    if name == "agents":
+        return _late_divergence(count, seed)
     every = np.load(LENGTHS / f"{name}_lengths.npy").astype(np.int64)
     drawn = every[np.resize(np.random.RandomState(seed).permutation(len(every)), count)]
     clipped: IntArray = np.clip(drawn, 1, LONGEST)
     return clipped
+
+
+def _late_divergence(count: int, seed: int) -> IntArray:
+    """Trajectories that share their first 90%: several chat turns, then two answers of chat's proportions."""
+    turns_3 = lengths("chat", TURNS * count, seed=seed).reshape(count, TURNS, 3)
+    shared = np.minimum(turns_3[:, :, :2].sum((1, 2)), LONGEST_RUN)
+    answers_2 = turns_3[:, 0, 1:]
+    scale = shared * (1 - SHARED) / SHARED / answers_2.mean(1)
+    apart_2 = np.maximum(1, np.round(answers_2 * scale[:, None])).astype(np.int64)
+    return np.concatenate([shared[:, None], apart_2], axis=1)
 
 
 def examples(name: str, count: int, *, answers: int, labelled: bool = False, vocabulary: int) -> list[Example]:
