@@ -41,8 +41,9 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
         if messages[n].get(WEIGHT, 1.0) != 0
     )
     if not trained:
-        which = "no assistant turn" if train_on == "assistant" or not spoken else "a last assistant turn of weight 0"
-        raise DefectError("weight", f"'{name}' has {which}, so nothing of it would be trained")
+        which = "only assistant turns" if train_on == "assistant" else "a last assistant turn"
+        found = f"{which} of weight 0" if spoken else "no assistant turn"
+        raise DefectError("weight", f"'{name}' has {found}, so nothing of it would be trained")
     # What follows the last trained turn changes nothing, and templates write a last turn as the model meets it.
     return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
@@ -76,3 +77,10 @@ def plain(message: Message) -> Message:
 def is_conversation(answer: Turns) -> bool:
     """Whether an answer has several turns."""
     return not isinstance(answer, str) and len(answer) > 1
+
+
+def is_empty(turns: Turns) -> bool:
+    """Whether nothing is said."""
+    if isinstance(turns, str):
+        return not turns.strip()
+    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)

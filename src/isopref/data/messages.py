@@ -186,6 +186,13 @@ def read_weight(value: Any) -> float:
     return weight
 
 
+def read_subset(value: Any) -> str | None:
+    """The name of a subset; None for none. Numbers are names too, as of categories."""
+    if value is None or value == "":
+        return None
+    return str(value) if isinstance(value, bool | int | float) else read_text(value, "subset")
+
+
 def _number(value: Any) -> float:
     """NaN for what is none."""
     try:
@@ -252,6 +259,8 @@ def _with_weight(message: Message, name: str) -> Message:
     weight = 1.0 if given is None else _number(given)
     if not (math.isfinite(weight) and weight >= 0):
         raise DefectError("weight", f"{name}: 'weight' must be 0 or a positive number, not {shown(given)}")
+    if train is not None and given is not None and train != (weight > 0):
+        raise DefectError("weight", f"{name}: 'train' is {shown(train)} and 'weight' is {shown(given)}; keep one")
     if train is False:
         weight = 0.0
     if message["role"] != "assistant":

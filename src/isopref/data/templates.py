@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
+from isopref.data.marks import MARK, marked_at_end, marked_behind, without_last_call
 from isopref.data.messages import DefectError, Message, Turns, shown
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
@@ -28,11 +29,11 @@ from isopref.data.template_files import NO_TEMPLATE, template_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ue000"  # from the private use area: nobody writes it
 THINK_END = "</think>"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers has it
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
-SPOKEN = ("content", "reasoning_content", "thinking")  # text of an answer, by the names that templates know
+REASONING = ("reasoning_content", "thinking")  # of an answer, by the names that templates know
+SPOKEN = ("content", *REASONING)  # all its text
 
 HINT = "(data.template: path.jinja can replace the template)"
 
@@ -104,11 +105,14 @@ class ChatTemplate:
         `answers` are by what they are called in errors. Raises DefectError where the template refuses the conversation,
         leaves a part of it out, or where nothing proves which text a turn has.
         """
-        start = self.render(prompt, given, add_generation_prompt=self._asks(prompt, answers.values()))
+        asks = self._asks(prompt, answers.values())
+        start = self.render(prompt, given, add_generation_prompt=asks)
         _refuse(self._left_out_of_context(prompt, range(len(prompt)), given, start))
-        return Written(start, tuple(self._write_side(name, answer, given, start) for name, answer in answers.items()))
+        asked = start if asks else None
+        return Written(start, tuple(self._write_side(name, answer, given, asked) for name, answer in answers.items()))
 
-    def _write_side(self, name: str, answer: Conversation, given: Given, start: str) -> Side:
+    def _write_side(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
+        """`asked` is the prompt with its generation prompt, where all answers begin with an assistant turn."""
         messages = answer.messages
         text = self.render(messages, given)
         trained = {one.number for one in answer.trained}
@@ -118,8 +122,9 @@ class ChatTemplate:
         ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
         turns = []
         for one in answer.trained:
-            first = one.number == answer.num_prompt
-            before = start if first else self.render(messages[: one.number], given, add_generation_prompt=True)
+            before = asked if one.number == answer.num_prompt else None
+            if before is None:
+                before = self.render(messages[: one.number], given, add_generation_prompt=True)
             end = None
             if one.number < len(messages) - 1:
                 end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
@@ -172,15 +177,18 @@ class ChatTemplate:
         """Where a turn that others follow ends in the text, with what closes it. Raises DefectError without proof.
 
         A mark is set at the end of the turn. What the template writes behind it where the turn is the last one closes
-        it, and must stand there too where others follow.
+        it, and must stand there too where others follow. Those may repeat the mark: gpt-oss writes the name of the
+        function that was called before its result.
         """
-        marked = [*messages[:index], _marked_at_end(messages[index])]
-        _, alone, closing = self._unclosed(self.render(marked, given)).rpartition(MARK)
-        before, shows, rest = self.render([*marked, *messages[index + 1 :]], given).rpartition(MARK)
+        marked = [*messages[:index], marked_at_end(messages[index])]
+        *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
+        pieces = self.render([*marked, *messages[index + 1 :]], given).split(MARK)
+        own = len(alone)  # marks of the turn itself
+        before, rest = "".join(pieces[:own]), "".join(pieces[own:])
         closing = closing.rstrip()
         written = text.removesuffix(rest)
         as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
-        if not (alone and shows and as_marked and rest.startswith(closing)):
+        if not (own and own < len(pieces) and as_marked and rest.startswith(closing)):
             raise DefectError(
                 "boundary",
                 f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
@@ -234,7 +242,7 @@ class ChatTemplate:
     def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
         """What the template writes before and after the text of a turn; None where marks around it do not show."""
         try:
-            marked = self.render(_marked(prompt, index, before=MARK), given, add_generation_prompt=True)
+            marked = self.render(marked_behind(prompt, index, before=MARK), given, add_generation_prompt=True)
         except DefectError:
             return None
         before, *rest = marked.split(MARK)
@@ -243,7 +251,7 @@ class ChatTemplate:
 
     def leaves_open(self, messages: list[Message], given: Given) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""
-        _, mark, closing = self.render(_marked(messages, len(messages) - 1), given).rpartition(MARK)
+        _, mark, closing = self.render(marked_behind(messages, len(messages) - 1), given).rpartition(MARK)
         return bool(mark) and not closing.strip()
 
     def before_next_turn(self, role: str) -> str:
@@ -303,9 +311,9 @@ class ChatTemplate:
             role, said = turns[index]["role"], _squeeze(turns[index]["content"])
             if said in rest:
                 rest = rest.replace(said, MARK, 1)  # so that it is not found again for a turn with fewer words
-            elif (role == "user" and said not in whole) or same(_marked(turns, index), given):
+            elif (role == "user" and said not in whole) or same(marked_behind(turns, index), given):
                 yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
-            if turns[index].get("tool_calls") and same(_without_last_call(turns, index), given):
+            if turns[index].get("tool_calls") and same(without_last_call(turns, index), given):
                 yield f"a tool call {of}, {shown(turns[index]['tool_calls'][-1])}"
         if given.tools and add_generation_prompt and same(turns, given._replace(tools=None)):
             yield f"'tools', {shown(given.tools)}"
@@ -328,11 +336,18 @@ class ChatTemplate:
                 # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
                 if said and whole.find(said, max(0, begin - len(said))) < 0:
                     yield f"some of '{name}', whose {key} is {shown(text)}{later}"
-        if answer.get("tool_calls"):
-            bare = _without_last_call(messages, index)
-            whole = self.render(messages, given)
-            if self._same(bare, given, whole, add_generation_prompt=False):
-                yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
+        several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
+        if not several and not answer.get("tool_calls"):
+            return
+        same = partial(self._same, written=self.render(messages, given), add_generation_prompt=False)
+        if answer.get("tool_calls") and same(without_last_call(messages, index), given):
+            yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
+        for key, text in spoken.items() if several else ():
+            # It may be found above all the same, as part of another text: a word of the reasoning in a call.
+            names = REASONING if key in REASONING else (key,)
+            marked = {**answer, **{one: spoken[one] + MARK for one in names if one in spoken}}
+            if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
+                yield f"some of '{name}', whose {key} is {shown(text)}{later}"
 
     def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
         """Whether the template writes just this of another conversation: it ignores what is different in it."""
@@ -352,18 +367,6 @@ def _refuse(left_out: Iterator[str]) -> None:
         raise DefectError("left_out", f"the chat template leaves out {first}, so training would go without it {HINT}")
 
 
-def _marked_at_end(message: Message) -> Message:
-    """A message with a mark where it ends: in the name of its last call, or behind its text."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {**message, "content": message["content"].rstrip() + MARK}
-    function = calls[-1].get("function", {})
-    return {
-        **message,
-        "tool_calls": [*calls[:-1], {**calls[-1], "function": {**function, "name": f"{function.get('name')}{MARK}"}}],
-    }
-
-
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", {})
     arguments = function.get("arguments")
@@ -380,15 +383,3 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the common prefix."""
     differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, min(len(first), len(second)))
-
-
-def _marked(messages: list[Message], index: int, before: str = "") -> list[Message]:
-    """The messages, with a mark behind the text of one, and perhaps one before it."""
-    marked = {**messages[index], "content": before + messages[index]["content"] + MARK}
-    return [*messages[:index], marked, *messages[index + 1 :]]
-
-
-def _without_last_call(messages: list[Message], index: int) -> list[Message]:
-    message = dict(messages[index])
-    calls = message.pop("tool_calls")[:-1]
-    return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]

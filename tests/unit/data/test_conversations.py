@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from isopref.examples import Example
 from isopref.testing.tokenizers import tiny_tokenizer
 from support.chat_templates import FAMILIES, trained_texts
 
-SHARED = Path("/work/shared/data")
+SAMPLES = os.environ.get("ISOPREF_SAMPLES")  # folder with the sample files of LLaMA-Factory
 
 
 def turn(role: str, content: str = "", **more: Any) -> dict[str, Any]:
@@ -93,6 +94,23 @@ def test_conversations_may_part_at_a_tools_result_or_a_users_turn() -> None:
     assert rejected.endswith("but why?<|im_end|>\n<|im_start|>assistant\n[done<|im_end|>]")
 
 
+def test_a_turn_begins_after_its_generation_prompt_where_the_other_side_goes_on_with_a_question() -> None:
+    """One side answers at once, the other after one more question. Role marks are never trained."""
+    chosen, rejected = answers(chosen=[Q, AGAIN, GOOD], rejected=[Q, BAD])
+    assert chosen == "user\nand then?<|im_end|>\n<|im_start|>assistant\n[because<|im_end|>]"
+    assert rejected == "assistant\n[no<|im_end|>]"  # <|im_start|> is shared
+
+
+def test_a_call_may_be_named_again_by_its_result() -> None:
+    """As gpt-oss does."""
+    chosen, _ = answers("harmony", chosen=[Q, ADD, RESULT, GOOD], rejected=[Q, BAD], tools=TOOLS)
+    assert chosen == (
+        '[<|channel|>commentary to=functions.add<|message|>{"a": 2}<|call|>]'
+        "<|start|>functions.add to=assistant<|message|>it is 4<|end|>"
+        "<|start|>assistant[<|channel|>final<|message|>because<|return|>]"
+    )
+
+
 def test_common_turns_after_a_prompt_column_join_the_prompt() -> None:
     pair = read(prompt=[Q], chosen=[ADD, RESULT, GOOD], rejected=[ADD, RESULT, BAD])
     assert [message["role"] for message in pair.prompt] == ["user", "assistant", "tool"]  # type: ignore[index]
@@ -151,6 +169,13 @@ def test_an_answer_without_a_trained_turn_is_refused() -> None:
     result = encode(read(prompt=[Q], chosen=[GOOD | {"weight": 0}], rejected=[BAD]))
     assert isinstance(result, BadPairError)
     assert result.reason == "weight"
+    assert "'chosen' has only assistant turns of weight 0" in str(result)
+
+
+@pytest.mark.parametrize("contradiction", [{"train": False, "weight": 2}, {"train": True, "weight": 0}])
+def test_train_and_weight_must_agree(contradiction: dict[str, Any]) -> None:
+    with pytest.raises(BadPairError, match=r"'train' is .* and 'weight' is .*; keep one"):
+        read(prompt=[Q], chosen=[GOOD | contradiction], rejected=[BAD])
 
 
 def test_turns_after_the_last_trained_one_are_not_kept() -> None:
@@ -194,6 +219,13 @@ def test_reasoning_that_a_later_question_cuts_is_refused_with_a_way_out() -> Non
     assert isinstance(encode(pair, "qwen3", "last"), EncodedPair)
 
 
+def test_reasoning_that_is_cut_is_refused_also_if_its_words_are_elsewhere() -> None:
+    thought = turn("assistant", "it is 42.", reasoning_content="42")
+    result = encode(read(prompt=[Q], chosen=[thought, AGAIN, NEXT], rejected=[BAD]), "qwen3")
+    assert isinstance(result, BadPairError)
+    assert "whose reasoning_content is str '42'; data.train_on: last" in str(result)
+
+
 def test_a_users_turn_that_the_template_drops_is_refused() -> None:
     tokenizer = tiny_tokenizer("chatml")
     tokenizer.chat_template = tokenizer.chat_template.replace(
@@ -235,9 +267,8 @@ def test_generation_marks_of_the_template_give_the_same_as_marking() -> None:
 
 
 def records(name: str) -> list[dict[str, Any]]:
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
+    if SAMPLES is None or not (path := Path(SAMPLES) / name).exists():
+        pytest.skip(f"ISOPREF_SAMPLES names no folder with {name}")
     text = path.read_text(encoding="utf-8")
     return json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
 

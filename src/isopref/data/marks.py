@@ -1,0 +1,31 @@
+"""Marks in messages: where one shows in a template's text tells what the template makes of a message."""
+
+from __future__ import annotations
+
+from isopref.data.messages import Message
+
+MARK = "\ue000"  # from the private use area: nobody writes it
+
+
+def marked_at_end(message: Message) -> Message:
+    """A message with a mark where it ends: in the name of its last call, or behind its text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {**message, "content": message["content"].rstrip() + MARK}
+    function = calls[-1].get("function", {})
+    return {
+        **message,
+        "tool_calls": [*calls[:-1], {**calls[-1], "function": {**function, "name": f"{function.get('name')}{MARK}"}}],
+    }
+
+
+def marked_behind(messages: list[Message], index: int, before: str = "") -> list[Message]:
+    """The messages, with a mark behind the text of one, and perhaps one before it."""
+    marked = {**messages[index], "content": before + messages[index]["content"] + MARK}
+    return [*messages[:index], marked, *messages[index + 1 :]]
+
+
+def without_last_call(messages: list[Message], index: int) -> list[Message]:
+    message = dict(messages[index])
+    calls = message.pop("tool_calls")[:-1]
+    return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]
