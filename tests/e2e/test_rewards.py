@@ -20,7 +20,7 @@ from isopref.engine import train_module
 from isopref.models.reward import RewardModel, load_reward_model
 from isopref.score import score, score_table
 from isopref.testing.models import random_pairs
-from support.project import MakeProject, Project, Weights
+from support.project import MakeProject, Project, Weights, make_pairs
 
 LOSS = "objective.loss=bradley_terry"
 FAST = ("optim.epochs=1", "optim.lr=1e-2")
@@ -202,6 +202,41 @@ def test_other_models_are_refused(project: Project) -> None:
     AutoConfig.from_pretrained(folder, num_labels=3).save_pretrained(folder)
     outcome = project.isopref("train", "my.yaml", LOSS, f"model.path={folder}")
     assert "has 3 labels" in outcome.err
+
+
+def test_accuracy_of_each_subset(project: Project) -> None:
+    """RewardBench's column `subset`: in the table, the JSON and the report; of a policy as well."""
+    records = make_pairs(9, seed=5)
+    for number, record in enumerate(records):
+        record["category"] = ["chat", "safety", 3][number % 3]
+    project.write_pairs("eval.jsonl", records)
+    named = ("data.train={path: train.jsonl, columns: {}}", "data.eval={path: eval.jsonl, columns: {subset: category}}")
+    run = project.train("run", LOSS, *FAST, *named)
+    report = (run / "report.html").read_text()
+    after = json.loads((run / "evaluation.json").read_text())["after"]
+    assert {name: part["pairs"] for name, part in after["by_subset"].items()} == {"3": 3, "chat": 3, "safety": 3}
+    total = sum(part["accuracy"]["value"] * part["pairs"] for part in after["by_subset"].values())
+    assert total / 9 == pytest.approx(after["accuracy"]["value"])
+    policy = project.train("policy", "optim.max_steps=2", *named)
+    for model, loss in ((run, (LOSS,)), (policy, ())):
+        outcome = project.isopref(
+            "eval", "my.yaml", *loss, *named, "--model", str(model / "model"), "--json", "figures.json"
+        )
+        assert outcome.code == 0, outcome.err
+        found = json.loads((project.folder / "figures.json").read_text())["by_subset"]
+        assert found.keys() == {"3", "chat", "safety"}
+        assert found["chat"]["accuracy"].keys() == {"value", "low", "high"}
+        for subset in found:
+            assert f"accuracy, {subset}" in outcome.out
+            assert f"accuracy, {subset}" in report
+
+
+def test_too_many_subsets_are_not_reported(project: Project) -> None:
+    project.write_pairs("eval.jsonl", [{**pair, "subset": f"id {n}"} for n, pair in enumerate(make_pairs(101, seed=6))])
+    outcome = project.isopref("train", "my.yaml", "run.folder=run", LOSS, "optim.max_steps=1")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the column 'subset' of the held-out data has 101 values, more than 100") == 1
+    assert json.loads((project.folder / "run" / "evaluation.json").read_text())["after"]["by_subset"] == {}
 
 
 def test_the_other_commands(project: Project) -> None:

@@ -13,12 +13,15 @@ from isopref.runs.files import EVALUATION_FILE
 from isopref.runs.write import write_json, write_rewards
 from isopref.score import TableLogps
 
+MOST_SUBSETS = 100
+
 
 class HeldOut:
     """Held-out pairs with their reference, ready to be evaluated at any time."""
 
     def __init__(self, run: Run, table: ExampleTable, reference: TableLogps):
         self.run, self.table, self.reference = run, table, reference
+        self.subsets = _subsets(run, table)
         self._last: tuple[int, TableLogps] | None = None
 
     def logps_at(self, step: int, model: nn.Module) -> TableLogps:
@@ -38,6 +41,7 @@ class HeldOut:
             weighting=self.run.config.objective.weighting,
             sources=self.table.sources,
             source_names=self.table.source_names,
+            subsets=self.subsets,
             scores=self.table.scores,
             gaps=self.table.gaps,
         )
@@ -78,11 +82,23 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
             yield label, "-"
     for bucket in found.by_length:
         yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
-    for source, part in found.by_source.items():
-        if part.accuracy is not None:
-            yield f"accuracy, {source}", _cell(part.accuracy)
-        elif part.auc is not None:
-            yield f"AUC, {source}", _cell(part.auc)
+    for part, of_part in (*found.by_source.items(), *found.by_subset.items()):
+        name, one = of_part.headline
+        if one is not None:
+            yield f"{'AUC' if name == 'auc' else name}, {part}", _cell(one)
+
+
+def _subsets(run: Run, table: ExampleTable) -> list[str | None]:
+    """The subset of every example; none if they are too many to be read."""
+    found = [table.subset(index) for index in range(len(table))]
+    count = len({name for name in found if name is not None})
+    if count > MOST_SUBSETS:
+        run.display.say(
+            f"note: the column 'subset' of the held-out data has {count:,} values, more than {MOST_SUBSETS}, so there "
+            "are no figures by subset. To use another column, set data.columns: {subset: COLUMN}."
+        )
+        return []
+    return found
 
 
 def _cell(figure: Figure, sign: str = "") -> str:

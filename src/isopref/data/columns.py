@@ -8,7 +8,7 @@ from typing import Any
 
 SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "conversations", "instruction")  # each the prompt of some shape
-OPTIONAL = ("system", "tools", "chat_template_kwargs", "weight")  # read beside every shape
+OPTIONAL = ("system", "tools", "chat_template_kwargs", "weight", "subset")  # read beside every shape
 # Scores of both sides of a pair, by the names that data sets have for them, and the difference of two scores.
 SIDE_SCORES = (
     ("chosen_score", "rejected_score"),

@@ -27,7 +27,7 @@ from isopref.data.table import ExampleTable, TableRow, TableStats, TableWriter, 
 from isopref.examples import Example
 from isopref.types import FloatArray, IntArray
 
-VERSION = 1  # raise it when the same table would give another one
+VERSION = 2  # raise it when the same table would give another one
 
 
 def write_grouped(table: ExampleTable, sink: Any, *, drop_bad: bool, chunk_examples: int) -> None:
@@ -129,7 +129,9 @@ def _row(table: ExampleTable, group: IntArray) -> TableRow:
     example = merged([table.example(int(index)) for index in group])
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     question = int(table.question_ids[first]).to_bytes(8, "little")
-    return TableRow(example, float(table.weights[first]), question, f"{table.place(first)}{more}")
+    subsets = {table.subset(int(index)) for index in group}
+    subset = subsets.pop() if len(subsets) == 1 else None  # of two subsets it is in neither
+    return TableRow(example, float(table.weights[first]), question, f"{table.place(first)}{more}", subset)
 
 
 def _chunks(groups: Iterator[IntArray], size: int) -> Iterator[list[IntArray]]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 12  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 13  # raise it when the same content would give other tokens or another file
 LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
 CHUNK_RECORDS = 512  # also the most pairs of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
@@ -354,7 +354,7 @@ def _encode_chunk(encoder: PairEncoder, chunk: _Chunk) -> _Encoded:
             if encoder.special_tokens and (token := first_special_token(pair, encoder.special_tokens)):
                 special[token] += 1
             place = pair.origin.removeprefix(chunk.base)
-            rows.append(TableRow(result.tokens, pair.weight, result.question_id, place))
+            rows.append(TableRow(result.tokens, pair.weight, result.question_id, place, pair.subset))
     batch = record_batch(rows, chunk.source)
     return _Encoded(chunk.source, chunk.shape, len(chunk.records), batch, dropped, notes, special, columns, used)
 

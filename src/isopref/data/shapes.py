@@ -22,7 +22,7 @@ from isopref.data.columns import (
     column_like,
     quoted,
 )
-from isopref.data.conversations import is_conversation, part
+from isopref.data.conversations import is_conversation, is_empty, part
 from isopref.data.known_shapes.registry import SHAPES
 from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
@@ -34,6 +34,7 @@ from isopref.data.messages import (
     kind,
     parse_written,
     read_number,
+    read_subset,
     read_template_kwargs,
     read_text,
     read_tools,
@@ -88,6 +89,7 @@ class PreferencePair:
     origin: str
     gap: float | None = None  # score of chosen minus score of rejected, if the record has them
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
+    subset: str | None = None  # of the source, to be evaluated on its own
 
     names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
     scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
@@ -114,6 +116,7 @@ class RankedList:
     origin: str
     notes: Mapping[str, int] = field(default_factory=dict)  # answers that were left out, by reason
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
+    subset: str | None = None  # of the source, to be evaluated on its own
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ class LabelledAnswer:
     weight: float
     origin: str
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
+    subset: str | None = None  # of the source, to be evaluated on its own
 
     names: ClassVar[tuple[str, ...]] = ("answer",)  # for errors
 
@@ -220,9 +224,10 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     if fields.get("system"):
         prompt = _with_system(prompt, read_text(fields["system"], "system"))
     weight = read_weight(fields.get("weight"))
-    found = replace(found, prompt=prompt, tools=tools, weight=weight, template_kwargs=kwargs)
+    subset = read_subset(fields.get("subset"))
+    found = replace(found, prompt=prompt, tools=tools, weight=weight, template_kwargs=kwargs, subset=subset)
     for name, turns in (("prompt", prompt), *zip(found.names, found.answers, strict=True)):
-        if _is_empty(turns):
+        if is_empty(turns):
             raise DefectError("empty", f"'{name}' is empty")
     return found
 
@@ -389,9 +394,3 @@ def _with_system(prompt: Turns, system: str) -> list[Message]:
     if turns[0]["role"] in ("system", "developer"):
         raise DefectError("role", "there is a column 'system', and the prompt begins with a system turn too")
     return [{"role": "system", "content": system}, *turns]
-
-
-def _is_empty(turns: Turns) -> bool:
-    if isinstance(turns, str):
-        return not turns.strip()
-    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)

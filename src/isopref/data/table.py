@@ -50,9 +50,10 @@ SCHEMA = pa.schema(
         "prompt_id": pa.uint64(),  # of the prompt's tokens
         "source": pa.int16(),
         "place": pa.string(),  # inside the source (":12"); the source's name is not content
+        "subset": pa.string(),  # of the source, to be evaluated on its own; null where the data names none
     }
 )
-TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "run_lengths", "run_weights", "place")])
+TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "run_lengths", "run_weights", "place", "subset")])
 COLUMNS = pa.schema([field for field in SCHEMA if field.name not in TEXTS.names])
 
 
@@ -130,6 +131,7 @@ class TableRow(NamedTuple):
     weight: float
     question_id: bytes  # 8 bytes: examples that ask the same share it
     place: str
+    subset: str | None = None
 
 
 def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
@@ -162,6 +164,7 @@ def record_batch(rows: Sequence[TableRow], source: int) -> pa.RecordBatch:
             pa.array([int.from_bytes(prompt_id(one.prompt), "little") for one in examples], pa.uint64()),
             pa.array(np.full(len(rows), source, np.int16)),
             pa.array([row.place for row in rows], pa.string()),
+            pa.array([row.subset for row in rows], pa.string()),
         ],
         schema=SCHEMA,
     )
@@ -190,13 +193,14 @@ class TableWriter:
 
 
 class _Texts(NamedTuple):
-    """Tokens, their weights and places of one chunk, where they lie in the file."""
+    """Tokens, their weights, places and subsets of one chunk, where they lie in the file."""
 
     offsets: IntArray
     tokens: IntArray
     run_offsets: IntArray
     runs: Runs
     places: pa.StringArray
+    subsets: pa.StringArray
 
 
 class _Store:
@@ -300,6 +304,11 @@ class _Store:
         batch, row = self.locate(index)
         return str(self._read_texts(batch).places[row])
 
+    def subset(self, index: int) -> str | None:
+        batch, row = self.locate(index)
+        found: str | None = self._read_texts(batch).subsets[row].as_py()
+        return found
+
     def check(self) -> None:
         """Check every byte. Raises DamagedTableError."""
         for number in range(len(self._sections)):
@@ -319,7 +328,12 @@ class _Store:
             tokens, lengths, weights = (found[name] for name in ("tokens", "run_lengths", "run_weights"))
             runs = Runs(lengths.values.to_numpy(), weights.values.to_numpy())
             texts = _Texts(
-                tokens.offsets.to_numpy(), tokens.values.to_numpy(), lengths.offsets.to_numpy(), runs, found["place"]
+                tokens.offsets.to_numpy(),
+                tokens.values.to_numpy(),
+                lengths.offsets.to_numpy(),
+                runs,
+                found["place"],
+                found["subset"],
             )
             self._texts[batch] = texts
         return texts
@@ -491,6 +505,10 @@ class ExampleTable:
     def place(self, index: int) -> str:
         """Where that is inside its source: ":12"."""
         return self._store.place(int(self._indices[index]))
+
+    def subset(self, index: int) -> str | None:
+        """The part of its source that the data says it belongs to, if any."""
+        return self._store.subset(int(self._indices[index]))
 
     def check(self) -> None:
         """Check every byte of the file, also on a view. Raises DamagedTableError."""

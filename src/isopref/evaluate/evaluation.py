@@ -1,4 +1,4 @@
-"""The figures of an evaluation, of all held-out examples and of each source alone."""
+"""The figures of an evaluation, of all held-out examples, of each source alone and of each subset alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,19 +50,31 @@ class Evaluation:
     calibration_error: Figure | None = None
     calibration: tuple[Bin, ...] = ()
     by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
+    by_subset: dict[str, "Evaluation"] = field(default_factory=dict)  # by the data's column 'subset'; same
 
     def figures(self) -> dict[str, Figure]:
         """The figures over all pairs, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
     def as_metrics(self) -> dict[str, float]:
-        """For the metrics log: eval/NAME with its interval; by length and by source the values alone."""
+        """For the metrics log: eval/NAME with its interval; by length and by source the values alone.
+
+        Subsets may be many, so that of each only one figure is logged.
+        """
         named = dict(self._values("eval"))
         for name, one in self.figures().items():
             named |= {f"eval/{name}_low": one.low, f"eval/{name}_high": one.high}
         for source, part in self.by_source.items():
             named |= dict(part._values(f"eval/{source}"))
+        for subset, part in self.by_subset.items():
+            name, headline = part.headline
+            named |= {} if headline is None else {f"eval/subset/{subset}/{name}": headline.value}
         return named
+
+    @property
+    def headline(self) -> tuple[str, Figure | None]:
+        """The figure that says most, with its name: accuracy, or AUC where nothing is compared."""
+        return ("accuracy", self.accuracy) if self.accuracy is not None else ("auc", self.auc)
 
     def as_json(self) -> dict[str, Any]:
         """Without figures of lists where there are none."""
@@ -70,7 +82,9 @@ class Evaluation:
         for name in ("top1_accuracy", "kendall_tau", "ndcg"):
             if named[name] is None:
                 del named[name]
-        return named | {"by_source": {source: part.as_json() for source, part in self.by_source.items()}}
+        for name in ("by_source", "by_subset"):
+            named[name] = {part: figures.as_json() for part, figures in getattr(self, name).items()}
+        return named
 
     def _values(self, prefix: str) -> Iterator[tuple[str, float]]:
         for name, one in self.figures().items():
@@ -89,12 +103,14 @@ def evaluate(
     weighting: Weighting,
     sources: IntArray | None = None,
     source_names: Sequence[str] = (),
+    subsets: Sequence[str | None] = (),
     scores: FloatArray | None = None,
     gaps: FloatArray | None = None,
 ) -> Evaluation:
-    """Compare policy and reference on the comparisons of a table; if of several sources, also on those of each.
+    """Compare policy and reference on the comparisons of a table; if of several sources or subsets, also on each.
 
-    `own` is the weight of each example, `sources` where it comes from. `scores`: of the answers, for a loss of lists.
+    `own` is the weight of each example, `sources` where it comes from, `subsets` the name of its subset, if the data
+    has such names. `scores`: of the answers, for a loss of lists.
     `gaps`: between the scores of compared answers, for a loss or a weighting that needs them.
     """
     logps = taken(policy, ref, lengths, loss, gaps)
@@ -112,12 +128,15 @@ def evaluate(
     if loss.kind != "labels" and scores is not None and lengths.num_answers.max(initial=0) > 2:
         lists = lists_of(answer_rewards(policy, ref, lengths, loss), scores, lengths)
     parts = _Parts(pairs, losses, lists, labels)
-    by_source = {}
+    by_source, by_subset = {}, {}
     if sources is not None and len(present := np.unique(sources).tolist()) > 1:
         names = source_labels(source_names)
         for source in present:
-            by_source[names[source]] = _figures(parts.select(sources == source), {})
-    return _figures(parts, by_source)
+            by_source[names[source]] = _figures(parts.select(sources == source))
+    if len(set(subsets)) > 1:
+        for subset in sorted({name for name in subsets if name is not None}):
+            by_subset[subset] = _figures(parts.select(np.array([name == subset for name in subsets])))
+    return replace(_figures(parts), by_source=by_source, by_subset=by_subset)
 
 
 def _labels(
@@ -155,7 +174,7 @@ class _Parts:
         return _Parts(selected(self.pairs), selected(self.losses), lists, labels)
 
 
-def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
+def _figures(parts: _Parts) -> Evaluation:
     losses, lists, labels = parts.losses, parts.lists, parts.labels
     # With the same draws as those of the loss.
     nll, liked, example = (
@@ -171,7 +190,7 @@ def _figures(parts: _Parts, by_source: dict[str, Evaluation]) -> Evaluation:
         found |= {"lists": len(lists.example), **lists.figures()}
     if labels is not None:
         found |= labels.figures()
-    return Evaluation(loss=figure(loss), by_source=by_source, **found)
+    return Evaluation(loss=figure(loss), **found)
 
 
 def _of_pairs(pairs: Pairs) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def entries(runs: Sequence[RunRecord]) -> list[Entry]:
 
 
 def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
-    """The evaluation's figures: over all pairs, then accuracy by length and by source."""
+    """The evaluation's figures: over all pairs, then accuracy by length, by source and by subset."""
     before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
     for name, (label, sign) in LABELS.items():
         if before.get(name) or after.get(name):
@@ -108,10 +108,11 @@ def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
         yield FigureRow(
             f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"], bounds=BOUNDS["accuracy"]
         )
-    for source, part in after.get("by_source", {}).items():
-        was = before.get("by_source", {}).get(source, {})
-        name, label = ("accuracy", "accuracy") if part["accuracy"] else ("auc", "AUC")
-        yield FigureRow(f"{label}, {source}", was.get(name), part.get(name), bounds=BOUNDS[name])
+    for parts in ("by_source", "by_subset"):
+        for part, figures in after.get(parts, {}).items():
+            was = before.get(parts, {}).get(part, {})
+            name, label = ("accuracy", "accuracy") if figures["accuracy"] else ("auc", "AUC")
+            yield FigureRow(f"{label}, {part}", was.get(name), figures.get(name), bounds=BOUNDS[name])
 
 
 def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:

@@ -55,6 +55,20 @@ def said(table: ExampleTable) -> list[tuple[Any, ...]]:
     return found
 
 
+def test_an_example_is_in_a_subset_that_all_its_records_are_in(tmp_path: Path) -> None:
+    records = [
+        pair("a?", "1", "2", subset="chat"),
+        pair("a?", "1", "3", subset="chat"),
+        pair("b?", "1", "2", subset="chat"),
+        pair("b?", "1", "3", subset="math"),
+        pair("c?", "1", "2"),
+    ]
+    plain, grouped = build(tmp_path, records, grouped=False), build(tmp_path, records)
+    assert [plain.subset(n) for n in range(5)] == ["chat", "chat", "chat", "math", None]
+    assert [grouped.subset(n) for n in range(3)] == ["chat", None, None]
+    assert plain.select([3, 0]).subset(0) == "math"
+
+
 # --- by hand -----------------------------------------------------------------------------------------
 
 

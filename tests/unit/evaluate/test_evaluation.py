@@ -33,6 +33,7 @@ def figures(
     *,
     policy: TableLogps = POLICY,
     sources: list[int] | None = None,
+    subsets: tuple[str | None, ...] = (),
     loss: Loss | None = None,
 ) -> Evaluation:
     return evaluate(
@@ -44,6 +45,7 @@ def figures(
         weighting=weighting,
         sources=None if sources is None else np.array(sources),
         source_names=("data/easy.jsonl", "data/hard.jsonl", "data/unused.jsonl"),
+        subsets=subsets,
     )
 
 
@@ -129,6 +131,25 @@ def test_sources_are_evaluated_as_if_alone() -> None:
     assert found.by_source["easy"].loss.value == pytest.approx(expected)
     assert found.as_metrics()["eval/easy/loss"] == found.by_source["easy"].loss.value
     assert figures(sources=[1, 1, 1, 1]).by_source == {}
+
+
+def test_subsets_are_evaluated_as_if_alone() -> None:
+    """Named by the data, whatever the source. A pair without a name is in none of them."""
+    found = figures(subsets=("math", None, "chat", "math"), sources=[1, 0, 1, 0])
+    assert list(found.by_subset) == ["chat", "math"]
+    assert list(found.by_source) == ["easy", "hard"]
+    math_, chat = found.by_subset["math"], found.by_subset["chat"]
+    assert (math_.pairs, chat.pairs) == (2, 1)
+    assert math_.figures()["accuracy"].value == 1.0
+    assert chat.figures()["accuracy"].value == 0.5  # a tie
+    assert math_.figures()["reward_margin"].value == pytest.approx(BETA * (2 + 3) / 2)
+    metrics = found.as_metrics()
+    assert metrics["eval/subset/chat/accuracy"] == 0.5
+    assert [name for name in metrics if "subset" in name] == ["eval/subset/chat/accuracy", "eval/subset/math/accuracy"]
+    written = json.loads(json.dumps(found.as_json()))
+    assert written["by_subset"]["math"]["accuracy"]["value"] == 1.0
+    assert figures(subsets=("chat",) * 4).by_subset == {}  # what all have says nothing
+    assert figures(subsets=(None,) * 4).by_subset == {}
 
 
 def test_sources_of_one_file_name_keep_their_folders() -> None:
