@@ -147,12 +147,13 @@ def left_out_note(count: int, unit: str) -> str:
 
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
-    """A few different held-out prompts, the same ones for the same data."""
+    """The first few different held-out prompts, in the order of the data."""
     if table is None or not run.config.run.export or run.loss.readout == "reward":  # which writes no text
         return []
     _, first_of_prompt = np.unique(table.question_ids, return_index=True)
     asked = run.config.run.samples
-    return [table.example(int(row)).prompt for row in first_of_prompt[: SAMPLES if asked is None else asked]]
+    rows = np.sort(first_of_prompt)[: SAMPLES if asked is None else asked]
+    return [table.example(int(row)).prompt for row in rows]
 
 
 def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, sources: list[SourceUse]) -> Tables:
