@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.constants import ENDPOINT
 
 from isopref.data.file_sources import inside
 from isopref.data.formats import SUFFIXES, Places, digest_files, without_filling
 from isopref.data.source import Source
 from isopref.errors import DataError
+from isopref.hub import unreachable
 from isopref.optional import require
 
 FILE_SUFFIXES = {*SUFFIXES, ".gz", ".txt"}  # of what is no hub name
@@ -68,9 +72,13 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
     )
+    no_network = unreachable()
     try:
-        dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
+        with _cache_only(datasets.config, no_network is not None):
+            dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
     except Exception as error:  # network, authentication, unknown name or split: each a class of its own
+        if no_network and isinstance(error, ConnectionError):  # others are about a data set in the cache
+            raise DataError(_without_network(label, tried, asked, no_network)) from error
         raise DataError(
             f"{label}: there is no local path {tried}, and the Hugging Face hub gave no data set {asked} "
             f"({_first_lines(error)}). Check the path, or what is asked for: data.train: {{path: OWNER/NAME, name: "
@@ -78,6 +86,28 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
         ) from error
     # The fingerprint is the library's own content key: it follows the files and every step that changed them.
     return _dataset_source(label, dataset, "hub", lambda: str(dataset._fingerprint), columns)
+
+
+@contextmanager
+def _cache_only(settings: Any, yes: bool) -> Iterator[None]:
+    """Have the library look in its cache only: without a network, it would otherwise retry for half a minute."""
+    before = settings.HF_HUB_OFFLINE
+    settings.HF_HUB_OFFLINE = before or yes
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before
+
+
+def _without_network(label: str, tried: Path, asked: HubName, reason: str) -> str:
+    given = {"name": asked.name, "split": asked.split, "revision": asked.revision}
+    arguments = ", ".join([repr(asked.path), *(f"{name}={value!r}" for name, value in given.items() if value)])
+    return (
+        f"{label}: there is no local path {tried}, data set {asked} is not in the local cache, and the hub "
+        f"({ENDPOINT}) cannot be reached ({reason}). Check the name and the network, or name a local file or folder. "
+        f'To make one on a machine with a network: python -c "import datasets; datasets.load_dataset({arguments})'
+        ".save_to_disk('FOLDER')\""
+    )
 
 
 def _dataset_source(

@@ -32,6 +32,7 @@ from transformers.utils.hub import cached_file
 from isopref import optional
 from isopref.errors import ModelError, shorter_pairs
 from isopref.examples import Lengths
+from isopref.hub import unreachable
 from isopref.models import hub
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 
@@ -162,7 +163,7 @@ def _weight_files(name: str) -> list[str | None]:
 
 def _needs_cache(name: str) -> bool:
     """Whether a name is one on the hub, which cannot be reached."""
-    return not Path(name).exists() and hub.unreachable() is not None
+    return not Path(name).exists() and unreachable() is not None
 
 
 def load_model(
@@ -355,7 +356,7 @@ def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
 def _from_pretrained(kind: Any, path: str, setting: str, **options: Any) -> Any:
     origin = locate(path, setting=setting)
     gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
-    no_network = None if Path(origin.name).exists() else hub.unreachable()
+    no_network = None if Path(origin.name).exists() else unreachable()
     try:
         return kind.from_pretrained(origin.name, local_files_only=no_network is not None, **gguf, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -1,35 +1,8 @@
-"""The Hugging Face hub: whether it can be reached, and what to say where a model cannot be loaded.
+"""What to say of a model that cannot be loaded: without a network, with code of its own, in a pickle."""
 
-huggingface_hub asks for every file six times, with pauses: 47 s where there is no network. So it is asked once, here,
-whether there is one; without one transformers looks in its local cache only.
-"""
-
-import time
-from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_session
-
-TIMEOUT_S = 10  # for a connection, as huggingface_hub's own
-ATTEMPTS, PAUSE_S = 2, 1
-
-
-@cache
-def unreachable() -> str | None:
-    """Why the hub cannot be reached; None where it answers, whatever it says."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    reason = None
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(PAUSE_S)
-        try:
-            get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
-        except Exception as error:  # of httpx or of a proxy: in each case nothing can be had from there
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        else:
-            return None
-    return reason
+from huggingface_hub import constants
 
 
 def no_network(path: str, reason: str) -> str:

@@ -13,7 +13,9 @@ from isopref.config.load import load_config
 from isopref.data.sources import read_source
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
+from isopref.hub import ATTEMPTS
 from isopref.testing.tokenizers import tiny_tokenizer
+from support.offline_hub import hub, run_online
 
 ROWS = [{"prompt": f"why {n}?", "chosen": "yes", "rejected": "no"} for n in range(3)]
 STORED = datasets.Dataset.from_list(ROWS)
@@ -86,6 +88,35 @@ def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyP
         "Please pick one among the available configs: ['en', 'de']). Check the path, or what is asked for: "
         "data.train: {path: OWNER/NAME, name: CONFIG, split: SPLIT, revision: REVISION}."
     )
+
+
+LOAD = """
+from isopref.data.sources import read_source
+from isopref.errors import DataError
+try:
+    read_source("nobody/nothing:dev")
+except DataError as error:
+    print(error)
+"""
+
+
+def test_without_a_network_nothing_is_asked_for() -> None:
+    """The library would ask several times, with pauses of half a minute in all."""
+    with hub(answers=False) as (endpoint, asked):
+        message = run_online(LOAD, endpoint)
+    assert message.startswith(f"nobody/nothing:dev: there is no local path {Path('nobody/nothing:dev').absolute()}, ")
+    assert "'nobody/nothing' with split 'dev' is not in the local cache" in message
+    assert f"the hub ({endpoint}) cannot be reached (RemoteProtocolError: " in message
+    assert "datasets.load_dataset('nobody/nothing', split='dev').save_to_disk('FOLDER')" in message
+    assert [one for one in asked if "nothing" in one[1]] == []
+    assert asked.count(("HEAD", "/")) == ATTEMPTS
+
+
+def test_a_hub_that_answers_is_asked() -> None:
+    with hub(answers=True) as (endpoint, asked):
+        message = run_online(LOAD, endpoint)
+    assert "and the Hugging Face hub gave no data set 'nobody/nothing' with split 'dev' (" in message
+    assert [one for one in asked if "nobody/nothing" in one[1]]
 
 
 @pytest.mark.parametrize("field", ["name", "split", "revision"])

@@ -1,95 +1,45 @@
 """Models that cannot be loaded as they are: without a network, with code of their own, in a pickle."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from isopref.errors import ModelError
-from isopref.models import hf, hub
+from isopref.hub import ATTEMPTS
+from isopref.models import hf
+from isopref.models.hub import has_only_pickle
 from isopref.testing.models import tiny_folder
+from support.offline_hub import hub, run_online
 
 LOAD = """
-import sys
 from isopref.errors import ModelError
 from isopref.models import hf
 try:
-    hf.load_tokenizer(sys.argv[1])
+    hf.load_tokenizer("nobody/nothing")
 except ModelError as error:
     print(error)
 """
-Asked = list[tuple[str, str]]
 
 
-@pytest.fixture
-def serve() -> Iterator[Callable[[bool], tuple[str, Asked]]]:
-    """Starts a hub that has nothing, or one behind a network that drops every connection; returns what it is asked."""
-    servers = []
-
-    def start(answers: bool) -> tuple[str, Asked]:
-        asked: Asked = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append((self.command, self.path))
-                if answers:
-                    self.send_error(404)
-                else:
-                    self.close_connection = True  # without a word
-
-            do_HEAD = do_GET  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}", asked
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def load(endpoint: str) -> str:
-    """What is said of a name on the hub in a process that may use the network."""
-    left_out = {"HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"}
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, "nobody/nothing"],
-        env={**env, "HF_ENDPOINT": endpoint},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_without_a_network_no_file_is_asked_for(serve: Callable[[bool], tuple[str, Asked]]) -> None:
+def test_without_a_network_no_file_is_asked_for() -> None:
     """Each would be asked for six times, with pauses."""
-    endpoint, asked = serve(False)
-    message = load(endpoint)
+    with hub(answers=False) as (endpoint, asked):
+        message = run_online(LOAD, endpoint)
     assert message.startswith(f"model.path: there is no folder {Path('nobody/nothing').absolute()}, nobody/nothing is")
     assert f"the hub ({endpoint}) cannot be reached (RemoteProtocolError: " in message
     assert message.endswith("with a network: hf download nobody/nothing --local-dir FOLDER.\n")
     assert [one for one in asked if "nothing" in one[1]] == []
-    assert asked.count(("HEAD", "/")) == hub.ATTEMPTS
+    assert asked.count(("HEAD", "/")) == ATTEMPTS
 
 
-def test_a_hub_that_answers_is_asked(serve: Callable[[bool], tuple[str, Asked]]) -> None:
-    endpoint, asked = serve(True)
-    message = load(endpoint)
+def test_a_hub_that_answers_is_asked() -> None:
+    with hub(answers=True) as (endpoint, asked):
+        message = run_online(LOAD, endpoint)
     assert "and the hub gave nothing: cannot load nobody/nothing (" in message
     assert ("HEAD", "/nobody/nothing/resolve/main/config.json") in asked
 
@@ -126,5 +76,5 @@ def test_weights_in_a_pickle_are_converted_by_the_command_given(tmp_path: Path) 
 
 def test_only_a_pickle_on_the_hub() -> None:
     error = OSError("a/b does not appear to have a file named model.safetensors or model.safetensors.index.json and")
-    assert hub.has_only_pickle("a/b", error)
-    assert not hub.has_only_pickle("a/b", OSError("a/b is not a local folder"))
+    assert has_only_pickle("a/b", error)
+    assert not has_only_pickle("a/b", OSError("a/b is not a local folder"))
