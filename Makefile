@@ -56,10 +56,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Tests in tests/distributed start ranks of their own, which want the cores for themselves.
+# Tests on CPU ranks run apart, with fewer workers: each worker starts two and four ranks of its own.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --ignore tests/distributed
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not ranks"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m ranks
 
 # The lowest versions that pyproject.toml allows of all it names, but for torch, which is that of constraints.txt: other
 # versions bring gigabytes of CUDA packages. Runs a few tests of all parts that use one of those packages.
@@ -90,7 +90,7 @@ audit: $(READY)
 
 # The table of docs/exactness.md, measured anew.
 exactness: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.matrix docs/exactness.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.exactness_page docs/exactness.md
 
 # The page of architectures, tried again: after another version of transformers, or a change to isopref/models.
 models: $(READY)

@@ -1,8 +1,12 @@
-"""Shared by all tests: one thread, no network, CPU ranks that are started once."""
+"""Shared by all tests: one thread, no network, CPU ranks that are started once, oracle results computed once."""
 
 import os
+import tempfile
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+if "ISOPREF_EXPECTED" not in os.environ:  # ranks and pytest-xdist's workers inherit it
+    _expected = tempfile.TemporaryDirectory(prefix="isopref-expected-")
+    os.environ["ISOPREF_EXPECTED"] = _expected.name
 
 from collections.abc import Iterator
 
@@ -30,8 +34,10 @@ def four_ranks() -> Iterator[Ranks]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests skip without a GPU; what soaks runs only where it is asked for: `-m soak`."""
+    """Mark tests that start ranks. GPU tests skip without a GPU, and soak tests unless `-m soak` asks for them."""
     for item in items:
+        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
         if item.get_closest_marker("soak") and "soak" not in config.getoption("markexpr"):
             item.add_marker(pytest.mark.skip(reason="make soak"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.testing.exactness import Cell
+from isopref.testing.cells import Cell
 from isopref.testing.ranks import Ranks
 from support.counting import SCATTERS, HostReads, count_step, dry_run_traces
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from isopref.testing.exactness import Cell, measure
+from isopref.testing.cells import Cell
+from isopref.testing.exactness import measure
 from isopref.testing.ranks import RankDiedError, RankError, Ranks
 from support import mistakes
 

@@ -3,7 +3,7 @@
 import pytest
 
 from isopref.testing import oracle
-from isopref.testing.exactness import Cell
+from isopref.testing.cells import Cell
 from isopref.testing.ranks import Ranks
 from support.moving import by_oracle, trained
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from isopref.testing import matrix
-from isopref.testing.exactness import Cell, measure
+from isopref.testing.cells import Cell
+from isopref.testing.exactness import measure
 from isopref.testing.ranks import Ranks
 from support.counting import shards_and_wholes
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from isopref.testing import matrix
+from isopref.testing.cells import Cell
 from isopref.testing.equations import LIST_CASES, REWARD_CASES
-from isopref.testing.exactness import Cell, measure
+from isopref.testing.exactness import measure
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import mutations, trajectory

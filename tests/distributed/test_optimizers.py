@@ -3,7 +3,7 @@
 import pytest
 
 from isopref.engine.optim import Kind
-from isopref.testing.exactness import Cell
+from isopref.testing.cells import Cell
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import trajectory

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isopref.testing.exactness import Cell
+from isopref.testing.cells import Cell
 from isopref.testing.ranks import Ranks
 from support.counting import padded_gradient_error
 

@@ -16,7 +16,8 @@ from isopref.engine.optim import Kind
 from isopref.models.policy import Policy
 from isopref.score import score_table
 from isopref.testing import matrix
-from isopref.testing.exactness import Cell, measure
+from isopref.testing.cells import Cell
+from isopref.testing.exactness import measure
 from isopref.testing.models import random_pairs, tiny_model
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks

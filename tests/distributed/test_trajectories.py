@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.testing.exactness import Cell
+from isopref.testing.cells import Cell
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import trajectory

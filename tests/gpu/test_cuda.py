@@ -19,7 +19,7 @@ from isopref.ops.logprob import (
     token_logprobs_eager,
 )
 from isopref.testing import oracle
-from isopref.testing.exactness import KINDS
+from isopref.testing.cells import KINDS
 from isopref.testing.models import examples, random_pairs, tiny_model
 from support.cuda import Command
 

@@ -21,8 +21,9 @@ from isopref.models.parallel import checkpoint_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing import oracle
-from isopref.testing.exactness import Cell, batch, build_module
-from isopref.testing.exactness import expected as exact
+from isopref.testing.cells import Cell, batch
+from isopref.testing.exactness import build_module
+from isopref.testing.expected import expected as exact
 from isopref.testing.models import ARCHITECTURES, examples, random_pairs, tiny_model
 
 KINDS: tuple[RowKind, ...] = ("shared", "packed", "padded", "padded_separate")

@@ -23,17 +23,9 @@ from isopref.models.policy import Policy, full
 from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
 from isopref.testing import oracle
-from isopref.testing.exactness import (
-    Cell,
-    StubTrainer,
-    batch,
-    build_module,
-    expected,
-    full_gradient,
-    padded_batch,
-    pair_objective,
-    plan,
-)
+from isopref.testing.cells import Cell, batch
+from isopref.testing.exactness import StubTrainer, build_module, full_gradient, padded_batch, plan
+from isopref.testing.expected import expected, pair_objective
 from isopref.testing.models import tiny_model
 
 # Some have another name in another version of torch.

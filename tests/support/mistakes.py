@@ -19,7 +19,9 @@ from isopref.models.finite import check_finite
 from isopref.models.parallel import Parallel, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
-from isopref.testing.exactness import Cell, batch, padded_batch, pair_objective
+from isopref.testing.cells import Cell, batch
+from isopref.testing.exactness import padded_batch
+from isopref.testing.expected import pair_objective
 from isopref.testing.models import tiny_model
 from support.counting import padded_gradient_error
 

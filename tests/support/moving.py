@@ -13,8 +13,10 @@ from isopref.models.conversion import from_hf
 from isopref.models.parallel import data_group, parallelize
 from isopref.models.policy import Policy, full
 from isopref.testing import oracle
+from isopref.testing.cells import Cell, batch
 from isopref.testing.equations import batch_loss
-from isopref.testing.exactness import Cell, StubTrainer, batch, hf_names, pair_objective, plan
+from isopref.testing.exactness import StubTrainer, hf_names, plan
+from isopref.testing.expected import pair_objective
 from isopref.testing.models import tiny_model
 
 STEPS, LR = 5, 0.05

@@ -15,7 +15,9 @@ from isopref.models.parallel import data_group
 from isopref.models.policy import full
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.exactness import Cell, build_module, hf_names, pair_objective
+from isopref.testing.cells import Cell
+from isopref.testing.exactness import build_module, hf_names
+from isopref.testing.expected import pair_objective
 from isopref.testing.models import random_pairs, tiny_model
 
 NUM_PAIRS, BATCH_SIZE, EPOCHS = 23, 5, 4  # five steps an epoch, the last one short: 20 steps

@@ -1,12 +1,10 @@
 """The promise, measured: gradient, loss and metrics of one global batch under many layouts, against the oracle.
 
-A `Cell` is one layout of one batch. `measure` runs it through DPOTrainModule as training does and returns how far it is
-from the oracle. matrix.py says which cells there are.
+`measure` runs a cell (see cells.py) through DPOTrainModule as training does and returns how far it is from the oracle.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,91 +12,24 @@ import torch.distributed as dist
 from olmo_core.nn.conversion.state_mapping import TemplatePlaceholder
 from olmo_core.nn.hf.convert import get_converter_to_hf
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from isopref.batch.packing import Budget, Group, RowKind, plan_step, tokens_alone
+from isopref.batch.packing import Budget, Group, plan_step, tokens_alone
 from isopref.batch.step import build_mismatched, build_step
 from isopref.data.mismatched import Mismatched
 from isopref.data.table import ExampleTable
 from isopref.engine.padded import DataCollatorForSeq2SeqDPO
 from isopref.engine.train_module import DPOTrainModule
-from isopref.examples import Example, Lengths, PairTokens
-from isopref.models.adapter import Kind, quantize_nf4
+from isopref.examples import Lengths
 from isopref.models.conversion import from_hf
-from isopref.models.head import head_of
-from isopref.models.parallel import GradSync, Parallel, checkpoint_layers, data_group, parallelize, unwrap
+from isopref.models.parallel import checkpoint_layers, data_group, parallelize, unwrap
 from isopref.models.policy import Policy, full
 from isopref.models.reward import RewardModel
-from isopref.normalize import Weighting
-from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
-from isopref.testing import labels, oracle
-from isopref.testing.equations import (
-    ALL_CASES,
-    LABEL_CASES,
-    LIST_CASES,
-    REWARD_CASES,
-    Answer,
-    answers,
-    batch_loss,
-    lists_loss,
-    reward,
-)
-from isopref.testing.models import (
-    labelled_trees,
-    random_pairs,
-    tiny_model,
-    tiny_reward_model,
-    tree_examples,
-    with_adapter,
-    with_context,
-)
-from isopref.types import PairLogps
-
-REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
-
-Cut = Literal["pair", "tokens", "whole"]
-Split = Literal["plan", "uneven", "idle"]
-Context = Literal["none", "turns", "weights"]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One layout of a global batch: of `num_pairs` pairs, or of examples with other numbers of answers."""
-
-    architecture: str = "gpt2"
-    native: bool = False  # computed by OLMo-core's modules
-    dtype: str = "float64"
-    rows: RowKind = "shared"
-    cut: Cut = "tokens"
-    ranks: int = 1
-    tensor_parallel: int = 1
-    parallel: Parallel = "single"
-    weighting: Weighting = "token"
-    grad_sync: GradSync = "last"
-    checkpointing: bool = False
-    own_weights: bool = False
-    reverse: bool = False  # the batch's pairs in the opposite order
-    split: Split = "plan"
-    num_pairs: int = 8
-    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
-    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
-    context: Context = "none"  # turns of answers that are not trained; or turns with any weights
-    objective: str = "sigmoid"  # of equations.ALL_CASES
-    nll_weight: float = 0.0
-    ld_alpha: float = 1.0
-    wpo: bool = False
-    adapter: Kind | None = None
-    balance_weight: float = 0.0
-    quantize: bool = False  # the base in four bits
-    offload: bool = False
-    collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
-
-    def __str__(self) -> str:
-        default = Cell()
-        told = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        told.pop("ranks", None)
-        return f"{self.ranks} rank(s) " + " ".join(f"{name}={value}" for name, value in told.items())
+from isopref.testing import oracle
+from isopref.testing.cells import Cell, Context, examples_of
+from isopref.testing.equations import REWARD_CASES
+from isopref.testing.expected import adapt, expected, pair_objective
+from isopref.testing.models import tiny_model, tiny_reward_model
 
 
 @dataclass(frozen=True)
@@ -126,202 +57,6 @@ class StubTrainer:
 
     def record_metric(self, name: str, value: Any, **_options: Any) -> None:
         self.metrics[name] = float(value)
-
-
-@cache
-def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
-    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
-    pairs = random_pairs(num_pairs, seed=3, longest=36)
-    return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
-
-
-@cache
-def tree_batch() -> tuple[list[Example], list[float]]:
-    """Examples with any number of answers, and weights of their own."""
-    examples = _with_gaps(tree_examples(seed=5))
-    return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
-
-
-def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
-    """The batch of a cell."""
-    if cell.trees:
-        examples, own = tree_batch()
-        examples = labelled_trees(examples) if cell.objective in LABEL_CASES else examples
-    else:
-        pairs, own = batch(cell.num_pairs)
-        examples = [pair.example for pair in pairs]
-        examples = examples if cell.objective in LABEL_CASES else _with_gaps(examples)
-    if cell.context != "none":
-        examples = with_context(examples, seed=6, fractions=cell.context == "weights")
-    return examples, own
-
-
-def _with_gaps(examples: list[Example]) -> list[Example]:
-    """The same with gaps between the scores of compared answers, some below and some above 1."""
-    rng = np.random.default_rng(6)
-    return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]
-
-
-def expected(cell: Cell) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
-    return _expected(
-        *(cell.architecture, cell.dtype, cell.weighting, cell.own_weights, cell.num_pairs, cell.trees),
-        *(cell.at_start, cell.context),
-        *(cell.objective, cell.nll_weight, cell.ld_alpha, cell.wpo, cell.balance_weight, cell.adapter, cell.quantize),
-    )
-
-
-@cache
-def _expected(
-    architecture: str,
-    dtype: str,
-    weighting: Weighting,
-    own_weights: bool,
-    num_pairs: int,
-    trees: bool,
-    at_start: bool,
-    context: Context,
-    objective: str,
-    nll_weight: float,
-    ld_alpha: float,
-    wpo: bool,
-    balance_weight: float,
-    adapter: Kind | None,
-    quantize: bool,
-) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    examples, own = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context, objective=objective))
-    if objective in LABEL_CASES:
-        return labels.expected(
-            *_models(architecture, dtype, adapter, quantize, reference_seed=REFERENCE_OF_LABELS),
-            examples,
-            own if own_weights else [1.0] * len(own),
-            case=objective,
-            weighting=weighting,
-            nll_weight=nll_weight,
-            balance_weight=balance_weight,
-        )
-    is_reward = objective in REWARD_CASES
-    model, whole, policy, ref, reference = _scored(
-        *(architecture, dtype, num_pairs, trees, at_start, context, ld_alpha, adapter, quantize, is_reward)
-    )
-    pairs = oracle.comparisons(examples)
-    told = [own[n] if own_weights else 1.0 for n, one in enumerate(examples) for _ in one.comparisons]
-    count = [len(one.comparisons) for one in examples for _ in one.comparisons]
-    shared = [weight / number if weighting == "example" else weight for weight, number in zip(told, count, strict=True)]
-    gaps = [gap for one in examples for gap in one.gaps]
-    nll = oracle.token_nll(whole, told)
-    factors = oracle.wpo_weights(model, pairs) if wpo else None
-    if objective in LIST_CASES:
-        weights = oracle.list_weights(examples, weighting, own if own_weights else [1.0] * len(own))
-        loss = lists_loss(objective, _ranked(model, examples, reference, is_reward), weights)
-    else:
-        sizes = oracle.weights(pairs, weighting, shared, gaps)
-        loss = batch_loss(objective, policy, ref, sizes, factors)
-    loss = loss + nll_weight * nll
-    metrics = _metrics(policy, ref, objective)
-    if not is_reward:
-        metrics["train/nll"] = float(nll.detach())
-    if at_start:  # every comparison is a tie that rounding decides
-        del metrics["train/accuracy"]
-    if balance_weight:
-        balance = oracle.balance(model, examples)
-        loss = loss + balance_weight * balance
-        metrics["train/balance"] = float(balance.detach())
-    return (
-        float(loss.detach()),
-        oracle.gradient(model, loss, again=True),
-        metrics,
-        reference,
-    )
-
-
-def _ranked(
-    model: nn.Module, examples: list[Example], reference: TableLogps, is_reward: bool
-) -> list[list[tuple[Answer, float]]]:
-    """The answers of each example with their scores, as the equations take them."""
-    of = oracle.sequence_reward if is_reward else oracle.sequence_logp
-    ref = iter(torch.from_numpy(reference.answers))
-    return [
-        [
-            (Answer(of(model, one.prompt, answer, weights).double(), next(ref), oracle.num_trained(weights)), score)
-            for answer, weights, score in zip(one.answers, oracle.token_weights(one), one.scores, strict=True)
-        ]
-        for one in examples
-    ]
-
-
-@cache
-def _scored(
-    architecture: str,
-    dtype: str,
-    num_pairs: int,
-    trees: bool,
-    at_start: bool,
-    context: Context,
-    ld_alpha: float,
-    adapter: Kind | None,
-    quantize: bool,
-    is_reward: bool,
-) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
-    """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
-
-    And what a table of the reference has: answers, and their heads.
-    """
-    examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
-    pairs = oracle.comparisons(examples)
-    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
-    if is_reward:
-        judge = _adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
-        policy = replace(oracle.pair_rewards(judge, pairs), gap=gap)
-        nothing = torch.zeros_like(policy.chosen.detach())
-        none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
-        return judge, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
-    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=0 if at_start else 1)
-    with torch.no_grad():
-        ref = oracle.pair_logps(other, pairs, ld_alpha)
-        answers = [
-            oracle.sequence_logp(other, one.prompt, answer, weights)
-            for one in examples
-            for answer, weights in zip(one.answers, oracle.token_weights(one), strict=True)
-        ]
-        heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
-    reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
-    whole = replace(oracle.pair_logps(model, pairs), gap=gap)
-    policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
-    return model, whole, policy, ref, reference
-
-
-def _models(
-    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
-) -> tuple[nn.Module, nn.Module]:
-    """The policy and the reference."""
-    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
-    return _adapt(model, adapter, quantize), other
-
-
-def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
-    """The objective of a cell."""
-    name, params = ALL_CASES[case]
-    return pair_loss(name, **settings, **params)
-
-
-def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
-    """Means over pairs, by their definitions."""
-    loss, params = ALL_CASES[objective]
-    name = loss if isinstance(loss, str) else next(iter(loss))  # rewards are those of the first
-    rewards = [(reward(name, c, params), reward(name, r, params)) for c, r in answers(policy, ref)]
-    chosen, rejected = (torch.stack(side) for side in zip(*rewards, strict=True))
-    values = {
-        "logps_chosen": policy.chosen,
-        "logps_rejected": policy.rejected,
-        "rewards_chosen": chosen,
-        "rewards_rejected": rejected,
-        "margin": (chosen - rejected) / params.get("beta", 1.0),
-        "accuracy": (chosen > rejected).double(),
-    }
-    if objective in REWARD_CASES:
-        del values["logps_chosen"], values["logps_rejected"]
-    return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 
 
 def measure(cell: Cell) -> Found:
@@ -390,7 +125,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     """A train module on the cell's model, spread as the cell says."""
     is_reward = cell.objective in REWARD_CASES
     tiny = tiny_reward_model if is_reward else tiny_model
-    hf_model = _adapt(tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize)
+    hf_model = adapt(tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize)
     policy = RewardModel(hf_model) if is_reward else Policy(from_hf(hf_model) if cell.native else hf_model)
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
@@ -423,12 +158,6 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     trainer = StubTrainer()
     module._attach_trainer(trainer)  # type: ignore[arg-type]
     return module, trainer
-
-
-def _adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
-    if quantize:
-        quantize_nf4(model, torch.device("cpu"), head=head_of(model))
-    return model if adapter is None else with_adapter(model, adapter)
 
 
 def plan(cell: Cell, lengths: Lengths) -> list[list[Group]]:
@@ -470,6 +199,3 @@ def hf_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     layers = {TemplatePlaceholder.LAYER: native.config.num_hidden_layers}
     converted: dict[str, Tensor] = get_converter_to_hf(native.config.model_type).convert(named, layers)
     return converted
-
-
-KINDS: tuple[RowKind, ...] = get_args(RowKind)

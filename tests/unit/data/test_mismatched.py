@@ -9,7 +9,7 @@ from isopref.data.table import ExampleTable
 from isopref.errors import DataError
 from isopref.examples import Example
 from isopref.testing import labels
-from isopref.testing.exactness import tree_batch
+from isopref.testing.cells import tree_batch
 
 
 def ids(*firsts: int) -> np.ndarray:

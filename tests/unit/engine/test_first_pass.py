@@ -21,8 +21,10 @@ from isopref.errors import ConfigError
 from isopref.objectives.coupled import Whole
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.testing import matrix
+from isopref.testing.cells import Cell, batch
 from isopref.testing.equations import BATCH_CASES, batch_loss
-from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, measure
+from isopref.testing.exactness import build_module, full_gradient, measure
+from isopref.testing.expected import expected
 from isopref.types import PairLogps, moved
 
 EVERY = pytest.mark.parametrize("case", BATCH_CASES)

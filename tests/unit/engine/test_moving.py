@@ -10,7 +10,8 @@ from isopref.errors import ConfigError
 from isopref.models.policy import Policy
 from isopref.objectives.loss import pair_loss
 from isopref.testing import oracle
-from isopref.testing.exactness import Cell, pair_objective
+from isopref.testing.cells import Cell
+from isopref.testing.expected import pair_objective
 from isopref.testing.models import tiny_model
 from support.moving import STEPS, by_oracle, trained
 

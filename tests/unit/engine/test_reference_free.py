@@ -8,8 +8,9 @@ from isopref.errors import ConfigError
 from isopref.models.policy import Policy
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.testing import oracle
+from isopref.testing.cells import batch
 from isopref.testing.equations import CASES, by_equation
-from isopref.testing.exactness import StubTrainer, batch, full_gradient, padded_batch
+from isopref.testing.exactness import StubTrainer, full_gradient, padded_batch
 from isopref.testing.models import tiny_model
 from isopref.types import PairLogps
 

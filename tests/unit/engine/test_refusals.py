@@ -17,7 +17,8 @@ from isopref.errors import ConfigError, RunError
 from isopref.models.policy import Policy
 from isopref.objectives.loss import pair_loss
 from isopref.score import TableLogps
-from isopref.testing.exactness import Cell, build_module, padded_batch
+from isopref.testing.cells import Cell
+from isopref.testing.exactness import build_module, padded_batch
 from isopref.testing.models import examples, random_pairs, tiny_model
 
 

@@ -20,7 +20,8 @@ from isopref.models.policy import Policy
 from isopref.normalize import balance_coefficients
 from isopref.objectives.loss import pair_loss
 from isopref.testing import matrix
-from isopref.testing.exactness import KINDS, Cell, StubTrainer, batch, measure
+from isopref.testing.cells import KINDS, Cell, batch
+from isopref.testing.exactness import StubTrainer, measure
 from isopref.testing.models import ARCHITECTURES, examples, tiny_model
 
 

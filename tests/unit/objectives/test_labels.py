@@ -15,8 +15,10 @@ from isopref.errors import ConfigError, DataError
 from isopref.examples import Example
 from isopref.objectives.labels import midpoint
 from isopref.objectives.loss import pair_loss
+from isopref.testing.cells import Cell, batch, tree_batch
 from isopref.testing.equations import LABEL_CASES, Answer
-from isopref.testing.exactness import Cell, batch, build_module, expected, full_gradient, tree_batch
+from isopref.testing.exactness import build_module, full_gradient
+from isopref.testing.expected import expected
 from isopref.testing.labels import LABEL_EQUATIONS
 from isopref.testing.models import labelled_trees
 from isopref.types import Anchors, LabelLogps

@@ -1,0 +1,96 @@
+"""One global batch and its layouts: a `Cell` says how the batch is laid out, `examples_of` what is in it.
+
+matrix.py lists the cells that are measured, expected.py has the oracle's values for them, exactness.py measures.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from isopref.batch.packing import RowKind
+from isopref.examples import Example, PairTokens
+from isopref.models.adapter import Kind
+from isopref.models.parallel import GradSync, Parallel
+from isopref.normalize import Weighting
+from isopref.testing.equations import LABEL_CASES
+from isopref.testing.models import labelled_trees, random_pairs, tree_examples, with_context
+
+Cut = Literal["pair", "tokens", "whole"]
+Split = Literal["plan", "uneven", "idle"]
+Context = Literal["none", "turns", "weights"]
+KINDS: tuple[RowKind, ...] = get_args(RowKind)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of a global batch: of `num_pairs` pairs, or of examples with other numbers of answers."""
+
+    architecture: str = "gpt2"
+    native: bool = False  # computed by OLMo-core's modules
+    dtype: str = "float64"
+    rows: RowKind = "shared"
+    cut: Cut = "tokens"
+    ranks: int = 1
+    tensor_parallel: int = 1
+    parallel: Parallel = "single"
+    weighting: Weighting = "token"
+    grad_sync: GradSync = "last"
+    checkpointing: bool = False
+    own_weights: bool = False
+    reverse: bool = False  # the batch's pairs in the opposite order
+    split: Split = "plan"
+    num_pairs: int = 8
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
+    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
+    context: Context = "none"  # turns of answers that are not trained; or turns with any weights
+    objective: str = "sigmoid"  # of equations.ALL_CASES
+    nll_weight: float = 0.0
+    ld_alpha: float = 1.0
+    wpo: bool = False
+    adapter: Kind | None = None
+    balance_weight: float = 0.0
+    quantize: bool = False  # the base in four bits
+    offload: bool = False
+    collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
+
+    def __str__(self) -> str:
+        default = Cell()
+        told = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        told.pop("ranks", None)
+        return f"{self.ranks} rank(s) " + " ".join(f"{name}={value}" for name, value in told.items())
+
+
+@cache
+def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
+    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
+    pairs = random_pairs(num_pairs, seed=3, longest=36)
+    return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
+
+
+@cache
+def tree_batch() -> tuple[list[Example], list[float]]:
+    """Examples with any number of answers, and weights of their own."""
+    examples = _with_gaps(tree_examples(seed=5))
+    return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
+
+
+def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
+    """The batch of a cell."""
+    if cell.trees:
+        examples, own = tree_batch()
+        examples = labelled_trees(examples) if cell.objective in LABEL_CASES else examples
+    else:
+        pairs, own = batch(cell.num_pairs)
+        examples = [pair.example for pair in pairs]
+        examples = examples if cell.objective in LABEL_CASES else _with_gaps(examples)
+    if cell.context != "none":
+        examples = with_context(examples, seed=6, fractions=cell.context == "weights")
+    return examples, own
+
+
+def _with_gaps(examples: list[Example]) -> list[Example]:
+    """The same with gaps between the scores of compared answers, some below and some above 1."""
+    rng = np.random.default_rng(6)
+    return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]

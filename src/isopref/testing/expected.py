@@ -1,0 +1,214 @@
+"""What the oracle expects of a cell: loss, gradient, metrics, and the log-probabilities of the reference.
+
+A layout changes none of it, so cells that differ in their layout alone share one result. Set ISOPREF_EXPECTED to a
+folder to share results between processes too: several ranks then compute each once.
+"""
+
+import hashlib
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from isopref.examples import Example
+from isopref.models.adapter import Kind, quantize_nf4
+from isopref.models.head import head_of
+from isopref.objectives.loss import Loss, pair_loss
+from isopref.score import TableLogps
+from isopref.testing import labels, oracle
+from isopref.testing.cells import Cell, Context, examples_of
+from isopref.testing.equations import (
+    ALL_CASES,
+    LABEL_CASES,
+    LIST_CASES,
+    REWARD_CASES,
+    Answer,
+    answers,
+    batch_loss,
+    lists_loss,
+    reward,
+)
+from isopref.testing.models import tiny_model, tiny_reward_model, with_adapter
+from isopref.types import PairLogps
+
+FOLDER = "ISOPREF_EXPECTED"
+REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
+LAYOUT = (
+    *("native", "rows", "cut", "ranks", "tensor_parallel", "parallel", "grad_sync", "checkpointing"),
+    *("reverse", "split", "offload", "collated"),
+)
+
+Expected = tuple[float, dict[str, Tensor], dict[str, float], TableLogps]
+
+
+def expected(cell: Cell) -> Expected:
+    """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
+    default = Cell()
+    return _remembered(replace(cell, **{name: getattr(default, name) for name in LAYOUT}))
+
+
+@cache
+def _remembered(cell: Cell) -> Expected:
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return _computed(cell)
+    path = Path(folder) / f"{hashlib.blake2b(repr(cell).encode(), digest_size=16).hexdigest()}.pt"
+    if path.exists():
+        kept: Expected = torch.load(path, weights_only=False)
+        return kept
+    found = _computed(cell)
+    part = path.with_suffix(f".{os.getpid()}")
+    torch.save(found, part)
+    part.replace(path)  # a reader finds all of it or nothing
+    return found
+
+
+def _computed(cell: Cell) -> Expected:
+    examples, own = examples_of(cell)
+    own = own if cell.own_weights else [1.0] * len(own)
+    if cell.objective in LABEL_CASES:
+        return labels.expected(
+            *_models(cell.architecture, cell.dtype, cell.adapter, cell.quantize, reference_seed=REFERENCE_OF_LABELS),
+            examples,
+            own,
+            case=cell.objective,
+            weighting=cell.weighting,
+            nll_weight=cell.nll_weight,
+            balance_weight=cell.balance_weight,
+        )
+    is_reward = cell.objective in REWARD_CASES
+    model, whole, policy, ref, reference = _scored(
+        *(cell.architecture, cell.dtype, cell.num_pairs, cell.trees, cell.at_start, cell.context),
+        *(cell.ld_alpha, cell.adapter, cell.quantize, is_reward),
+    )
+    pairs = oracle.comparisons(examples)
+    told = [own[n] for n, one in enumerate(examples) for _ in one.comparisons]
+    count = [len(one.comparisons) for one in examples for _ in one.comparisons]
+    shared = [
+        weight / number if cell.weighting == "example" else weight for weight, number in zip(told, count, strict=True)
+    ]
+    gaps = [gap for one in examples for gap in one.gaps]
+    nll = oracle.token_nll(whole, told)
+    factors = oracle.wpo_weights(model, pairs) if cell.wpo else None
+    if cell.objective in LIST_CASES:
+        weights = oracle.list_weights(examples, cell.weighting, own)
+        loss = lists_loss(cell.objective, _ranked(model, examples, reference, is_reward), weights)
+    else:
+        sizes = oracle.weights(pairs, cell.weighting, shared, gaps)
+        loss = batch_loss(cell.objective, policy, ref, sizes, factors)
+    loss = loss + cell.nll_weight * nll
+    metrics = _metrics(policy, ref, cell.objective)
+    if not is_reward:
+        metrics["train/nll"] = float(nll.detach())
+    if cell.at_start:  # every comparison is a tie that rounding decides
+        del metrics["train/accuracy"]
+    if cell.balance_weight:
+        balance = oracle.balance(model, examples)
+        loss = loss + cell.balance_weight * balance
+        metrics["train/balance"] = float(balance.detach())
+    return (
+        float(loss.detach()),
+        oracle.gradient(model, loss, again=True),
+        metrics,
+        reference,
+    )
+
+
+def _ranked(
+    model: nn.Module, examples: list[Example], reference: TableLogps, is_reward: bool
+) -> list[list[tuple[Answer, float]]]:
+    """The answers of each example with their scores, as the equations take them."""
+    of = oracle.sequence_reward if is_reward else oracle.sequence_logp
+    ref = iter(torch.from_numpy(reference.answers))
+    return [
+        [
+            (Answer(of(model, one.prompt, answer, weights).double(), next(ref), oracle.num_trained(weights)), score)
+            for answer, weights, score in zip(one.answers, oracle.token_weights(one), one.scores, strict=True)
+        ]
+        for one in examples
+    ]
+
+
+@cache
+def _scored(
+    architecture: str,
+    dtype: str,
+    num_pairs: int,
+    trees: bool,
+    at_start: bool,
+    context: Context,
+    ld_alpha: float,
+    adapter: Kind | None,
+    quantize: bool,
+    is_reward: bool,
+) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
+    """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
+
+    And what a table of the reference has: answers, and their heads.
+    """
+    examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
+    pairs = oracle.comparisons(examples)
+    gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
+    if is_reward:
+        judge = adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
+        policy = replace(oracle.pair_rewards(judge, pairs), gap=gap)
+        nothing = torch.zeros_like(policy.chosen.detach())
+        none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
+        return judge, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
+    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=0 if at_start else 1)
+    with torch.no_grad():
+        ref = oracle.pair_logps(other, pairs, ld_alpha)
+        answers = [
+            oracle.sequence_logp(other, one.prompt, answer, weights)
+            for one in examples
+            for answer, weights in zip(one.answers, oracle.token_weights(one), strict=True)
+        ]
+        heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
+    reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
+    whole = replace(oracle.pair_logps(model, pairs), gap=gap)
+    policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole
+    return model, whole, policy, ref, reference
+
+
+def _models(
+    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """The policy and the reference."""
+    model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
+    return adapt(model, adapter, quantize), other
+
+
+def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
+    """The objective of a cell."""
+    name, params = ALL_CASES[case]
+    return pair_loss(name, **settings, **params)
+
+
+def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, float]:
+    """Means over pairs, by their definitions."""
+    loss, params = ALL_CASES[objective]
+    name = loss if isinstance(loss, str) else next(iter(loss))  # rewards are those of the first
+    rewards = [(reward(name, c, params), reward(name, r, params)) for c, r in answers(policy, ref)]
+    chosen, rejected = (torch.stack(side) for side in zip(*rewards, strict=True))
+    values = {
+        "logps_chosen": policy.chosen,
+        "logps_rejected": policy.rejected,
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "margin": (chosen - rejected) / params.get("beta", 1.0),
+        "accuracy": (chosen > rejected).double(),
+    }
+    if objective in REWARD_CASES:
+        del values["logps_chosen"], values["logps_rejected"]
+    return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
+
+
+def adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
+    if quantize:
+        quantize_nf4(model, torch.device("cpu"), head=head_of(model))
+    return model if adapter is None else with_adapter(model, adapter)
