@@ -14,7 +14,7 @@ SMOKE  := tests/unit/cli/test_cli.py tests/unit/data/test_sources.py \
           tests/unit/models/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest trajectories trl soak audit lint format exactness models docs picture clean
+.PHONY: help install demo test lowest trajectories trl soak audit dist package lint format exactness models docs site picture clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
@@ -23,10 +23,13 @@ help:
 	@echo "make trajectories  compare whole runs of all objectives and layouts with recorded ones (some minutes)"
 	@echo "make trl      install TRL into .venv and compare losses with it; from then on make test does so too"
 	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
+	@echo "make dist     build the wheel and the source distribution, in dist/"
+	@echo "make package  install the wheel into empty environments, with the lowest and the newest versions, and train with it"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
 	@echo "make exactness  measure every layout against the oracle, write docs/exactness.md"
 	@echo "make models   try every causal-LM architecture of transformers, write docs/models.md (a few minutes)"
-	@echo "make docs     write docs/config.md and docs/objectives.md from the code"
+	@echo "make docs     write docs/config.md, docs/objectives.md and docs/api.md from the code"
+	@echo "make site     build the docs as a website in dist/site, with strict links (needs a network once)"
 	@echo "make picture  write docs/report.png from the demo's report (needs Chromium)"
 	@echo "make lint     lint, types and import contract only"
 	@echo "make format   rewrite the code in the project's style"
@@ -88,6 +91,18 @@ audit: $(READY)
 	$(VENV)/audit/bin/python -m pip --disable-pip-version-check install -q pip-audit
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
+# In a place of its own, as for the audit.
+dist: $(READY)
+	$(PYTHON) -m venv $(VENV)/dist
+	$(VENV)/dist/bin/python -m pip --disable-pip-version-check install -q build
+	rm -rf dist
+	$(VENV)/dist/bin/pyproject-build
+
+package: dist
+	rm -rf $(VENV)/package
+	$(PYTHON) .ci/package.py dist/*.whl $(VENV)/package/lowest lowest
+	$(PYTHON) .ci/package.py dist/*.whl $(VENV)/package/newest newest
+
 # The table of docs/exactness.md, measured anew.
 exactness: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.exactness_page docs/exactness.md
@@ -96,10 +111,18 @@ exactness: $(READY)
 models: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m isopref.testing.models_page docs/models.md
 
-# The pages that are made from code: docs/config.md from the schema, docs/objectives.md from the registry.
+# The pages that are made from code: docs/config.md from the schema, docs/objectives.md from the registry, docs/api.md from
+# the docstrings of public names.
 docs: $(READY)
 	$(BIN)/python -m isopref.config.starter > docs/config.md
 	$(BIN)/python -m isopref.config.objectives_page > docs/objectives.md
+	$(BIN)/python -m isopref.testing.api_page > docs/api.md
+
+# In a place of its own, as for the audit.
+site: $(READY)
+	$(PYTHON) -m venv $(VENV)/site
+	$(VENV)/site/bin/python -m pip --disable-pip-version-check install -q 'mkdocs-material>=9.5,<10'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/site/bin/python .ci/docs_site.py dist/site
 
 picture: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.browser runs/demo/report.html docs/report.png
