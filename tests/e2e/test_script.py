@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -165,3 +166,17 @@ def test_a_process_that_is_not_its_own_is_refused(inside: Project, monkeypatch: 
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_the_snippet_of_the_docs(inside: Project, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first Python of a page, executed as it is, beside a config of the name it uses."""
+    text = (Path(__file__).parents[2] / page).read_text()
+    (snippet, *_) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert "isopref.train(" in snippet
+    names: dict[str, Any] = {}
+    exec(compile(snippet, page, "exec"), names)
+    assert names["run"].status == "finished"
+    assert names["run"].config["optim"]["lr"] == 2e-6
+    if "print(" in snippet:
+        assert "finished {'value': " in capsys.readouterr().out
