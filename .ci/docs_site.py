@@ -28,6 +28,7 @@ NAV = """
       - Concepts: concepts.md
       - Objectives: objectives.md
       - Reward models: rewards.md
+      - Rounds: rounds.md
       - Exactness: exactness.md
       - Models: models.md
       - Benchmarks: benchmarks/RESULTS.md
@@ -82,7 +83,7 @@ def places() -> dict[Path, str]:
 def stage(pages: Path) -> list[str]:
     """Copy every file to its place below `pages`, links changed to fit. Returns links that lead to no file."""
     where, lost = places(), []
-    for source, place in where.items():
+    for source, place in list(where.items()):
         target = pages / place
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -91,8 +92,10 @@ def stage(pages: Path) -> list[str]:
             text, missing = _relinked(source, place, where)
             lost += missing
             target.write_text(text, encoding="utf-8")
-        else:
-            shutil.copyfile(source, target)
+    for source, place in where.items():  # with what pages link to beside each other
+        if source.is_file() and source.suffix != ".md":
+            (pages / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, pages / place)
     return lost
 
 
@@ -104,6 +107,8 @@ def _relinked(page: Path, place: str, where: dict[Path, str]) -> tuple[str, list
         if re.match(r"[a-z]+:", target):
             return link[0]
         file = Path(os.path.normpath(page.parent / target))
+        if file.is_file() and file.suffix != ".md":
+            where.setdefault(file, str(file.relative_to(ROOT)))
         if file not in where:
             lost.append(f"{page.relative_to(ROOT)}: {target}")
             return link[0]
