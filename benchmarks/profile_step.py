@@ -37,7 +37,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")
 
 
-class _Profile(Callback):
+class StepProfile(Callback):
     """Profiles one step of the trainer."""
 
     def __init__(self, at: int):
@@ -80,6 +80,19 @@ def bare_seconds(ready: Ready, first: int, last: int) -> float:
     return (time.perf_counter() - started) / (last - first)
 
 
+def kernels_of(profiled: Any) -> list[Any]:
+    """The GPU kernels of a profile, each with its total time."""
+    events = [one for one in profiled.key_averages() if one.self_device_time_total > 0]
+    return [one for one in events if "#" not in one.key and str(one.device_type).endswith("CUDA")]
+
+
+def seconds_by_kind(kernels: list[Any]) -> Counter[str]:
+    by_kind: Counter[str] = Counter()
+    for one in kernels:
+        by_kind[kind_of(one.key)] += one.self_device_time_total / 1e6
+    return by_kind
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", choices=CELLS, default="1b-chat")
@@ -91,17 +104,14 @@ def main() -> None:
     logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
-        clock, spy = Clock(replace(cell, steps=cell.steps - 1)), _Profile(cell.warmup + cell.steps)
+        clock, spy = Clock(replace(cell, steps=cell.steps - 1)), StepProfile(cell.warmup + cell.steps)
         ready.trainer.add_callback("clock", EngineClock(clock))
         ready.trainer.add_callback("profile", spy)
         ready.trainer.fit()
         whole = clock.result()["step_s"]  # of the steps before the profiled one
         bare = bare_seconds(ready, cell.warmup, cell.warmup + cell.steps - 1)
-        events = [one for one in spy.profile.key_averages() if one.self_device_time_total > 0]
-    kernels = [one for one in events if "#" not in one.key and str(one.device_type).endswith("CUDA")]
-    by_kind: Counter[str] = Counter()
-    for one in kernels:
-        by_kind[kind_of(one.key)] += one.self_device_time_total / 1e6
+    kernels = kernels_of(spy.profile)
+    by_kind = seconds_by_kind(kernels)
     busy = sum(by_kind.values())
     print(f"step {whole:.4f} s in the trainer, {bare:.4f} s bare: the engine adds {whole / bare - 1:.1%}")
     print(f"profiled step {spy.seconds:.4f} s, kernels {busy:.4f} s of it")

@@ -94,11 +94,16 @@ def ready_trainer(
     cell: Cell,
     *,
     mixed: bool = False,
+    float8: bool = False,
     layout: dict[str, Any] | None = None,
     make: Callable[..., PreTrainedModel] = workload.model,
 ) -> Iterator[Ready]:
-    """`mixed`: float32 master weights, bfloat16 compute. `layout`: other values of that section. `make`: the model."""
+    """`mixed`: float32 master weights, bfloat16 compute. `float8`: products of linear layers in that.
+
+    `layout`: other values of that section. `make`: the model.
+    """
     precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
+    precision |= {"compute_dtype": "float8"} if float8 else {}
     with tempfile.TemporaryDirectory() as folder:
         config = Config.model_validate(
             {
@@ -110,10 +115,10 @@ def ready_trainer(
                 "run": {"folder": folder, "save_every": 10**6, "export": False},
             }
         )
-        with environment(device="auto", seed=0, process_group=mixed) as env:
+        with environment(device="auto", seed=0, process_group=config.only_fsdp_for is not None) as env:
             run = Run(config, Path(folder), env, Display())
             frozen = cell.adapter is not None
-            dtype = getattr(torch, run.compute_dtype if frozen else config.model.dtype)
+            dtype = getattr(torch, config.model.pass_dtype if frozen else config.model.dtype)
             made = make(cell.shape, dtype=dtype, device=env.device)
             table = ExampleTable.from_tokens(cell.examples(made.config.vocab_size))
             policy = RewardModel(made) if cell.is_reward else Policy(made)

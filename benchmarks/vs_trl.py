@@ -40,6 +40,7 @@ SMOKE = Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_batch=2, dtype="float3
 CELLS = {
     "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_batch=8, warmup=2, steps=5),
     "1b-hh": Cell("1b", "hh", 256, microbatch_tokens=16384, trl_batch=16, warmup=1, steps=4),
+    "3b-hh": Cell("3b", "hh", 128, microbatch_tokens=16384, trl_batch=4, warmup=1, steps=4),
     "8b-chat": Cell("8b", "chat", 64, microbatch_tokens=12288, trl_batch=2, warmup=1, steps=3),
     "8b-lora": Cell(
         "8b", "chat", 64, microbatch_tokens=16384, trl_batch=2, warmup=1, steps=3, adapter={"rank": 16, "alpha": 32}

@@ -30,6 +30,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "3b": {  # for checks of `isopref plan`, which was not fitted to it
+        **_COMMON, "num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
     "8b": {
         **_COMMON, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
