@@ -37,7 +37,8 @@ from isopref.models.float8 import compute_in_float8
 from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
-from isopref.testing.exactness import StubTrainer, full_gradient, pair_objective
+from isopref.testing.exactness import StubTrainer, full_gradient
+from isopref.testing.expected import pair_objective
 
 LAYOUTS: tuple[tuple[RowKind, int], ...] = (("shared", 24576), ("shared", 4096), ("packed", 24576), ("padded", 24576))
 

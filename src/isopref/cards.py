@@ -18,6 +18,7 @@ class Card:
     bandwidth: float  # bytes a second, to and from its own memory
     memory: float  # bytes, about as many as torch reports
     link: float  # bytes a second to another card of the same machine, each way
+    flops_float8: float | None = None  # a second, dense, with a scale per row; None: before Hopper
 
     def rate(self, number_bytes: int) -> float:
         """Operations a second on numbers of two bytes (bfloat16) or four (float32)."""
@@ -26,10 +27,10 @@ class Card:
 
 # By what torch calls the device: the first name that is part of it counts.
 CARDS = {
-    "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9),
-    "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9),
-    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9),
-    "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9),
+    "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9, 4500e12),
+    "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12),
+    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9, 1513e12),
+    "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9, 1979e12),
     "A100": Card(312e12, 19.5e12, 2.0e12, 79.2 * GIB, 300e9),
     "L40S": Card(362e12, 91.6e12, 0.864e12, 44.4 * GIB, 32e9),
     "A10G": Card(70e12, 31.2e12, 0.6e12, 22.1 * GIB, 32e9),

@@ -2,7 +2,7 @@
 
 from isopref.build import reference
 from isopref.build.data import pair_tables, say_tables
-from isopref.build.model import check_parallel, say_attention
+from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.run import opened_run, quiet_libraries, with_longest
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config
@@ -14,7 +14,7 @@ def fill_cache(config: Config, *, name: str) -> None:
     """Score all pairs of a config with its reference, so that a later run finds them."""
     with opened_run(config, name) as run:
         quiet_libraries()
-        check_parallel(run)
+        check_hardware(run)
         say_attention(run)
         if not run.loss.needs_reference:
             raise ConfigError(

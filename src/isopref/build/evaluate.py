@@ -5,8 +5,9 @@ from pathlib import Path
 from isopref.build import reference
 from isopref.build.beginning import NamedTable
 from isopref.build.data import held_out_table
+from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut, say_figures
-from isopref.build.model import check_parallel, load_policy, say_attention, score_all, spread
+from isopref.build.model import load_policy, score_all, spread
 from isopref.build.run import check_score_budget, check_scores, opened_run, quiet_libraries, with_longest
 from isopref.config.schema import Config
 from isopref.errors import ConfigError
@@ -22,7 +23,7 @@ def evaluate_model(
     """Evaluate a model on a config's held-out pairs, against its reference or another one."""
     with opened_run(config, name) as run:
         quiet_libraries()
-        check_parallel(run)
+        check_hardware(run)
         say_attention(run)
         if json_file is not None and run.env.is_first:
             _check_writable(json_file)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isopref.build import resolve
+from isopref.build.hardware import compute_dtype, rounding_dtype, say_precision, use_float8
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
@@ -19,49 +20,13 @@ from isopref.errors import ConfigError
 from isopref.models import adapter, conversion, hf, reward
 from isopref.models.finite import check_finite
 from isopref.models.head import head_of
-from isopref.models.parallel import Parallel, check_shard, compile_layers, has_layers, parallelize, unwrap
+from isopref.models.parallel import Parallel, compile_layers, has_layers, parallelize, unwrap
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.models.reward import RewardModel
 from isopref.models.unused import indexers, is_inside
-from isopref.ops import flash
 from isopref.score import TableLogps, score_table
 from isopref.types import Needs
-
-
-def check_parallel(run: Run) -> None:
-    """Raise ConfigError if layout.parallel does not fit the number of processes."""
-    layout, ranks = run.config.layout, run.env.world_size
-    if layout.parallel == "single" and ranks > 1:
-        raise ConfigError(
-            f"layout.parallel: single, but {ranks} processes were started. Set layout.parallel: auto, or start one."
-        )
-    if layout.offload and run.env.device.type == "cpu":
-        raise ConfigError("layout.offload: true has no effect on the CPU, which already uses host memory. Remove it.")
-    if ranks % layout.tensor_parallel:
-        raise ConfigError(
-            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. "
-            "Change --nproc or layout.tensor_parallel."
-        )
-    if layout.hsdp_shard is not None:
-        check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
-
-
-def say_attention(run: Run) -> None:
-    """Tell the user about the attention kernels for their card."""
-    model, rows = run.config.model, run.config.layout.rows
-    half = "bfloat16" in (model.dtype, model.compute_dtype)
-    if not (half and rows in ("shared", "packed") and flash.knows(run.env.device)):
-        return
-    kernels, fault = flash.load()
-    if fault is not None:
-        run.display.say(
-            f"warning: the package flash-attn-4 is installed but cannot be imported ({fault}). Attention uses torch's "
-            "own kernel, which is slower. Reinstall it: pip install 'isopref[flash]'; or remove it: pip uninstall "
-            "flash-attn-4"
-        )
-    elif kernels is None:
-        run.display.say("note: a faster attention kernel is available for this card. Try: pip install 'isopref[flash]'")
 
 
 def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path") -> Policy:
@@ -170,7 +135,7 @@ def _load_adapted(run: Run, base: str, path: str | None, setting: str) -> PreTra
     """
     model = run.config.model
     check_base(base)
-    loaded = _load(run, base, getattr(torch, run.compute_dtype), "model.path" if base == model.path else setting)
+    loaded = _load(run, base, getattr(torch, model.pass_dtype), "model.path" if base == model.path else setting)
     if model.adapter is not None and model.adapter.quantize is not None:
         adapter.quantize_nf4(loaded, run.env.device, head=head_of(loaded))
     if path is not None:
@@ -267,7 +232,10 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     if large:
         run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
     own = None if large and policy.native is None else own_logps(policy)
-    if _compiles(run, policy):
+    compiled = _compiles(run, policy)
+    if run.config.model.is_float8:
+        use_float8(run, policy, compiled)
+    if compiled:
         compile_layers(policy)
     mode = _parallel(run, policy)
     whole = mode == "ddp" and not trained
@@ -283,8 +251,8 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     )
     if large:
         check_finite(unwrap(model).model, f"model {policy.name}")
-    check_layout(model, run.config.layout.rows, own=own, compute_dtype=compute_dtype(run))
-    _say_precision(run)
+    check_layout(model, run.config.layout.rows, own=own, compute_dtype=rounding_dtype(run))
+    say_precision(run)
     return model
 
 
@@ -321,28 +289,6 @@ def _compiles(run: Run, policy: Policy) -> bool:
     if chosen and asked is None:
         run.display.say("layout.compile: null: compiling the layers; the first steps take a minute longer")
     return chosen
-
-
-def _say_precision(run: Run) -> None:
-    """Warn about unexpected effects of the chosen dtypes."""
-    model, rows = run.config.model, run.config.layout.rows
-    half = "bfloat16" in (model.dtype, model.compute_dtype)
-    if run.env.device.type == "cuda" and rows in ("shared", "packed") and not half:
-        run.display.say(
-            "note: attention runs segment by segment, because the CUDA kernel supports only bfloat16. For speed, set "
-            "model.compute_dtype: bfloat16"
-        )
-    if model.dtype == "bfloat16":
-        run.display.say(
-            "warning: with bfloat16 weights, small updates are rounded away (nearly all of them at learning rates like "
-            "1e-6) and gradients accumulate in bfloat16. Safer: model.dtype: float32 with model.compute_dtype: bfloat16"
-        )
-
-
-def compute_dtype(run: Run) -> torch.dtype | None:
-    """The dtype of forward and backward, if it differs from the weights'."""
-    model = run.config.model
-    return getattr(torch, str(model.compute_dtype)) if model.is_mixed else None
 
 
 def score_all(run: Run, model: nn.Module, table: ExampleTable, what: str) -> TableLogps:

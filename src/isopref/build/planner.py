@@ -97,6 +97,10 @@ def make_plan(
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
         raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
+    if model.is_float8 and hardware.card.flops_float8 is None:
+        raise ConfigError(
+            f"model.compute_dtype: float8 needs a Hopper GPU or newer, not --card {hardware.card_name}. Use bfloat16."
+        )
     if config.layout.tensor_parallel > 1:
         raise ConfigError(
             f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
@@ -208,7 +212,7 @@ class Planner:
     def _layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
         """The config's layout on this many ranks, with `auto` resolved."""
         model, asked = self.config.model, self.config.layout
-        weight, compute = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
+        weight, compute = BYTES[model.dtype], BYTES[model.pass_dtype]
         quantised = model.adapter is not None and model.adapter.quantize is not None
         in_four_bits = self.shape.frozen_in_maps / max(1, self.shape.frozen_parameters) if quantised else 0.0
         frozen = in_four_bits * NF4_BYTES + (1 - in_four_bits) * (weight if model.adapter is None else compute)
@@ -245,6 +249,7 @@ class Planner:
             offload=asked.offload,
             from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
             references=references,
+            float8=model.is_float8,
             forwards=references + self._first_pass(loss) * (1 + references),
         )
 

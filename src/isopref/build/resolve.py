@@ -52,7 +52,7 @@ def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, 
     `balanced`: the loss needs what routers decide, which compiled layers do not show. `summed`: an adapter is on fused
     experts, whose layers would compile in every pass. `unfolded`: layers with a state take a row's sequences apart.
     """
-    half = (config.model.compute_dtype or config.model.dtype) == "bfloat16"
+    half = config.model.pass_dtype == "bfloat16"
     one_code = not balanced and not summed and not unfolded
     return on_cuda and half and config.layout.rows in ("shared", "packed") and one_code
 

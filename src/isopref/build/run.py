@@ -87,7 +87,7 @@ class Run:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of the forward and backward pass."""
+        """The dtype of the forward and backward pass, or float8 for that of its products."""
         return self.config.model.compute_dtype or self.config.model.dtype
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isopref.build.model import check_parallel
+from isopref.build.hardware import check_hardware
 from isopref.build.reference import policy_identity
 from isopref.build.requests import in_parallel, token_progress
 from isopref.build.run import Run, opened_run, quiet_libraries
@@ -58,7 +58,7 @@ def sample_file(config: Config, job: Job, *, name: str) -> None:
     """Answer every prompt of a file and write `job.out`. Raises UserError."""
     with opened_run(config, name) as run:
         quiet_libraries()
-        check_parallel(run)
+        check_hardware(run)
         if run.env.is_first:
             check_out(job.out, may_exist=True)
         prompts = _prompts(run, job)

@@ -16,7 +16,8 @@ import numpy as np
 import torch.distributed as dist
 
 from isopref.build.data import held_out_table
-from isopref.build.model import answer_progress, check_parallel, load_policy, say_attention, settle_padding, spread
+from isopref.build.hardware import check_hardware, say_attention
+from isopref.build.model import answer_progress, load_policy, settle_padding, spread
 from isopref.build.reference import policy_identity
 from isopref.build.run import Run, check_score_budget, opened_run, quiet_libraries, with_longest
 from isopref.config.load import load_config
@@ -42,7 +43,7 @@ def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) 
     config = _config(file, model, overrides)
     with opened_run(config, "score") as run:
         quiet_libraries()
-        check_parallel(run)
+        check_hardware(run)
         say_attention(run)
         if run.env.is_first:
             _check_out(out)

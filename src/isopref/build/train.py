@@ -13,14 +13,13 @@ from isopref.build import export, reference, samples, spot_checks, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import NO_MEMORY, Tables, pair_tables, say_tables
 from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
+from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import check_loggers
 from isopref.build.microbatch import check_train_budget, settle_layout
 from isopref.build.model import (
     add_adapter,
-    check_parallel,
     load_policy,
-    say_attention,
     say_unused,
     score_all,
     settle_padding,
@@ -116,7 +115,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
 
 def _check_settings(run: Run) -> None:
     """Refuse what cannot work, before any work is done."""
-    check_parallel(run)
+    check_hardware(run)
     check_loggers(run)
     spot_checks.check_file(run)
     say_attention(run)

@@ -12,9 +12,9 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from torch import nn
 
 from isopref.build import resolve
+from isopref.build.hardware import compute_dtype, rounding_dtype
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import logger_callbacks
-from isopref.build.model import compute_dtype
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
@@ -191,7 +191,7 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
         max_grad_norm=optim.max_grad_norm,
         grad_sync=run.grad_sync,
         check_first_step=run.starts_at_reference,
-        compute_dtype=compute_dtype(run),
+        compute_dtype=rounding_dtype(run),
     )
 
 
@@ -277,7 +277,7 @@ def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         seed=optim.seed,
-        compute_dtype=getattr(torch, run.compute_dtype),
+        compute_dtype=getattr(torch, run.config.model.pass_dtype),
     )
 
 

@@ -17,6 +17,7 @@ Conflict = tuple[str, str]  # the field; what is wrong and how to fix it
 def conflicts_of(config: Config) -> Iterator[Conflict]:
     """All conflicts of a config."""
     yield from _layout(config)
+    yield from _float8(config)
     yield from _adapter(config)
     yield from _optim(config)
     yield from _reference(config)
@@ -69,6 +70,23 @@ def _layout(config: Config) -> Iterator[Conflict]:
             "layout.grad_sync",
             f"{layout.grad_sync} has no effect with layout.parallel: single, which has no gradients to reduce. "
             "Remove one of them.",
+        )
+
+
+def _float8(config: Config) -> Iterator[Conflict]:
+    model = config.model
+    if not model.is_float8:
+        return
+    others = {
+        "model.dtype: float64": model.dtype == "float64",
+        "model.native: true": model.native,
+        "model.adapter.quantize: nf4, whose weights have 4 bits": bool(model.adapter and model.adapter.quantize),
+        "run.device: cpu, which has no float8 products": config.run.device == "cpu",
+    }
+    for other in (name for name, there in others.items() if there):
+        yield (
+            "model.compute_dtype",
+            f"float8 cannot be combined with {other}. Use bfloat16, or change the other setting.",
         )
 
 

@@ -19,6 +19,7 @@ from isopref.config.values import AdapterConfig, Sources, SourcesOrShare
 NOT_MATH = ("layout", "run")  # sections that cannot change the trained weights, so they are not part of the run id
 
 DType = Literal["float32", "bfloat16", "float64"]
+ComputeDType = Literal["float32", "bfloat16", "float64", "float8"]
 OptimKind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 Rows = Literal["shared", "packed", "padded", "padded_separate"]
 Parallel = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
@@ -35,11 +36,12 @@ class ModelConfig(Section):
         description="Reference model, in any form that path takes, with the same vocabulary. null: the starting model.",
     )
     dtype: DType = Field(default="float32", description="Dtype of the weights and the optimizer state.")
-    compute_dtype: DType | None = Field(
+    compute_dtype: ComputeDType | None = Field(
         default=None,
         description="Dtype of the forward and backward pass. null: same as dtype. If it differs, training uses mixed "
         "precision with master weights, which needs layout.parallel auto, fsdp or hsdp. With an adapter, frozen "
-        "weights are held in this dtype.",
+        "weights are held in this dtype. float8: bfloat16, with the linear layers' products in float8 (Hopper GPUs and "
+        "newer).",
     )
     adapter: AdapterConfig | None = Field(
         default=None,
@@ -58,7 +60,18 @@ class ModelConfig(Section):
     @property
     def is_mixed(self) -> bool:
         """Whether the compute dtype differs from the weights' dtype."""
-        return self.compute_dtype not in (None, self.dtype)
+        return self.pass_dtype != self.dtype
+
+    @property
+    def is_float8(self) -> bool:
+        return self.compute_dtype == "float8"
+
+    @property
+    def pass_dtype(self) -> DType:
+        """The dtype of activations. With float8, only operands of products have 8 bits."""
+        if self.compute_dtype == "float8":
+            return "bfloat16"
+        return self.compute_dtype or self.dtype
 
 
 class DataConfig(Section):

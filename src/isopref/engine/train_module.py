@@ -41,7 +41,13 @@ from isopref.score import TableLogps, score
 from isopref.types import Logps, Needs
 
 # How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
-FIRST_STEP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+FIRST_STEP_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.02,
+    torch.float8_e4m3fn: 0.1,  # of products; a rounding of bfloat16 before one can flip a larger one in it
+}
 
 
 class DPOTrainModule(TrainModule):

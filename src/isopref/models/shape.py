@@ -1,16 +1,26 @@
 """The size of a model, from its config alone: what memory and time follow from."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from isopref.models.adapter import summed_parameters
+from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
 from isopref.models.parallel import has_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
+
+
+class Float8Size(NamedTuple):
+    """The layers that multiply in float8 where that is asked for."""
+
+    parameters: int
+    trained: int
+    sides: int  # numbers in and out of them, for one token
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class ModelShape:
     heads: int
     key_width: int  # of the keys of one token and layer, all key heads together
     vocabulary: int
+    float8: Float8Size
     flops: UsefulFlops
 
     @property
@@ -86,5 +97,15 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         heads=heads,
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
         vocabulary=0 if head is None else head.weight.shape[0],
+        float8=_float8_size(model),
         flops=UsefulFlops(policy),
+    )
+
+
+def _float8_size(model: PreTrainedModel) -> Float8Size:
+    layers = list(float8_layers(model))
+    return Float8Size(
+        parameters=sum(layer.weight.numel() for layer in layers),
+        trained=sum(layer.weight.numel() for layer in layers if layer.weight.requires_grad),
+        sides=sum(layer.in_features + layer.out_features for layer in layers),
     )

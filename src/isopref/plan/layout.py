@@ -33,6 +33,7 @@ class Layout:
     offload: bool  # weights, their gradients and the optimizer are in the host's memory
     from_host: bool = False  # sharded unit by unit from the host's memory, and never whole on a rank
     references: int = 0  # models beside the one that is trained: a reference that moves
+    float8: bool = False  # linear layers multiply in that
     forwards: float = 0  # forward passes besides the one that is trained on: of such a reference, or a first pass
 
     @property

@@ -16,6 +16,8 @@ from isopref.plan.network import Network, Traffic
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
+FLOAT8 = 0.69  # of the card's float8 flops, in such products
+FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its scale and again, written, transposed
 ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
 BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
 # Over what a layer keeps: forward writes it, backward reads it and writes as many gradients, sums go through again.
@@ -81,6 +83,13 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
     products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens
     products += ((3 + layout.forwards) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
     products += flops.per_logits * np.maximum(0.0, loads.predicted - kept_predictions(shape))
+    seconds = products / (PRODUCTS * rate)
+    casts = np.zeros_like(loads.tokens)
+    if layout.float8 and card.flops_float8 is not None:
+        passes = 2 + forward  # all but the gradient of weights
+        narrow = passes * 2.0 * shape.float8.parameters * loads.tokens
+        seconds = seconds + narrow / (FLOAT8 * card.flops_float8) - narrow / (PRODUCTS * rate)
+        casts = FLOAT8_CAST * (passes / 2 * shape.float8.sides * loads.tokens + passes * shape.float8.parameters)
     attention = (1 + forward + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
@@ -90,9 +99,9 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
         + (shape.text_parameters - shape.trained_parameters) * layout.frozen_bytes
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
-    moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights
+    moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights + casts
     return {
-        "products": products / (PRODUCTS * rate),
+        "products": seconds,
         "attention": attention / (ATTENTION * rate),
         "elementwise": moved / (BANDWIDTH * card.bandwidth),
     }

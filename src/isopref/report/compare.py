@@ -12,7 +12,7 @@ from isopref.runs.read import RunRecord
 
 # How far the losses of two runs with the same math may be apart by rounding alone, by the number type they compute in:
 # relative above a loss of 1, absolute below. (Metrics are kept in float32.)
-ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2}
+ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float8": 5e-2}
 
 HELD_OUT = ("accuracy", "logp_accuracy", "reward_margin", "loss", *OF_LISTS)  # figures that runs are compared by
 

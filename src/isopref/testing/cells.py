@@ -52,6 +52,7 @@ class Cell:
     adapter: Kind | None = None
     balance_weight: float = 0.0
     quantize: bool = False  # the base in four bits
+    float8: bool = False  # products of linear layers, emulated
     offload: bool = False
     collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
 

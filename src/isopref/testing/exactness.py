@@ -28,7 +28,7 @@ from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.cells import Cell, Context, examples_of
 from isopref.testing.equations import REWARD_CASES
-from isopref.testing.expected import adapt, expected, pair_objective
+from isopref.testing.expected import changed, changes_of, expected, pair_objective
 from isopref.testing.models import tiny_model, tiny_reward_model
 
 
@@ -125,7 +125,8 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     """A train module on the cell's model, spread as the cell says."""
     is_reward = cell.objective in REWARD_CASES
     tiny = tiny_reward_model if is_reward else tiny_model
-    hf_model = adapt(tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed), cell.adapter, cell.quantize)
+    made = tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
+    hf_model = changed(made, changes_of(cell))
     policy = RewardModel(hf_model) if is_reward else Policy(from_hf(hf_model) if cell.native else hf_model)
     if cell.checkpointing:
         checkpoint_layers(policy, 1)  # one layer recomputes, the other does not

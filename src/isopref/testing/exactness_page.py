@@ -6,7 +6,7 @@ from pathlib import Path
 
 from isopref.testing.cells import Cell
 from isopref.testing.exactness import Found, measure
-from isopref.testing.matrix import BOUNDS, SPREADS, bound, cells, precision
+from isopref.testing.matrix import BOUNDS, SPREADS, bound, cells, precision, value_bound
 from isopref.testing.ranks import Ranks
 
 CHUNK = 40  # cells a rank measures before it answers
@@ -61,24 +61,25 @@ PAGE = """# Exactness
 The global batch defines the math; the layout never changes it. This page is that promise, measured. It is written by
 `make exactness`; do not edit it.
 
-One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed
-rows with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not
-at all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on
-1, 2 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank;
-gradients reduced at the end or after every microbatch; shards on the device or offloaded; activations kept or
-recomputed; pairs in order and in reverse; answers with turns of context that are not trained, and with turns of any
-weight; weighted by token, completion, example and the gap between scores, with and without weights of their own; every
-objective in some of these layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood
-of chosen answers and the balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter
-(LoRA, DoRA, rsLoRA) on a model that is whole or in four bits; models with attention sinks, state-space layers, linear
-attention or short convolutions; some models in OLMo-core's own modules too, and with two ranks that compute every layer
-together; padded batches from a script's collator. The oracle computes one
-sequence at a time with the model's own forward pass, takes each objective from its paper's equation once more, and
-sums by the definition.
+One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed rows
+with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not at
+all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on 1, 2
+and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank; gradients reduced
+at the end or after every microbatch; shards on the device or offloaded; activations kept or recomputed; pairs in order
+and in reverse; answers with turns of context that are not trained, and with turns of any weight; weighted by token,
+completion, example and the gap between scores, with and without weights of their own; every objective in some of these
+layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood of chosen answers and the
+balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model
+that is whole or in four bits; products of linear layers in float8, emulated; models with attention sinks, state-space
+layers, linear attention or short convolutions; some models in OLMo-core's own modules too, and with two ranks that
+compute every layer together; padded batches from a script's collator. The oracle computes one sequence at a time with
+the model's own forward pass, takes each objective from its paper's equation once more, and sums by the definition.
 
 Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
 loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64
-whose norms and rotary embeddings compute in float32, so that a rounding there can flip.
+whose norms and rotary embeddings compute in float32, so that a rounding there can flip. Rows *float8 products* compute
+their linear layers in float8 and all else in float32, in the oracle too: a rounding there can flip one of a sixteenth
+in the next product, and the gradient of a shared prompt is rounded once, where separate sequences round it once each.
 
 The bound of *float32* is a matter of rounding and of this batch. Of 13 other random batches with answers as long, in
 43 float32 cells on one rank, 6 exceeded 1e-5 somewhere and 2 reached it, the worst at 1.9e-5. The oracle in float32 is
@@ -107,7 +108,11 @@ def main() -> None:
     over = [
         f"{cell}: {one.gradient_error:.1e}, {one.loss_error:.1e}, {one.metric_error:.1e}"
         for cell, one in found.items()
-        if not all(error <= bound(cell) for error in (one.gradient_error, one.loss_error, one.metric_error))  # or NaN
+        if not (  # also for NaN
+            one.gradient_error <= bound(cell)
+            and one.loss_error <= value_bound(cell)
+            and one.metric_error <= value_bound(cell)
+        )
     ]
     if over:
         sys.exit("over the bound:\n" + "\n".join(over))

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from isopref.examples import Example
 from isopref.models.adapter import Kind, quantize_nf4
+from isopref.models.float8 import compute_in_float8
 from isopref.models.head import head_of
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
@@ -42,6 +43,15 @@ LAYOUT = (
     *("native", "rows", "cut", "ranks", "tensor_parallel", "parallel", "grad_sync", "checkpointing"),
     *("reverse", "split", "offload", "collated"),
 )
+
+
+class Changes(NamedTuple):
+    """What is done to a model before it is trained; see Cell."""
+
+    adapter: Kind | None = None
+    quantize: bool = False
+    float8: bool = False
+
 
 Expected = tuple[float, dict[str, Tensor], dict[str, float], TableLogps]
 
@@ -73,7 +83,7 @@ def _computed(cell: Cell) -> Expected:
     own = own if cell.own_weights else [1.0] * len(own)
     if cell.objective in LABEL_CASES:
         return labels.expected(
-            *_models(cell.architecture, cell.dtype, cell.adapter, cell.quantize, reference_seed=REFERENCE_OF_LABELS),
+            *_models(cell.architecture, cell.dtype, changes_of(cell), reference_seed=REFERENCE_OF_LABELS),
             examples,
             own,
             case=cell.objective,
@@ -84,7 +94,7 @@ def _computed(cell: Cell) -> Expected:
     is_reward = cell.objective in REWARD_CASES
     model, whole, policy, ref, reference = _scored(
         *(cell.architecture, cell.dtype, cell.num_pairs, cell.trees, cell.at_start, cell.context),
-        *(cell.ld_alpha, cell.adapter, cell.quantize, is_reward),
+        *(cell.ld_alpha, changes_of(cell), is_reward),
     )
     pairs = oracle.comparisons(examples)
     told = [own[n] for n, one in enumerate(examples) for _ in one.comparisons]
@@ -143,8 +153,7 @@ def _scored(
     at_start: bool,
     context: Context,
     ld_alpha: float,
-    adapter: Kind | None,
-    quantize: bool,
+    changes: Changes,
     is_reward: bool,
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
     """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
@@ -155,12 +164,12 @@ def _scored(
     pairs = oracle.comparisons(examples)
     gap = torch.tensor([gap for one in examples for gap in one.gaps], dtype=torch.float64)
     if is_reward:
-        judge = adapt(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), adapter, quantize)
+        judge = changed(tiny_reward_model(architecture, dtype=getattr(torch, dtype)), changes)
         policy = replace(oracle.pair_rewards(judge, pairs), gap=gap)
         nothing = torch.zeros_like(policy.chosen.detach())
         none = TableLogps(torch.zeros(sum(len(one.answers) for one in examples)))
         return judge, policy, policy, replace(policy, chosen=nothing, rejected=nothing), none
-    model, other = _models(architecture, dtype, adapter, quantize, reference_seed=0 if at_start else 1)
+    model, other = _models(architecture, dtype, changes, reference_seed=0 if at_start else 1)
     with torch.no_grad():
         ref = oracle.pair_logps(other, pairs, ld_alpha)
         answers = [
@@ -175,12 +184,11 @@ def _scored(
     return model, whole, policy, ref, reference
 
 
-def _models(
-    architecture: str, dtype: str, adapter: Kind | None, quantize: bool, *, reference_seed: int = 1
-) -> tuple[nn.Module, nn.Module]:
+def _models(architecture: str, dtype: str, changes: Changes, *, reference_seed: int = 1) -> tuple[nn.Module, nn.Module]:
     """The policy and the reference."""
     model, other = (tiny_model(architecture, dtype=getattr(torch, dtype), seed=seed) for seed in (0, reference_seed))
-    return adapt(model, adapter, quantize), other
+    # The reference computes in the same precision.
+    return changed(model, changes), changed(other, Changes(float8=changes.float8))
 
 
 def pair_objective(case: str = "sigmoid", **settings: Any) -> Loss:
@@ -208,7 +216,14 @@ def _metrics(policy: PairLogps, ref: PairLogps, objective: str) -> dict[str, flo
     return {f"train/{name}": float(value.detach().double().mean()) for name, value in values.items()}
 
 
-def adapt(model: PreTrainedModel, adapter: Kind | None, quantize: bool) -> PreTrainedModel:
-    if quantize:
+def changes_of(cell: Cell) -> Changes:
+    return Changes(cell.adapter, cell.quantize, cell.float8)
+
+
+def changed(model: PreTrainedModel, changes: Changes) -> PreTrainedModel:
+    if changes.quantize:
         quantize_nf4(model, torch.device("cpu"), head=head_of(model))
-    return model if adapter is None else with_adapter(model, adapter)
+    model = model if changes.adapter is None else with_adapter(model, changes.adapter)
+    if changes.float8:
+        compute_in_float8(model, emulate=True)
+    return model

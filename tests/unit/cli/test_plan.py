@@ -112,6 +112,13 @@ def test_what_does_not_fit_gets_the_fewest_gpus_that_do(project: Path, memory: s
     assert not plan(project, *card, *overrides, option, str(fewer))["run"]["fits"]
 
 
+def test_float8_is_faster_and_takes_the_same_memory(project: Path) -> None:
+    card = ("--card", "H200", "--gpus", "8")
+    half, narrow = (plan(project, *card, f"model.compute_dtype={dtype}")["run"] for dtype in ("bfloat16", "float8"))
+    assert narrow["memory"] == half["memory"]
+    assert 1.1 < narrow["examples_per_s"] / half["examples_per_s"] < 1.5
+
+
 ROOT = 2 * 128256 * 4096 + 4096  # of the 8B shape: embedding, head, last norm; a layer is smaller
 
 
@@ -277,6 +284,7 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--gpus", "6", "layout.parallel=hsdp", "layout.hsdp_shard=4"], "does not divide the number of processes, 6"),
         (["layout.microbatch_tokens=100"], "layout.microbatch_tokens is 100"),
         (["model.dtype=float64", "model.compute_dtype=null"], "float64 is for checks on a CPU"),
+        (["--card", "A100", "model.compute_dtype=float8"], "needs a Hopper GPU or newer, not --card A100"),
     ],
 )
 def test_errors_say_what_to_do(project: Path, arguments: list[str], said: str) -> None:

@@ -340,6 +340,26 @@ def test_override_that_is_not_yaml(file: Path) -> None:
             "model.compute_dtype",
             "Set layout.parallel to fsdp or auto.",
         ),
+        (
+            ["model.compute_dtype=float8", "layout.parallel=ddp"],
+            "model.compute_dtype",
+            "Set layout.parallel to fsdp or auto.",
+        ),
+        (
+            ["model.compute_dtype=float8", "model.native=true"],
+            "model.compute_dtype",
+            "Use bfloat16, or change the other setting.",
+        ),
+        (
+            ["model.compute_dtype=float8", "model.adapter={quantize: nf4}"],
+            "model.compute_dtype",
+            "Use bfloat16, or change the other setting.",
+        ),
+        (
+            ["model.compute_dtype=float8", "run.device=cpu"],
+            "model.compute_dtype",
+            "Use bfloat16, or change the other setting.",
+        ),
         (["data.truncation=keep_end"], "data.truncation", "Set data.max_length, or remove truncation."),
         (["run.eval_every=10"], "run.eval_every", "or remove eval_every."),
         (["objective.gamma=0.5"], "objective.gamma", "or use a loss that has it: simpo."),
