@@ -1,5 +1,6 @@
 """What times a step: of isopref's trainer, and of a peer's under several attention settings."""
 
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,6 +32,7 @@ class Clock:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
+        print(f"{time.strftime('%X')} {self.ticks} steps done", file=sys.stderr, flush=True)
         if self.ticks >= self.cell.warmup:
             self.marks.append(time.perf_counter())
         self.ticks += 1

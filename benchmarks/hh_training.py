@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,12 @@ class Course:
         if torch.cuda.is_available():
             self.peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30
 
+    def brief(self) -> dict[str, float]:
+        """Where it went, on one line."""
+        last = self.evaluations[-1]
+        times = {"startup_s": self.startup_s, "train_s": self.train_s, "eval_s": self.eval_s}
+        return {**times, "loss": last["loss"], "accuracy": last["accuracy"]}
+
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in ("begun", "_mark")}
 
@@ -226,27 +233,29 @@ def in_a_process(plan: Plan, task: str, **given: Any) -> Any:
 
 def work(told: dict[str, Any]) -> None:
     """The inside of `in_a_process`."""
-    plan = Plan(**{**told["plan"], "betas": tuple(told["plan"]["betas"])})
-    found: Any
-    if told["task"] == "search":
-        from hh_trl import search
+    from hh_trl import search, train_trl
 
+    plan = Plan(**{**told["plan"], "betas": tuple(told["plan"]["betas"])})
+    found: Any = None
+    if told["task"] == "search":
         found = search(plan, told["batches"], told["liger"])
     else:
-        from hh_trl import train_trl
-
-        found, begun = [], BEGUN
-        for seed in told["seeds"]:
-            course = (
-                train_isopref(plan, seed, begun)
-                if told["task"] == "isopref"
-                else train_trl(plan, seed, begun, **told["settings"])
-            )
-            print(json.dumps({**course.as_json(), "steps": len(course.steps)}), flush=True)
-            found.append(course.as_json())
+        train: Callable[[Plan, int, float], Course] = train_isopref
+        if told["task"] == "trl":
+            train = partial(train_trl, **told["settings"])
+        begun = BEGUN
+        for number, seed in enumerate(told["seeds"]):
+            course = train(plan, seed, begun)
+            with Path(told["runs"]).open("a") as file:  # at once, for the next one may be cut off
+                file.write(json.dumps(course.as_json()) + "\n")
+            print(f"{told['task']}, seed {seed}: {json.dumps(course.brief())}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-            begun = time.perf_counter()
+            begun, took = time.perf_counter(), time.perf_counter() - begun
+            left = None if told["until"] is None else told["until"] - time.time()
+            if left is not None and left < took and number < len(told["seeds"]) - 1:
+                print(f"{told['task']}: {left:.0f} s are left and a training takes {took:.0f} s, so this was the last")
+                break
     Path(told["out"]).write_text(json.dumps(found))
 
 
@@ -265,6 +274,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--trl-batches", type=int, nargs="+", default=[32, 64], help="microbatches to try, pairs")
     parser.add_argument("--no-liger", action="store_true")
+    parser.add_argument("--seconds", type=float, help="start no training that would end later, as far as is known")
     parser.add_argument("--out", type=Path, default=Path("hh_training.json"))
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--draw", type=Path, help="only draw the picture of these results")
@@ -276,8 +286,8 @@ def main() -> None:
     if args.draw:
         results = json.loads(args.draw.read_text())
     else:
+        args.until = time.time() + args.seconds if args.seconds else None
         results = compare(args)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
     if args.picture:
         args.picture.write_text(picture(results))
     print(json.dumps({name: results[name] for name in ("summary", "trl_settings", "about")}, indent=1))
@@ -299,15 +309,20 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         best = max((one for one in tried if "error" not in one), key=lambda one: one["pairs_per_s"])
         settings = {"batch": best["batch"], "liger": best["liger"]}
         print(json.dumps(tried), flush=True)
-        runs = [one for system in SYSTEMS for one in in_a_process(plan, system, seeds=args.seeds, settings=settings)]
-        return {
+        results: dict[str, Any] = {
             "about": workload.versions(),
             "plan": {**asdict(plan), "work": None, "train": len(tables.train), "held_out": len(tables.held_out)},
             "trl_settings": settings,
             "trl_search": tried,
-            "summary": summary(runs, plan.batch_size),
-            "runs": runs,
+            "runs": [],
         }
+        for system in SYSTEMS:
+            runs = Path(scratch) / f"{system}.jsonl"
+            in_a_process(plan, system, seeds=args.seeds, settings=settings, runs=str(runs), until=args.until)
+            results["runs"] += [json.loads(line) for line in runs.read_text().splitlines()]
+            results["summary"] = summary(results["runs"], plan.batch_size)
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
+        return results
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ as hashing all weights to name a cache file, is left out.
 """
 
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +19,8 @@ from isopref.examples import Example
 from isopref.testing.models import byte_tokenizer
 
 
-def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
+def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True)) -> dict[str, Any]:
+    """`attention`: on a GPU, whether torch may use cuDNN's; with several settings, the fastest counts."""
     if cell.quantised:
         raise SystemExit("only isopref is measured in four bits: TRL takes its four-bit weights from bitsandbytes")
     if cell.terms_per_step % cell.trl_batch:
@@ -31,7 +33,7 @@ def run_trl(cell: Cell, *, liger: bool) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = _model(cell, device)
-    cudnn_settings = (False, True) if torch.cuda.is_available() else (False,)
+    cudnn_settings = attention if torch.cuda.is_available() else (False,)
     clock = PeerClock(cell, cudnn_settings)
     every = workload.in_order(cell.examples(made.config.vocab_size)) * len(cudnn_settings)
     trainer, config, more = _trainer(cell)

@@ -80,6 +80,7 @@ CELLS = {
 # isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-auto:
 # microbatches and recomputing layers as `auto` chooses them on this device.
 SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-auto", "trl", "trl-liger")
+ATTENTION = {"both": (False, True), "no_cudnn": (False,), "cudnn": (True,)}  # TRL's
 AUTO = {"microbatch_tokens": "auto", "checkpointing": "auto"}
 
 
@@ -107,7 +108,9 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
     return figures
 
 
-def measure(name: str, system: str, overrides: dict[str, Any], trl_batch: int | None) -> dict[str, Any]:
+def measure(
+    name: str, system: str, overrides: dict[str, Any], trl_batch: int | None, attention: str = "both"
+) -> dict[str, Any]:
     """One cell of one system, in this process."""
     cell = replace(CELLS[name], trl_batch=trl_batch or CELLS[name].trl_batch)
     small = replace(cell, microbatch_tokens=8192)
@@ -116,16 +119,17 @@ def measure(name: str, system: str, overrides: dict[str, Any], trl_batch: int | 
         "isopref-small": lambda: run_isopref(small, mixed=False, overrides=overrides),
         "isopref-mixed": lambda: run_isopref(cell, mixed=True, overrides=overrides),
         "isopref-auto": lambda: run_isopref(cell, mixed=False, overrides={**AUTO, **overrides}),
-        "trl": lambda: run_trl(cell, liger=False),
-        "trl-liger": lambda: run_trl(cell, liger=True),
+        "trl": lambda: run_trl(cell, liger=False, attention=ATTENTION[attention]),
+        "trl-liger": lambda: run_trl(cell, liger=True, attention=ATTENTION[attention]),
     }
     return {"cell": name, "system": system, **runs[system]()}
 
 
-def in_a_process(name: str, system: str, layout: list[str], trl_batch: int | None) -> dict[str, Any]:
+def in_a_process(name: str, system: str, layout: list[str], trl_batch: int | None, attention: str) -> dict[str, Any]:
     """The same in a process of its own, so that no system meets another's memory."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
+        command += ["--attention", attention]
         command += ["--layout", *layout] if layout else []
         command += ["--trl-batch", str(trl_batch)] if trl_batch else []
         started = time.perf_counter()
@@ -182,6 +186,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="measure in this process")
     parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout")
     parser.add_argument("--trl-batch", type=int, help="pairs, or labelled answers, of a TRL microbatch")
+    parser.add_argument("--attention", choices=ATTENTION, default="both", help="TRL's attention: the faster of both")
     parser.add_argument("--repeat", type=int, default=1, help="measure so many times; the table has medians")
     args = parser.parse_args()
     overrides = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
@@ -189,9 +194,9 @@ def main() -> None:
     for name in args.cells:
         for system in args.repeat * args.systems:
             if args.here:
-                one = measure(name, system, overrides, args.trl_batch)
+                one = measure(name, system, overrides, args.trl_batch, args.attention)
             else:
-                one = in_a_process(name, system, args.layout, args.trl_batch)
+                one = in_a_process(name, system, args.layout, args.trl_batch, args.attention)
             results.append(one)
             print(json.dumps(one), flush=True)
     about = workload.versions()
