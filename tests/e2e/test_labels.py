@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from isopref.engine.train_module import DPOTrainModule
-from support.project import Command, Project, Weights
+from support.forked import isopref_on_ranks
+from support.project import Project, Weights
 
 COMMON = ("optim.epochs=1", "optim.lr=1e-2", "objective.nll_weight=0.1")
 
@@ -29,12 +30,10 @@ def test_the_layout_does_not_change_the_weights(
 
 
 @pytest.mark.xdist_group("ranks")
-def test_kto_on_two_ranks_ends_where_one_does(
-    project: Project, load_weights: Callable[[Path], Weights], start: Callable[..., Command]
-) -> None:
+def test_kto_on_two_ranks_ends_where_one_does(project: Project, load_weights: Callable[[Path], Weights]) -> None:
     one = load_weights(project.train("one", "objective.loss=kto", *COMMON) / "model")
-    code, _, err = start(project, "run.folder=two", "objective.loss=kto", *COMMON).end()
-    assert code == 0, err
+    outcome = isopref_on_ranks(project, "train", "my.yaml", "run.folder=two", "objective.loss=kto", *COMMON)
+    assert outcome.code == 0, outcome.err
     for name, tensor in load_weights(project.folder / "two" / "model").items():
         assert tensor.double().sub(one[name].double()).abs().max() < 1e-8, name
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from isopref.testing.oracle import relative_error
+from support.forked import isopref_on_ranks
 from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
@@ -105,15 +106,15 @@ def test_stopped_and_resumed_it_ends_in_the_same_bits(
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("parallel", TWO_RANKS)
 def test_two_ranks_go_on_where_one_stopped(
-    whole: tuple[Project, Path], make: Callable[[], Project], start: Start, load_weights: LoadWeights, parallel: str
+    whole: tuple[Project, Path], make: Callable[[], Project], load_weights: LoadWeights, parallel: str
 ) -> None:
     project = make()
     run = project.train("run", *SAVE)
     rewind(run)
-    command = start(project, "run.folder=run", *SAVE, *TWO_RANKS[parallel], "layout.microbatch_tokens=60", "--resume")
-    code, out, err = command.end()
-    assert code == 0, err
-    assert "resume after step 6\n" in out
+    settings = ("run.folder=run", *SAVE, *TWO_RANKS[parallel], "layout.microbatch_tokens=60")
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *settings, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "resume after step 6\n" in outcome.out
     before, found, expected = (load_weights(one) for one in (project.model, run / "model", whole[1] / "model"))
     assert relative_error(trained(found), trained(expected)) <= 1e-5 < relative_error(trained(found), trained(before))
     assert all(torch.equal(found[name], before[name]) for name in before.keys() - trained(before).keys())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from isopref.testing import oracle
+from support.forked import isopref_on_ranks
 from support.project import Command, MakeProject, Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
@@ -45,12 +46,12 @@ def test_same_weights_as_one_process(
     assert (project.folder / "run" / "evaluation.json").exists()
 
 
-def test_more_processes_than_pairs_in_a_step(project: Project, start: Callable[..., Command]) -> None:
-    command = start(project, "run.folder=run", "optim.batch_size=1", "optim.max_steps=2", "data.eval=null")
-    code, out, err = command.end()
-    assert code == 0, err
-    assert out.count("warning: 2 ranks share 1 pairs per step; some will be idle\n") == 1
-    assert out.count("step 2/2  ") == 1
+def test_more_processes_than_pairs_in_a_step(project: Project) -> None:
+    settings = ("run.folder=run", "optim.batch_size=1", "optim.max_steps=2", "data.eval=null")
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *settings)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("warning: 2 ranks share 1 pairs per step; some will be idle\n") == 1
+    assert outcome.out.count("step 2/2  ") == 1
 
 
 def test_the_cache_filled_by_two_serves_one_and_eval_is_the_same_by_both(
@@ -64,9 +65,9 @@ def test_the_cache_filled_by_two_serves_one_and_eval_is_the_same_by_both(
     assert "cache 8 of 8 held-out pairs have their reference " in again.out
     project.train("run", "optim.max_steps=3")
     options = ("--model", "run/model", "--json")
-    code, out, err = start(project, *options, "two.json", "layout.parallel=fsdp", command="eval").end()
-    assert code == 0, err
-    assert out.count("held-out pairs, with 95% intervals") == 1
+    both = isopref_on_ranks(project, "eval", "my.yaml", *options, "two.json", "layout.parallel=fsdp")
+    assert both.code == 0, both.err
+    assert both.out.count("held-out pairs, with 95% intervals") == 1
     assert project.isopref("eval", "my.yaml", *options, "one.json").code == 0
     one, two = (json.loads((project.folder / name).read_text()) for name in ("one.json", "two.json"))
     for name in ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "loss", "length_correlation"):

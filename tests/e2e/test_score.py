@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from isopref.build import score
 from isopref.testing.oracle import sequence_logp, sequence_reward
-from support.project import SCRIPT, TIMEOUT_S, Project, make_pairs
+from support.forked import isopref_on_ranks
+from support.project import Project, make_pairs
 
 FLOAT64 = "model.dtype=float64"
 
@@ -97,13 +97,9 @@ def test_it_goes_on_where_it_was_killed(project: Project, reward: Path, torn: st
 
 
 def test_two_processes(project: Project, reward: Path) -> None:
-    command = [str(SCRIPT), "score", "eval.jsonl", "--model", str(reward), FLOAT64, "--out"]
-    for out, more in (("one.jsonl", []), ("two.jsonl", ["--nproc", "2"])):
-        env = {**project.env, "GLOO_SOCKET_IFNAME": "lo"}
-        done = subprocess.run(
-            [*command, out, *more], cwd=project.folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        assert done.returncode == 0, done.stderr
+    command = ("score", "eval.jsonl", "--model", str(reward), FLOAT64, "--out")
+    for outcome in (project.isopref(*command, "one.jsonl"), isopref_on_ranks(project, *command, "two.jsonl")):
+        assert outcome.code == 0, outcome.err
     one, two = (lines(project.folder / name) for name in ("one.jsonl", "two.jsonl"))
     assert [line["origin"] for line in one] == [line["origin"] for line in two]
     for a, b in zip(one, two, strict=True):

@@ -11,7 +11,8 @@ import torch
 
 from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION
 from isopref.testing.oracle import relative_error
-from support.project import Command, MakeProject, Project, Weights
+from support.forked import isopref_on_ranks
+from support.project import MakeProject, Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
 SAVE = ("layout.rows=padded", "run.save_every=3", "run.keep=20")
@@ -61,12 +62,12 @@ def test_stopped_and_resumed_it_ends_in_the_same_bits(
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_end_in_the_same_weights(
-    whole: tuple[Project, Path], start: Callable[..., Command], load_weights: LoadWeights, parallel: str
+    whole: tuple[Project, Path], load_weights: LoadWeights, parallel: str
 ) -> None:
     project, run = whole
-    command = start(project, *SAVE, f"run.folder={parallel}", f"layout.parallel={parallel}")
-    code, _, err = command.end()
-    assert code == 0, err
+    settings = (*SAVE, f"run.folder={parallel}", f"layout.parallel={parallel}")
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *settings)
+    assert outcome.code == 0, outcome.err
     folder = project.folder / parallel
     before, found, expected = (load_weights(one) for one in (project.model, folder / "model", run / "model"))
     assert relative_error(found, expected) <= 1e-5 < relative_error(found, before)

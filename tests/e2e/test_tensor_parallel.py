@@ -13,6 +13,7 @@ import torch
 
 from isopref.models.conversion import read_checkpoint
 from isopref.testing import oracle
+from support.forked import isopref_on_ranks
 from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
@@ -39,12 +40,12 @@ def alone(make: Callable[[], Project], load_weights: Load) -> Weights:
     return load_weights(make().train("run", *SETTINGS[1:]) / "model")
 
 
-def test_two_ranks_to_a_layer(make: Callable[[], Project], start: Start, load_weights: Load, alone: Weights) -> None:
+def test_two_ranks_to_a_layer(make: Callable[[], Project], load_weights: Load, alone: Weights) -> None:
     project = make()
-    code, out, err = start(project, *SETTINGS, TOGETHER).end()
-    assert code == 0, err
-    assert "layout.parallel: auto is fsdp, for layout.tensor_parallel\n" in out
-    assert err == ""
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *SETTINGS, TOGETHER)
+    assert outcome.code == 0, outcome.err
+    assert "layout.parallel: auto is fsdp, for layout.tensor_parallel\n" in outcome.out
+    assert outcome.err == ""
     run = project.folder / "run"
     found = load_weights(run / "model")
     assert oracle.relative_error(found, alone) <= BOUND
@@ -72,8 +73,8 @@ def test_from_one_process_to_two_and_back(
     assert oracle.relative_error(load_weights(run / "model"), alone) <= BOUND
 
 
-def test_what_cannot_work_is_refused(make: Callable[[], Project], start: Start) -> None:
+def test_what_cannot_work_is_refused(make: Callable[[], Project]) -> None:
     assert "layout.tensor_parallel: 2 does not divide the number of processes, 1" in make().refused("run", TOGETHER)
-    code, _, err = start(make(), "layout.tensor_parallel=3").end()
-    assert code == 1
-    assert "layout.tensor_parallel: 3 does not divide the number of processes, 2. Change --nproc" in err
+    outcome = isopref_on_ranks(make(), "train", "my.yaml", "layout.tensor_parallel=3")
+    assert outcome.code == 1
+    assert "layout.tensor_parallel: 3 does not divide the number of processes, 2. Change --nproc" in outcome.err

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.project import Command, MakeProject, Project
+from support.forked import isopref_on_ranks
+from support.project import MakeProject, Project
 
 RECORDED = Path(__file__).parent / "recorded" / "trajectories.json"
 LOSSES = (
@@ -117,10 +117,10 @@ def test_one_rank(name: str, make_project: MakeProject) -> None:
 @pytest.mark.soak
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str, make_project: MakeProject, start: Callable[..., Command]) -> None:
+def test_two_ranks(name: str, make_project: MakeProject) -> None:
     project = project_of(name, make_project)
-    code, _, err = start(project, "run.folder=run", *COMMON, *TWO_RANKS[name]).end()
-    assert code == 0, err
+    outcome = isopref_on_ranks(project, "train", "my.yaml", "run.folder=run", *COMMON, *TWO_RANKS[name])
+    assert outcome.code == 0, outcome.err
     compare(name, project.folder / "run")
 
 
