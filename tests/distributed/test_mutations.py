@@ -5,8 +5,9 @@ import torch
 
 from isopref.testing import matrix
 from isopref.testing.cells import Cell
-from isopref.testing.equations import LIST_CASES, REWARD_CASES
+from isopref.testing.equations import REWARD_CASES
 from isopref.testing.exactness import measure
+from isopref.testing.list_equations import LIST_CASES
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import mutations, trajectory

@@ -31,7 +31,7 @@ def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> O
     running = {process.sentinel: process for process in processes}
     try:
         while running:
-            ended = [running.pop(one) for one in wait(list(running), TIMEOUT_S)]  # type: ignore[call-overload]
+            ended = [running.pop(one) for one in wait(list(running), TIMEOUT_S)]
             for process in ended:
                 process.join()
             if not ended or any(process.exitcode for process in ended):

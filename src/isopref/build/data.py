@@ -19,7 +19,8 @@ from isopref.data.mixing import mix, split_by_prompt, without
 from isopref.data.pairs import all_cores, build_table
 from isopref.data.shapes import SHAPES
 from isopref.data.sources import SourceSpec
-from isopref.data.table import ExampleTable, SourceStats
+from isopref.data.table import ExampleTable
+from isopref.data.table_stats import SourceStats
 from isopref.engine.display import Advance, Display
 from isopref.errors import ConfigError, DataError
 from isopref.models import hf

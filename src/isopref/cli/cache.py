@@ -121,7 +121,8 @@ def _is_of_earlier_version(path: Path) -> bool:
 
 
 def _table_problems(path: Path) -> list[str]:
-    from isopref.data.table import DamagedTableError, ExampleTable
+    from isopref.data.table import ExampleTable
+    from isopref.data.table_file import DamagedTableError
 
     try:
         ExampleTable.open(path, []).check()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from isopref.build.data import SourceUse
     from isopref.build.inspect import Report
     from isopref.data.statistics import ExampleSize, ExampleText, TableFigures
-    from isopref.data.table import SourceStats
+    from isopref.data.table_stats import SourceStats
 
 PAIR_STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
 STYLES = PAIR_STYLES | {"good": "green", "bad": "red"}

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from isopref.data.shapes import BadPairError
-from isopref.data.table import ExampleTable, TableRow, TableStats, TableWriter, record_batch
+from isopref.data.table import ExampleTable
+from isopref.data.table_file import TableRow, TableWriter, record_batch
+from isopref.data.table_stats import TableStats
 from isopref.examples import Example
 from isopref.types import FloatArray, IntArray
 

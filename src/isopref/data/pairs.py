@@ -30,15 +30,9 @@ from isopref.data.memory import memory_source
 from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, RankedList, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
-from isopref.data.table import (
-    DamagedTableError,
-    ExampleTable,
-    SourceStats,
-    TableRow,
-    TableStats,
-    TableWriter,
-    record_batch,
-)
+from isopref.data.table import ExampleTable
+from isopref.data.table_file import DamagedTableError, TableRow, TableWriter, record_batch
+from isopref.data.table_stats import SourceStats, TableStats
 from isopref.errors import ConfigError, DataError, RunError
 from isopref.locks import FileLock
 

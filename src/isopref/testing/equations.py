@@ -1,6 +1,7 @@
 """Every objective once more, straight from its paper: one pair at a time, in plain exponentials and logarithms.
 
-The coupled ones take all pairs of a batch, those of lists one list at a time; they are written as loops.
+The coupled ones take all pairs of a batch; they are written as loops. list_equations.py has those of lists, labels.py
+those of labels.
 
 Shares nothing with isopref.objectives and is not safe far out. Numbers are scalar tensors in float64, so that the
 oracle can differentiate what it computes here.
@@ -9,41 +10,14 @@ oracle can differentiate what it computes here.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isopref.testing.answer import Answer, sigma
+from isopref.testing.list_equations import LIST_CASES
 from isopref.types import PairLogps
-
-
-@dataclass(frozen=True)
-class Answer:
-    """log pi(y|x) and log ref(y|x), the number of tokens of y, and its score in the data, up to a constant."""
-
-    policy: Tensor
-    ref: Tensor
-    tokens: int
-    score: float = math.nan
-
-    @property
-    def ratio(self) -> Tensor:
-        """pi(y|x) / ref(y|x)."""
-        return torch.exp(self.policy) / torch.exp(self.ref)
-
-    @property
-    def log_ratio(self) -> Tensor:
-        return self.policy - self.ref
-
-    @property
-    def likelihood(self) -> Tensor:
-        """The geometric mean of the probabilities of the tokens of y."""
-        return torch.exp(self.policy / self.tokens)
-
-
-def sigma(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
 
 
 def bradley_terry(difference: Tensor, smoothing: float) -> Tensor:
@@ -199,89 +173,6 @@ def aot_unpaired(pairs: Pairs, weights: Sequence[float], *, beta: float, label_s
     return transport(chosen, rejected, weights, lambda gap: bradley_terry(beta * gap, label_smoothing))
 
 
-# --- losses of ranked lists: answers with their scores ---------------------------------------------------
-
-
-Ranked = Sequence[tuple[Answer, float]]
-
-
-def below(ranked: Ranked, k: int) -> list[Answer]:
-    """The answers of a list with a lower score than answer k."""
-    return [y for y, score in ranked if score < ranked[k][1]]
-
-
-def plackett_luce(ranked: Ranked, *, beta: float) -> Tensor:
-    """-log prod_k e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k) (Rafailov et al. 2023, eq. 20)."""
-    product = torch.ones((), dtype=torch.float64)
-    for k, (y, _) in enumerate(ranked):
-        others = sum((torch.exp(beta * z.log_ratio) for z in below(ranked, k)), torch.zeros(()))
-        product = product * torch.exp(beta * y.log_ratio) / (torch.exp(beta * y.log_ratio) + others)
-    return -torch.log(product)
-
-
-def softmax(ranked: Ranked, *, beta: float) -> Tensor:
-    """-log sigma(-log sum_j e^(r_j - r_best)) (Chen et al. 2024, S-DPO), for each answer that is best."""
-    best = max(score for _, score in ranked)
-    total = torch.zeros((), dtype=torch.float64)
-    for k, (y, score) in enumerate(ranked):
-        if score == best and below(ranked, k):
-            gaps = [torch.exp(beta * (z.log_ratio - y.log_ratio)) for z in below(ranked, k)]
-            total = total - torch.log(sigma(-torch.log(sum(gaps, torch.zeros(())))))
-    return total
-
-
-def plackett_luce_reward(ranked: Ranked) -> Tensor:
-    """-sum_k log (e^(r_k) / (e^(r_k) + sum of e^(r_j) over all j below k)), r being the reward itself."""
-    total = torch.zeros((), dtype=torch.float64)
-    for k, (y, _) in enumerate(ranked):
-        field = [torch.exp(y.policy), *(torch.exp(z.policy) for z in below(ranked, k))]
-        total = total - torch.log(field[0] / sum(field, torch.zeros(())))
-    return total
-
-
-def lipo(ranked: Ranked, *, beta: float, rank_temperature: float) -> Tensor:
-    """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda).
-
-    D_ij = |gain_i - gain_j| |1/log(1 + rank_i) - 1/log(1 + rank_j)|: the mean over the two orders of i and j, by how
-    likely they are, each with the ranks that are expected then.
-    """
-    scores = [score for _, score in ranked]
-    rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
-
-    def gain(score: float) -> float:
-        return float(2 ** ((score - min(scores)) / (max(scores) - min(scores))) - 1)
-
-    def is_above(k: int, i: int) -> float:
-        return 1 / (1 + math.exp(-(rewards[k] - rewards[i]) / rank_temperature))
-
-    def discounts(i: int, j: int) -> float:
-        """Their difference if i is above j."""
-        others = [k for k in range(len(ranked)) if k not in (i, j)]
-        first, second = 1 + sum(is_above(k, i) for k in others), 2 + sum(is_above(k, j) for k in others)
-        return abs(1 / math.log(1 + first) - 1 / math.log(1 + second))
-
-    total = torch.zeros((), dtype=torch.float64)
-    for i, (y, score) in enumerate(ranked):
-        for j, (z, lower) in enumerate(ranked):
-            if score > lower:
-                apart = is_above(i, j) * discounts(i, j) + is_above(j, i) * discounts(j, i)
-                loss = torch.log(1 + torch.exp(-beta * (y.log_ratio - z.log_ratio)))
-                total = total + (gain(score) - gain(lower)) * apart * loss
-    return total
-
-
-LIST_EQUATIONS: dict[str, Callable[..., Tensor]] = {
-    equation.__name__: equation for equation in (plackett_luce, softmax, lipo, plackett_luce_reward)
-}
-
-
-def lists_loss(case: str, lists: Sequence[Ranked], weights: Sequence[float]) -> Tensor:
-    """The loss of a global batch of lists with these weights."""
-    name, params = LIST_CASES[case]
-    losses = [LIST_EQUATIONS[name](ranked, **params) for ranked in lists]
-    return sum((w * loss for w, loss in zip(weights, losses, strict=True)), torch.zeros(())) / sum(weights)
-
-
 EQUATIONS: dict[str, Callable[..., Tensor]] = {
     equation.__name__: equation
     for equation in (
@@ -388,12 +279,6 @@ BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
     "several_scored": ({"odpo": 1.0, "aot": 0.4}, {"beta": 0.3, "alpha": 0.7, "label_smoothing": 0.0}),
     "several_coupled": ({"hinge": 0.6, "aot": 1.0, "bco_pair": 0.5}, {"beta": 0.3, "label_smoothing": 0.0}),
 }
-LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plackett_luce": ("plackett_luce", {"beta": 0.3}),
-    "softmax": ("softmax", {"beta": 0.3}),
-    "lipo": ("lipo", {"beta": 0.3, "rank_temperature": 0.2}),
-    "plackett_luce_reward": ("plackett_luce_reward", {}),
-}
 REWARD_CASES = ("bradley_terry", "bradley_terry_margin", "plackett_luce_reward")  # computed with a reward model
 # Their equations are in labels.py.
 LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
@@ -404,8 +289,6 @@ LABEL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
         {"beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     ),
 }
-# Those that are computed with a reward model.
-REWARD_CASES = ("bradley_terry", "bradley_terry_margin", "plackett_luce_reward")
 ALL_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
     **CASES,
     **BATCH_CASES,

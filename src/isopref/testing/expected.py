@@ -22,18 +22,10 @@ from isopref.models.head import head_of
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.score import TableLogps
 from isopref.testing import labels, oracle
+from isopref.testing.answer import Answer
 from isopref.testing.cells import Cell, Context, examples_of
-from isopref.testing.equations import (
-    ALL_CASES,
-    LABEL_CASES,
-    LIST_CASES,
-    REWARD_CASES,
-    Answer,
-    answers,
-    batch_loss,
-    lists_loss,
-    reward,
-)
+from isopref.testing.equations import ALL_CASES, LABEL_CASES, REWARD_CASES, answers, batch_loss, reward
+from isopref.testing.list_equations import LIST_CASES, lists_loss
 from isopref.testing.models import tiny_model, tiny_reward_model, with_adapter
 from isopref.types import PairLogps
 

@@ -14,7 +14,8 @@ from isopref.data.content import answer_id, example_id
 from isopref.examples import Example
 from isopref.score import TableLogps
 from isopref.testing import oracle
-from isopref.testing.equations import LABEL_CASES, Answer, sigma
+from isopref.testing.answer import Answer, sigma
+from isopref.testing.equations import LABEL_CASES
 from isopref.types import IntArray
 
 Labelled = Sequence[tuple[Answer, bool]]

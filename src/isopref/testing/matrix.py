@@ -9,7 +9,8 @@ from typing import get_args
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
 from isopref.testing.cells import KINDS, Cell, Cut
-from isopref.testing.equations import ALL_CASES, LABEL_CASES, LIST_CASES
+from isopref.testing.equations import ALL_CASES, LABEL_CASES
+from isopref.testing.list_equations import LIST_CASES
 
 # Largest relative error of the gradient, by how a model computes. That of float32 is for the batch of exactness.py, not
 # for any batch: of 13 others with answers as long, 6 exceeded it, by a factor of 2 at most. A sum of 200 nats rounds by

@@ -89,7 +89,7 @@ def test_pairs_of_one_prompt(tmp_path: Path) -> None:
     ]
     (found,) = table.stats.sources
     assert (found.read, found.kept, found.grouped, found.dropped) == (4, 3, 1, {})
-    assert ([*table.holds], table.unit, table.is_compared, table.is_labelled) == (["pairs"], "prompt", True, True)
+    assert ([*table.holds], table.unit) == (["pairs"], "prompt")
     origins = [table.origin(index).removeprefix(str(tmp_path)) for index in range(3)]
     assert origins == ["/a.jsonl:1 and 1 more", "/a.jsonl:2", "/a.jsonl:4"]
 
@@ -100,14 +100,14 @@ def test_labels_of_one_prompt(tmp_path: Path) -> None:
         (ASKED.format("why?"), ["a", "c"], (), (1.0, 0.0)),
         (ASKED.format("who?"), ["b"], (), (0.0,)),
     ]
-    assert (table.unit, table.is_compared, table.is_labelled) == ("prompt", False, True)
+    assert table.unit == "prompt"
 
 
 def test_an_answer_that_is_chosen_and_rejected_has_no_score(tmp_path: Path) -> None:
     table = build(tmp_path, [pair("why?", "best", "good"), pair("why?", "good", "bad")])
     assert said(table) == [(ASKED.format("why?"), ["best", "good", "bad"], ((0, 1), (1, 2)), ())]
     assert np.isnan(table.scores).all()
-    assert ([*table.holds], table.is_labelled) == (["pairs"], False)
+    assert [*table.holds] == ["pairs"]
 
 
 def test_every_judgement_counts_as_before_also_a_repeated_and_a_contradicted_one(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_table_of_labels(tmp_path: Path) -> None:
     table = build(tmp_path / "a.jsonl", *records)
     (found,) = table.stats.sources
     assert (found.shape, found.holds, found.kept, found.dropped) == ("label", "labels", 2, {"label": 1})
-    assert ([*table.holds], table.unit, table.is_compared, table.is_labelled) == (["labels"], "answer", False, True)
+    assert ([*table.holds], table.unit) == (["labels"], "answer")
     first, second = table.example(0), table.example(1)
     assert (first.comparisons, first.scores, second.scores) == ((), (1.0,), (0.0,))
     decode = tiny_tokenizer("chatml").decode
@@ -145,13 +145,13 @@ def test_what_a_mix_holds(tmp_path: Path) -> None:
 
     def facts(*index: int) -> tuple[Any, ...]:
         part = table.select(index)
-        return part.holds, part.unit, part.is_compared, part.is_labelled
+        return part.holds, part.unit
 
-    assert facts(0) == ({"labels"}, "answer", False, True)
-    assert facts(1) == ({"pairs"}, "pair", True, True)
-    assert facts(2) == ({"lists"}, "list", True, False)
-    assert facts(0, 1) == ({"labels", "pairs"}, "example", False, True)
-    assert facts(0, 2) == ({"labels", "lists"}, "list", False, False)
+    assert facts(0) == ({"labels"}, "answer")
+    assert facts(1) == ({"pairs"}, "pair")
+    assert facts(2) == ({"lists"}, "list")
+    assert facts(0, 1) == ({"labels", "pairs"}, "example")
+    assert facts(0, 2) == ({"labels", "lists"}, "list")
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data folder")

@@ -147,7 +147,7 @@ def test_every_record_that_is_left_out_is_counted_with_its_reason(tmp_path: Path
     (found,) = table.stats.sources
     assert (found.read, found.kept, found.dropped) == (7, 1, {"single": 3, "tie": 2, "shape": 1})
     assert found.unused_columns == ("ratings",)
-    assert ([*table.holds], table.unit, table.is_compared, table.is_labelled) == (["lists"], "list", True, False)
+    assert ([*table.holds], table.unit) == (["lists"], "list")
 
 
 def test_other_comparisons_are_another_table(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from isopref.data import pairs as building
 from isopref.data.pairs import ExampleTable, SourceSpec, TokenizeOptions, build_table
-from isopref.data.table import DamagedTableError
+from isopref.data.table_file import DamagedTableError
 from isopref.errors import DataError, StartAgainError
 from isopref.testing.tokenizers import tiny_tokenizer
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from isopref.data.table import ExampleTable, TableRow, record_batch
+from isopref.data.table import ExampleTable
+from isopref.data.table_file import TableRow, record_batch
 from isopref.data.token_weights import from_runs, to_runs
 from isopref.examples import PAIR, PAIR_SCORES, Example, Lengths
 from isopref.testing.models import random_pairs, tree_examples, with_context

@@ -15,8 +15,9 @@ from isopref.errors import ConfigError, DataError
 from isopref.examples import Example
 from isopref.objectives.labels import midpoint
 from isopref.objectives.loss import pair_loss
+from isopref.testing.answer import Answer
 from isopref.testing.cells import Cell, batch, tree_batch
-from isopref.testing.equations import LABEL_CASES, Answer
+from isopref.testing.equations import LABEL_CASES
 from isopref.testing.exactness import build_module, full_gradient
 from isopref.testing.expected import expected
 from isopref.testing.labels import LABEL_EQUATIONS

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from isopref.errors import ConfigError
 from isopref.objectives.loss import pair_loss
-from isopref.testing.equations import LIST_CASES, LIST_EQUATIONS, Answer
+from isopref.testing.answer import Answer
+from isopref.testing.list_equations import LIST_CASES, LIST_EQUATIONS
 from isopref.types import ListLogps
 
 

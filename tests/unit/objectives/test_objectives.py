@@ -22,13 +22,12 @@ from isopref.testing.equations import (
     CASES,
     COUPLED_EQUATIONS,
     LABEL_CASES,
-    LIST_CASES,
-    LIST_EQUATIONS,
     answers,
     by_equation,
     reward,
 )
 from isopref.testing.labels import LABEL_EQUATIONS
+from isopref.testing.list_equations import LIST_CASES, LIST_EQUATIONS
 from isopref.types import PairLogps, moved
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "d"}}
