@@ -44,9 +44,7 @@ def find_card(name: str) -> Card:
     for known, card in CARDS.items():
         if known.lower().replace(" ", "") == name.lower().replace(" ", ""):
             return card
-    raise ConfigError(
-        f"--card {name}: not one that is known. Use one of {', '.join(CARDS)}, with --memory if it differs."
-    )
+    raise ConfigError(f"--card {name}: unknown GPU. Use one of {', '.join(CARDS)}, with --memory if it differs.")
 
 
 def parse_memory(text: str) -> float:

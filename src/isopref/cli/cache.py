@@ -65,7 +65,7 @@ def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcess
 
 @app.command("ls")
 def list_stores() -> None:
-    """List the stores: key, answers, size, last use, and the model they were created for."""
+    """List the stores: key, answers, size, last use, reference."""
     root = reference_folder()
     every = stores(root)
     if not every:

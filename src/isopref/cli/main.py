@@ -8,17 +8,17 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from isopref import __version__
 from isopref.cli import cache, judge, push, report, sample, score
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
+from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
-from isopref.config.load import dump_config, homes, load_config, override_form
+from isopref.config.load import dump_config, load_config
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.engine.quiet import quiet_engine
@@ -28,27 +28,6 @@ from isopref.threads import limit_spinning
 FIRST_RANK_WAIT_S = 20  # for the first rank to hit the same error
 END_WAIT_S = 60  # for the launcher to end this rank once the first one has failed
 ECHO_WAIT_S = 15
-
-
-class Commands(TyperGroup):
-    """The command group; explains how to set a config field that was passed as an option."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            # By name: the class is click's, or that of the click bundled with newer versions of typer.
-            if type(error).__name__ == "NoSuchOption":
-                _explain_overrides(error)
-            raise
-
-
-def _explain_overrides(error: Any) -> None:
-    takes_overrides = any(param.name == "overrides" for param in error.ctx.command.params)
-    name = error.option_name.lstrip("-").replace("-", "_")
-    if takes_overrides and (homes(name) or not error.possibilities):  # not a misspelt option
-        error.message = f"{error.message.rstrip('.')}. To set a config field, {override_form(name)}"
-        error.possibilities = []  # --lr is like --help
 
 
 app = typer.Typer(
@@ -126,7 +105,7 @@ def isopref(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Tune a language model on preference pairs (DPO and related objectives).
+    """Tune language models on preferences (DPO and related objectives), and train reward models.
 
     The result depends only on the global batch, never on how it is laid out on the hardware.
 
@@ -222,8 +201,13 @@ def evaluate(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A run with an adapter, or an adapter folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist yet.", show_default=False)],
+    adapter: Annotated[
+        Path,
+        typer.Argument(metavar="ADAPTER", help="A run with an adapter, or an adapter folder.", show_default=False),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet.", show_default=False)
+    ],
     dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float64. Default: the base model's dtype.")
     ] = None,
@@ -337,6 +321,7 @@ def init(
     path: Annotated[
         Path | None,
         typer.Argument(
+            metavar="PATH",
             help="File to write (default: isopref.yaml); with --demo, the folder (default: demo).",
             show_default=False,
         ),

@@ -29,11 +29,9 @@ NUMBERS = ("step", "loss", "accuracy", "held-out\naccuracy")  # right-aligned co
 SPARE, LAST = ("started", "accuracy"), ("loss", "held-out\naccuracy", "step")
 LEAST_NAME = 24  # characters of a name that are always shown
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
-
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help=f"Output file. Default: {REPORT_FILE} in the run folder, for a single run."),
@@ -43,9 +41,10 @@ def report(
         typer.Option("--markdown", help="Write Markdown, for a pull request; to the terminal unless --out is given."),
     ] = False,
 ) -> None:
-    """Write an HTML report of one or more runs: curves, held-out metrics, answers, config. Several runs are overlaid.
+    """Write an HTML report of one or more runs.
 
-    The page is a single self-contained file. It also works for runs that are still in progress.
+    It has curves, held-out metrics, answers and the config; several runs are overlaid. The page is a single
+    self-contained file. It also works for runs that are still in progress.
 
     \b
     Examples:
@@ -97,8 +96,13 @@ def list_runs(
         _show_runs(rows)
 
 
-def compare(a: RunFolder, b: RunFolder) -> None:
-    """Tell whether two runs have the same math, where their curves diverge, and how each ended.
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Run folder.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Run folder.", show_default=False)],
+) -> None:
+    """Compare two runs: same math, or where they diverge.
+
+    Tells whether two runs have the same math, at which step their losses diverge, and how each ended.
 
     \b
     Example:

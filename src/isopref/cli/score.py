@@ -25,8 +25,8 @@ def score(
     """Score the answers in a file: rewards, or log-probabilities.
 
     A reward model (a folder for sequence classification, or an adapter on one) gives rewards, a language model gives
-    log-probabilities. Writes one JSON line for each record, in the order of the file. To go on with a command that was
-    stopped, run it again.
+    log-probabilities. Writes one JSON line for each record, in the order of the file. To resume a stopped command, run
+    it again.
 
     \b
     Examples:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from isopref import __version__
+from isopref.cli.main import app
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
 from support.runs import make_run, noisy_metrics
@@ -425,3 +428,14 @@ def test_config_prints_the_resolved_config_and_its_run_id(isopref: Isopref, conf
     config = load_config(config_file, ["optim.lr=2e-6"])
     assert result.stdout.splitlines()[0] == f"# run id: {run_id(config)}"
     assert yaml.safe_load(result.stdout) == config.model_dump(mode="json")
+
+
+def test_help_lists_commands_in_the_order_of_a_project() -> None:
+    group: Any = typer.main.get_command(app)
+    listed = group.list_commands(None)
+    assert [name for name in listed if name in ("init", "data", "train", "report", "push")] == [
+        *("init", "data", "train", "report", "push")
+    ]
+    assert set(listed) == set(group.commands)
+    for command in group.commands.values():
+        assert len(command.help.partition("\n")[0]) <= 72, command.name  # fits a line of the list

@@ -277,7 +277,7 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--card", "H9000"], "--card H9000: not one that is known. Use one of B200, H200"),
+        (["--card", "H9000"], "--card H9000: unknown GPU. Use one of B200, H200"),
         (["--memory", "80"], "--memory 80: write a number and a unit, as in 80GB"),
         (["--ranks", "8,x"], "--ranks 8,x: must be positive whole numbers"),
         (["--gpus", "2", "model.compute_dtype=float32", "layout.parallel=single"], "a plan for 2 GPUs"),
