@@ -63,7 +63,7 @@ def reward_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> Pre
     return _made(LlamaForSequenceClassification, LlamaConfig(**{**SHAPES[shape], "num_labels": 1}), dtype, device)
 
 
-def _made(kind: Any, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _made(kind: Any, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -19,6 +19,7 @@ class Card:
     memory: float  # bytes, about as many as torch reports
     link: float  # bytes a second to another card of the same machine, each way
     flops_float8: float | None = None  # a second, dense, with a scale per row; None: before Hopper
+    host_link: float = 64e9  # bytes a second to the host's memory, each way: PCIe 5.0 with 16 lanes
 
     def rate(self, number_bytes: int) -> float:
         """Operations a second on numbers of two bytes (bfloat16) or four (float32)."""
@@ -31,11 +32,11 @@ CARDS = {
     "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12),
     "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9, 1513e12),
     "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9, 1979e12),
-    "A100": Card(312e12, 19.5e12, 2.0e12, 79.2 * GIB, 300e9),
-    "L40S": Card(362e12, 91.6e12, 0.864e12, 44.4 * GIB, 32e9),
-    "A10G": Card(70e12, 31.2e12, 0.6e12, 22.1 * GIB, 32e9),
-    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 23.6 * GIB, 32e9),
-    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 23.6 * GIB, 32e9),
+    "A100": Card(312e12, 19.5e12, 2.0e12, 79.2 * GIB, 300e9, host_link=32e9),
+    "L40S": Card(362e12, 91.6e12, 0.864e12, 44.4 * GIB, 32e9, host_link=32e9),
+    "A10G": Card(70e12, 31.2e12, 0.6e12, 22.1 * GIB, 32e9, host_link=32e9),
+    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 23.6 * GIB, 32e9, host_link=32e9),
+    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 23.6 * GIB, 32e9, host_link=32e9),
 }
 
 

@@ -43,6 +43,8 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
         "weighting",
         "grad_sync",
         "checkpointing",
+        "offload_activations",
+        "mlp_tile_tokens",
         "own_weights",
         "reverse",
         "num_pairs",

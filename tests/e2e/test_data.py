@@ -172,6 +172,18 @@ def test_pairs_over_the_context_length_are_warned_of(no_weights: Project) -> Non
     )  # fmt: skip
 
 
+def test_pairs_that_are_too_long_for_a_card(no_weights: Project) -> None:
+    outcome = no_weights.isopref("data", "my.yaml", "model.dtype=float32", "--card", "H100")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = lines_of(outcome.out)
+    assert "on 1 x H100" in lines
+    (line,) = [line for line in lines if line.startswith("and mlp_tile_tokens=4096 ")]
+    assert line.endswith(" 0 pairs")
+    found = report(no_weights, "model.dtype=float32", "--card", "H100")
+    assert len(found["reaches"]) == 4
+    assert report(no_weights)["reaches"] is None
+
+
 def test_a_model_without_a_context_length(no_weights: Project) -> None:
     path = no_weights.folder / "tokenizer" / "config.json"
     config = json.loads(path.read_text())

@@ -214,11 +214,18 @@ LAYOUTS = [
     ["layout.microbatch_tokens=60", "layout.score_tokens=100"],
     ["layout.rows=packed"],
     ["layout.rows=packed", "layout.microbatch_tokens=200", "layout.checkpointing=full"],
+    ["layout.checkpointing=full", "layout.offload_activations=full", "layout.mlp_tile_tokens=16"],
     ["layout.rows=padded"],
     ["layout.rows=padded", "layout.microbatch_tokens=180"],
     ["layout.rows=padded_separate"],
     ["layout.rows=padded_separate", "layout.microbatch_tokens=200"],
     ["layout.parallel=ddp", "layout.microbatch_tokens=110"],
+    [
+        "layout.parallel=fsdp",
+        "layout.checkpointing=full",
+        "layout.offload_activations=full",
+        "layout.mlp_tile_tokens=16",
+    ],
     ["layout.parallel=fsdp", "layout.microbatch_tokens=110", "layout.grad_sync=every"],
     ["layout.parallel=fsdp", "layout.rows=padded", "run.eval_every=1", "run.save_every=3"],
 ]

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from isopref.build.data import SourceUse, pair_tables, say_warnings
+from isopref.build.planner import reaches
 from isopref.build.run import say_trust
+from isopref.build.run_plan import Hardware
 from isopref.config.schema import Config
 from isopref.data.statistics import ExampleText, TableFigures, figures, samples
 from isopref.engine.display import Display
 from isopref.models import conversion, hf
+from isopref.plan.long_rows import Reach
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,15 @@ class Report:
     train: TableFigures
     held_out: TableFigures | None
     samples: list[ExampleText]  # of the examples to train on
+    card: str | None = None  # the hardware asked about, in words
+    reaches: list[Reach] | None = None  # how long an example may be there, by setting
 
 
-def inspect(config: Config, display: Display) -> Report:
-    """Tokenise the data as a run would, and look at it. Of model.path only tokenizer and config are read."""
+def inspect(config: Config, display: Display, hardware: Hardware | None = None) -> Report:
+    """Tokenise the data as a run would, and look at it. Of model.path only tokenizer and config are read.
+
+    With `hardware`, also forecast how long an example may be there.
+    """
     say_trust(config, display)
     tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     context = hf.context_length(_model_config(config))
@@ -40,6 +48,8 @@ def inspect(config: Config, display: Display) -> Report:
         train=figures(tables.train, context=context),
         held_out=None if tables.held_out is None else figures(tables.held_out, context=context),
         samples=samples(tables.train, tokenizer),
+        card=None if hardware is None else f"{hardware.gpus} x {hardware.card_name}",
+        reaches=None if hardware is None else reaches(config, hardware, tables.train),
     )
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,13 +11,26 @@ from torch.distributed.fsdp import FSDPModule
 
 from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.build import resolve
+from isopref.build.hardware import rounding_dtype
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
-from isopref.engine.microbatch_probe import fit_microbatch
+from isopref.engine.microbatch_probe import LongRows, fit_microbatch
+from isopref.errors import ConfigError
 from isopref.models.adapter import stored_bytes
-from isopref.models.parallel import GradSync, checkpoint_layers, decoder_layers, has_layers, unwrap
+from isopref.models.parallel import (
+    GradSync,
+    can_offload,
+    checkpoint_layers,
+    decoder_layers,
+    has_layers,
+    unwrap,
+)
+from isopref.models.policy import Policy
+from isopref.models.probe import check_tiles
+from isopref.models.tiles import can_tile
 
 CPU_TOKENS = 4096
+HOST_SHARE = 0.85  # of the free host memory that checkpoints may take
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +53,18 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
     recompute = layout.checkpointing == "full" or may_recompute
     every = len(decoder_layers(policy, "Set layout.checkpointing: none.")) if recompute else 0
     fewest = every if layout.checkpointing == "full" else 0
+    offload = layout.offload_activations == "full"
+    offloaded = max(0, fewest - 1) if offload else 0
     if on_cpu:
-        checkpoint_layers(policy, fewest)
+        checkpoint_layers(policy, fewest, offloaded=offloaded)
         longest = int(tokens_alone(table.lengths, layout.rows).max())
         if tokens is None:
             tokens = max(CPU_TOKENS, longest)
             log.info("layout.microbatch_tokens: auto is %d on the CPU", tokens)
         return replace(run, microbatch_tokens=tokens)
     if tokens is not None and layout.checkpointing != "auto":
-        checkpoint_layers(policy, fewest)
+        _check_host(run, policy, tokens, offloaded)
+        checkpoint_layers(policy, fewest, offloaded=offloaded)
         return replace(run, microbatch_tokens=tokens)
     weight = getattr(torch, run.config.model.dtype).itemsize
     fit = fit_microbatch(
@@ -58,12 +75,66 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
         layers=(fewest, every),
         tokens=tokens,
         state_share=resolve.state_bytes(run.config.optim.kind, weight) / weight,
+        offload=offload,
+        allowed=_allowed(run, policy),
     )
+    _check_host(run, policy, fit.tokens, offloaded)
     if tokens is None:
         run.display.say(f"layout.microbatch_tokens: auto is {fit.tokens}: {fit.why}")
     if layout.checkpointing == "auto":
         run.display.say(f"layout.checkpointing: auto is {fit.layers} of {every} layers")
+    if fit.offloaded or fit.tile is not None:
+        run.display.say(
+            f"layout.offload_activations: auto is {fit.offloaded} of {every} layers, layout.mlp_tile_tokens: auto is "
+            f"{fit.tile or 'null'}: otherwise a microbatch of {fit.tokens} tokens would not fit"
+        )
+    if fit.tile is not None:
+        check_tiles(model, layout.rows, compute_dtype=rounding_dtype(run))
     return replace(run, microbatch_tokens=fit.tokens)
+
+
+def _allowed(run: Run, policy: Policy) -> LongRows:
+    """What the config leaves to `auto` for pairs that would not fit otherwise."""
+    return LongRows(
+        offload=run.config.layout.offload_activations == "auto" and can_offload(policy),
+        tile=resolve.may_tile(run.config) and can_tile(policy),
+        input_bytes=_input_bytes(run, policy),
+        host_room=host_room(),
+    )
+
+
+def _input_bytes(run: Run, policy: Policy) -> int:
+    """Bytes of one token in the input of a layer."""
+    width: int = policy.model.config.get_text_config().hidden_size
+    dtype: torch.dtype = getattr(torch, run.config.model.pass_dtype)
+    return width * dtype.itemsize
+
+
+def _check_host(run: Run, policy: Policy, tokens: int, layers: int) -> None:
+    """Raise ConfigError if the inputs of so many layers do not fit into host memory."""
+    size, room = layers * tokens * _input_bytes(run, policy), host_room()
+    if size > room:
+        raise ConfigError(
+            f"layout.offload_activations: full needs {size / 2**30:.1f} GiB of host memory for microbatches of "
+            f"{tokens} tokens, but only {room / 2**30:.1f} GiB are free for a rank. Set layout.offload_activations: "
+            "auto, or a smaller layout.microbatch_tokens."
+        )
+
+
+def host_room() -> float:
+    """Bytes of host memory that this rank may page-lock: its share of what is free, less a reserve."""
+    about = Path("/proc/meminfo")
+    if not about.exists():  # only Linux tells
+        return 0.0
+    lines = about.read_text().splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")  # of a container, which may have less than the machine
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    except (OSError, ValueError):  # there is none, or no limit
+        pass
+    return HOST_SHARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _grad_sync(run: Run, model: nn.Module) -> GradSync:

@@ -22,8 +22,9 @@ from isopref.models.finite import check_finite
 from isopref.models.head import head_of
 from isopref.models.parallel import Parallel, compile_layers, has_layers, parallelize, unwrap
 from isopref.models.policy import Policy
-from isopref.models.probe import check_layout, own_logps
+from isopref.models.probe import check_layout, check_tiles, own_logps
 from isopref.models.reward import RewardModel
+from isopref.models.tiles import tile_mlps
 from isopref.models.unused import indexers, is_inside
 from isopref.score import TableLogps, score_table
 from isopref.types import Needs
@@ -237,6 +238,9 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         use_float8(run, policy, compiled)
     if compiled:
         compile_layers(policy)
+    tile = run.config.layout.mlp_tile_tokens
+    if isinstance(tile, int):
+        tile_mlps(policy, tile)
     mode = _parallel(run, policy)
     whole = mode == "ddp" and not trained
     model = parallelize(
@@ -252,6 +256,8 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     if large:
         check_finite(unwrap(model).model, f"model {policy.name}")
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=rounding_dtype(run))
+    if isinstance(tile, int):
+        check_tiles(model, run.config.layout.rows, compute_dtype=rounding_dtype(run))
     say_precision(run)
     return model
 

@@ -1,11 +1,12 @@
 """What a run would need on a given card, without using a GPU or reading weights."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,11 +17,23 @@ from isopref.build import resolve
 from isopref.build.data import pair_tables
 from isopref.build.model import check_base, new_adapter
 from isopref.build.run import loss_of
-from isopref.cards import GIB, Card, find_card, parse_memory
+from isopref.build.run_plan import Alternative, Hardware, RunPlan
+from isopref.cards import GIB
 from isopref.config.schema import Config
 from isopref.data import schedule
+from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
-from isopref.engine.microbatch_probe import HEADROOM, LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
+from isopref.engine.microbatch_probe import (
+    HEADROOM,
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    TILE_TOKENS,
+    Fit,
+    LongRows,
+    StepMemory,
+    choose,
+    choose_for_long,
+)
 from isopref.errors import ConfigError, DataError
 from isopref.examples import Lengths
 from isopref.models import adapter, conversion, hf, reward
@@ -28,8 +41,8 @@ from isopref.models.parallel import check_shard
 from isopref.models.shape import ModelShape, shape_of
 from isopref.objectives.loss import Loss
 from isopref.plan.layout import Layout, Loads, step_loads
+from isopref.plan.long_rows import Reach, Setting, settings
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory, whole_bytes
-from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
 from isopref.types import IntArray
 
@@ -37,63 +50,25 @@ STEPS_LOOKED_AT = 20  # spread over the first epoch
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The hardware to plan for."""
-
-    card_name: str
-    card: Card
-    gpus: int
-    network: Network
-
-    @classmethod
-    def named(cls, card: str, gpus: int, memory: str | None, gigabits: float) -> "Hardware":
-        """Raises ConfigError for an unknown card or an invalid size."""
-        found = find_card(card)
-        if memory is not None:
-            found = replace(found, memory=parse_memory(memory))
-        return cls(card, found, gpus, Network.of(found, gigabits))
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another layout that fits, as overrides, with its memory and speed."""
-
-    overrides: str
-    memory_gib: float
-    examples_per_s: float
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Everything `isopref plan` shows."""
-
-    parameters: int
-    unit: str  # what an example is called
-    examples: int
-    steps: int
-    saved_by_sharing: float  # share of the tokens that computing a prompt once saves
-    microbatch_tokens: int
-    largest_fit: int  # tokens of the largest microbatch that would fit; 0 for none
-    recompute: int  # layers that recompute their activations
-    layers: int
-    grad_sync: str
-    usable: float  # bytes of a rank that a run may take
-    run: Forecast
-    hours: float | None  # of all steps; None where they do not fit
-    score_hours: float | None  # of scoring every answer once by the reference; 0 where that is not done before them
-    notes: list[str]
-    alternatives: list[Alternative]
-    scale: list[Forecast]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"run": self.run.as_json(), "scale": [one.as_json() for one in self.scale]}
-
-
 def make_plan(
     config: Config, hardware: Hardware, display: Display, *, lengths_file: Path | None = None, ranks: Sequence[int] = ()
 ) -> RunPlan:
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
+    shape = model_shape(config, hardware)
+    if lengths_file is not None:
+        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
+    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    table = pair_tables(config, tokenizer, display).train
+    return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
+
+
+def reaches(config: Config, hardware: Hardware, table: ExampleTable) -> list[Reach]:
+    """How long an example may be on that hardware, by setting, and how many are longer. Raises UserError."""
+    return Planner(config, hardware, model_shape(config, hardware), table.lengths, table.unit).reaches()
+
+
+def model_shape(config: Config, hardware: Hardware) -> ModelShape:
+    """The shape of the model that a config trains, from the model's config. Raises ConfigError for what has no plan."""
     model = config.model
     if "float64" in (model.dtype, model.compute_dtype):
         raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
@@ -115,12 +90,7 @@ def make_plan(
     if model.native:
         conversion.transformer_config(empty)  # which refuses what has none
     adapt(config, empty)
-    shape = shape_of(empty)
-    if lengths_file is not None:
-        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
-    tokenizer = hf.load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    table = pair_tables(config, tokenizer, display).train
-    return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
+    return shape_of(empty)
 
 
 def adapt(config: Config, empty: PreTrainedModel) -> None:
@@ -159,6 +129,8 @@ class Planner:
             microbatch_tokens=fit.tokens,
             largest_fit=self._largest_fit(layout, fit, run),
             recompute=layout.recompute,
+            offloaded=layout.offloaded,
+            tile=layout.tile,
             layers=self.shape.layers,
             grad_sync=layout.grad_sync,
             usable=self.usable,
@@ -167,6 +139,7 @@ class Planner:
             score_hours=self._score_hours(layout, run) if run.fits else None,
             notes=list(self._notes(layout, run, why_not)),
             alternatives=[] if run.fits else self._alternatives(),
+            reaches=self.reaches(layout),
             scale=[one for count in ranks for one in self._at(count)],
         )
 
@@ -241,6 +214,8 @@ class Planner:
             grad_sync=resolve.grad_sync(self.config, kept, room, sharded=sharded),
             compiled=can and compiled,
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
+            offloaded=self.shape.layers - 1 if asked.offload_activations == "full" else 0,
+            tile=asked.mlp_tile_tokens if isinstance(asked.mlp_tile_tokens, int) else None,
             weight_bytes=weight,
             compute_bytes=compute,
             frozen_bytes=frozen,
@@ -280,11 +255,28 @@ class Planner:
         try:
             if room <= 0:
                 raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
-            fit = choose((lines[0], lines[1]), (layout.recompute, most), room, longest=self._longest, tokens=tokens)
+            fit = self._for_long(replace(layout, recompute=most), lines[1], room, tokens or self._longest)
+            if fit is None:
+                fit = choose((lines[0], lines[1]), (layout.recompute, most), room, longest=self._longest, tokens=tokens)
         except ConfigError as error:
             fit = Fit(tokens or max(self._longest, LEAST_TOKENS), most, "")
             return replace(layout, recompute=most), fit, str(error)
+        if fit.offloaded or fit.tile is not None:
+            layout = replace(layout, offloaded=fit.offloaded or layout.offloaded, tile=fit.tile or layout.tile)
         return replace(layout, recompute=fit.layers), fit, None
+
+    def _for_long(self, layout: Layout, line: StepMemory, room: float, wanted: int) -> Fit | None:
+        """What the run would do for a pair that does not fit with all layers recomputing."""
+        if line.at(wanted) <= room:
+            return None
+        allowed = LongRows(
+            offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
+            tile=resolve.may_tile(self.config),
+            input_bytes=self.shape.width * layout.compute_bytes,
+            host_room=math.inf,  # a note says how much it is
+        )
+        tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
+        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted)
 
     def _memory(self, layout: Layout, tokens: int) -> Memory:
         return peak_memory(self.shape, layout, self._usual.scaled(tokens), answers=len(self.lengths.answer))
@@ -297,12 +289,28 @@ class Planner:
         return step_loads(every, budget, ranks=1, attention_share=0.0).summed
 
     def _line(self, layout: Layout) -> StepMemory:
-        few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, MOST_TOKENS))
-        return StepMemory.through((LEAST_TOKENS, few), (MOST_TOKENS, many))
+        """Between its ends the line is above what it stands for: of two parts that peak in turn, the larger counts."""
+        most = max(MOST_TOKENS, self._longest)
+        few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, most))
+        return StepMemory.through((LEAST_TOKENS, few), (most, many))
 
     def _room(self, layout: Layout) -> float:
         fixed = self._memory(layout, LEAST_TOKENS)
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
+
+    @property
+    def _settings(self) -> list[Setting]:
+        return settings(self.shape.layers, TILE_TOKENS if resolve.may_tile(self.config) else None)
+
+    def reaches(self, layout: Layout | None = None) -> list[Reach]:
+        """How long an example may be on a rank with each setting, and how many are longer."""
+        asked = layout or self._layout(self.hardware.gpus)
+        alone = tokens_alone(self.lengths, asked.rows)
+        found = []
+        for setting in self._settings:
+            most = self._largest(replace(asked, **setting.changes))
+            found.append(Reach(" ".join(setting.overrides), most, int((alone > most).sum())))
+        return found
 
     def _largest(self, layout: Layout) -> int:
         """Tokens in the largest microbatch that fits; 0 if none does."""
@@ -330,6 +338,9 @@ class Planner:
             ranks = min(layout.ranks, self.hardware.network.ranks_per_node)
             size = ranks * whole_bytes(self.shape, layout) / GIB
             yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
+        if layout.offloaded:
+            size = layout.offloaded * run.largest_tokens * self.shape.width * layout.compute_bytes / GIB
+            yield f"offloaded activations take {size:,.1f} GiB of host memory for each rank"
         if layout.compute_bytes > 2:
             yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
         elif not layout.compiled:
@@ -352,15 +363,15 @@ class Planner:
         return []
 
     def _fitting(self, gpus: int) -> Iterator[Alternative]:
-        """Layouts that fit on this many GPUs: large rows, small rows, recomputation."""
+        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need."""
         sharded, changed = self._sharded(gpus)
         more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
-        for kind, recompute in (("none", 0), ("full", self.shape.layers)):
-            layout = replace(sharded, recompute=recompute)
+        for setting in self._settings:
+            layout = replace(sharded, **setting.changes)
             for size in self._sizes(layout):
                 run = self.forecast(layout, size)
                 if run.fits:
-                    asked = [f"layout.microbatch_tokens={size}", f"layout.checkpointing={kind}"]
+                    asked = [f"layout.microbatch_tokens={size}", *setting.overrides]
                     yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 
     def _sizes(self, layout: Layout) -> list[int]:

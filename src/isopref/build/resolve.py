@@ -64,6 +64,12 @@ def compiles(config: Config, *, can: bool, has_layers: bool, native: bool) -> bo
     return can and has_layers and not native
 
 
+def may_tile(config: Config) -> bool:
+    """Whether layout.mlp_tile_tokens: auto may choose tiles. Whatever would be refused if asked for, it does not."""
+    alone = config.layout.tensor_parallel == 1 and not config.objective.balance_weight
+    return config.layout.mlp_tile_tokens == "auto" and alone
+
+
 def kept_whole(config: Config, *, trained: float, whole: float) -> float:
     """Bytes that layout.grad_sync: last keeps on every sharded rank: gradients; under an adapter the frozen weights."""
     return trained if config.model.adapter is None else whole

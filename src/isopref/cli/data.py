@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isopref.build.data import left_out_note
+from isopref.cli.plan import show_reaches
 from isopref.engine.display import visible
 from isopref.errors import shorter_pairs
 
@@ -54,6 +55,9 @@ def show(report: Report, console: Console) -> None:
         if figures is not None:
             _show_figures(name, figures, console)
             _show_over_context(figures, report.context_length, console)
+    if report.reaches is not None:
+        console.print(Text(f"\non {report.card}", "bold"))
+        show_reaches(report.reaches, report.train.unit, console)
     _show_samples(report.samples, report.train.unit, console)
 
 

@@ -237,6 +237,12 @@ def merge(
 def data(
     config_file: ConfigFile,
     overrides: Overrides = None,
+    *,
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Also show how many pairs are too long for this GPU: H200, H100, ..."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Number of GPUs, with --card.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:
     """Show a config's data as the model would see it.
@@ -249,16 +255,18 @@ def data(
     Examples:
       isopref data my.yaml
       isopref data my.yaml data.on_bad=drop data.max_length=2048
+      isopref data my.yaml --card H100 --gpus 8
       isopref data my.yaml --json
     """
     config = load_config(config_file, overrides or ())
     quiet_engine()
     from isopref.build.inspect import inspect
+    from isopref.build.run_plan import Hardware
     from isopref.cli.data import show, to_json
     from isopref.engine.display import Display
 
     display = Display(quiet=as_json)
-    report = inspect(config, display)
+    report = inspect(config, display, None if card is None else Hardware.named(card, gpus))
     if as_json:
         print(to_json(report))
     else:
@@ -302,7 +310,8 @@ def plan(
     """
     config = load_config(config_file, overrides or ())
     quiet_engine()
-    from isopref.build.planner import Hardware, make_plan
+    from isopref.build.planner import make_plan
+    from isopref.build.run_plan import Hardware
     from isopref.cli.plan import parse_ranks, show, to_json
     from isopref.engine.display import Display
 

@@ -14,7 +14,8 @@ from isopref.cards import GIB
 from isopref.errors import ConfigError
 
 if TYPE_CHECKING:
-    from isopref.build.planner import Hardware, RunPlan
+    from isopref.build.run_plan import Hardware, RunPlan
+    from isopref.plan.long_rows import Reach
     from isopref.plan.scale import Forecast
 
 PARTS = {
@@ -51,7 +52,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         console,
         f"one step of {run.batch_size:.0f} {plan.unit}s",
         {
-            "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute",
+            "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute"
+            + _long_rows(plan),
             "microbatches": f"{run.microbatches:.1f} per rank, the largest with {run.largest_tokens:,.0f} tokens "
             f"(limit {plan.microbatch_tokens:,}; memory allows {takes})",
             "row fill": f"{run.fill:.1%}",
@@ -65,6 +67,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         _show_way_out(plan, console)
     else:
         _show_time(plan, plan.hours, console)
+    show_reaches(plan.reaches, plan.unit, console)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
     if plan.scale:
@@ -84,6 +87,20 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
     console.print(table)
     fits = plan.run.fits
     console.print(Text("it fits" if fits else "it does not fit", "green" if fits else "bold red"))
+
+
+def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
+    """How long an example may be, by setting."""
+    table = Table(f"longest {unit} that fits on a rank", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tokens", justify="right")
+    table.add_column("too long", justify="right")
+    before = ""
+    for one in reaches:
+        added = one.overrides.removeprefix(f"{before} ").replace("layout.", "")
+        label = f"  and {added}" if before and one.overrides.startswith(before) else added
+        table.add_row(label, f"{one.tokens:,}", f"{one.too_long:,} {unit}s")
+        before = one.overrides
+    console.print(table)
 
 
 def _show_way_out(plan: RunPlan, console: Console) -> None:
@@ -131,6 +148,12 @@ def _show_scale(points: list[Forecast], unit: str, console: Console) -> None:
     console.print("rows: microbatches per rank; wait: network time not hidden by compute")
     if not all(point.fits for point in points):
         console.print("-: does not fit")
+
+
+def _long_rows(plan: RunPlan) -> str:
+    """What is done for long rows, if anything is."""
+    offloaded = f", {plan.offloaded} offload their inputs" if plan.offloaded else ""
+    return offloaded + (f", MLPs in tiles of {plan.tile} tokens" if plan.tile is not None else "")
 
 
 def _duration(seconds: float) -> str:

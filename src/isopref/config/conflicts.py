@@ -42,6 +42,14 @@ def _layout(config: Config) -> Iterator[Conflict]:
             "layout.offload",
             f"needs FSDP, but layout.parallel is {layout.parallel}. Set layout.parallel to fsdp or auto.",
         )
+    if layout.offload_activations == "full" and layout.checkpointing != "full":
+        yield (
+            "layout.offload_activations",
+            f"full has no effect with layout.checkpointing: {layout.checkpointing}, unless every layer recomputes. Set "
+            "layout.checkpointing: full, or layout.offload_activations: auto.",
+        )
+    if isinstance(layout.mlp_tile_tokens, int):
+        yield from _tiles(config, layout.mlp_tile_tokens)
     needs = {
         "model.native: true": model.native,
         "layout.parallel: fsdp, hsdp or auto": layout.parallel not in ("single", "ddp"),
@@ -87,6 +95,23 @@ def _float8(config: Config) -> Iterator[Conflict]:
         yield (
             "model.compute_dtype",
             f"float8 cannot be combined with {other}. Use bfloat16, or change the other setting.",
+        )
+
+
+def _tiles(config: Config, tokens: int) -> Iterator[Conflict]:
+    field, limit = "layout.mlp_tile_tokens", config.layout.microbatch_tokens
+    if config.layout.tensor_parallel > 1:
+        yield field, f"{tokens} cannot be combined with layout.tensor_parallel. Remove one of them."
+    if config.objective.balance_weight:
+        yield (
+            field,
+            f"{tokens} cannot be combined with objective.balance_weight, which needs the routers' decisions on all "
+            "tokens together. Remove one of them.",
+        )
+    if limit != "auto" and tokens >= limit:
+        yield (
+            field,
+            f"{tokens} has no effect with layout.microbatch_tokens: {limit}. Set a smaller tile, or null.",
         )
 
 

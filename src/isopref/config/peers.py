@@ -96,6 +96,7 @@ OTHERWISE: dict[str, str] = {
     "fsdp_config": _SHARDED,
     "gamma_beta_ratio": "objective.gamma is that ratio times beta",
     "gradient_accumulation_steps": _BATCH,
+    "activation_offloading": "layout.offload_activations takes auto, none or full",
     "gradient_checkpointing": "layout.checkpointing takes auto, none or full",
     "kto_chosen_weight": _LABEL_WEIGHTS,
     "kto_ftx": _NLL,

@@ -222,6 +222,17 @@ class LayoutConfig(Section):
         description="Recompute activations in the backward pass: less memory, more compute. full: in every layer; "
         "auto: on a GPU, in as many layers as memory requires, possibly none; on the CPU, in none.",
     )
+    offload_activations: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="Keep the inputs of recomputing layers in host memory, copied while the GPU computes. full: of all "
+        "layers but the last (needs checkpointing: full); auto: on a GPU, of as many as the longest pair requires, "
+        "possibly none. Decided only if microbatch_tokens or checkpointing is auto.",
+    )
+    mlp_tile_tokens: Count | Literal["auto"] | None = Field(
+        default="auto",
+        description="Compute the layers' MLPs this many tokens at a time, and again in the backward pass, so that long "
+        "rows need less memory. null: all tokens at once; auto: like offload_activations, if offloading is not enough.",
+    )
     offload: bool = Field(
         default=False,
         description="Keep weights, gradients and optimizer state in host memory and run the optimizer there: less GPU "

@@ -3,10 +3,15 @@
 What a step takes is near enough a line in the tokens of its microbatches, and a line in the number of layers that
 recompute their activations. So rows of two sizes are run, with no layer recomputing and, where that leaves too little
 room, with all; the rest follows.
+
+A pair that does not fit even then is given more: its layers' inputs in host memory, which saves as much as they are,
+and MLPs in tiles, which are measured on rows of several tiles.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +24,9 @@ from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, shorter_pairs
+from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
+from isopref.models.tiles import tile_mlps
 from isopref.ranks import num_ranks
 from isopref.types import Microbatch
 
@@ -27,10 +34,13 @@ HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long ro
 PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, for FSDP and DDP do not survive it
 LEAST_TOKENS = 8192  # a smaller microbatch leaves a GPU idle; recomputing some layers costs less
 MOST_TOKENS = 24576  # a larger one is no faster
+SHORTENED = 4096  # tokens: what rows are measured on are pairs of usual length, but no longer than this
+TILE_TOKENS = 4096  # of MLPs, where `auto` wants tiles: large enough for products of full speed
 GIB = 2.0**30
 WAYS_OUT = (
     "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every), recompute activations "
-    f"(layout.checkpointing: auto or full), or shorten the pairs: {shorter_pairs()}"
+    "(layout.checkpointing: auto or full), leave layout.offload_activations and layout.mlp_tile_tokens at auto, or "
+    f"shorten the pairs: {shorter_pairs()}"
 )
 
 
@@ -56,11 +66,26 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """Tokens of a microbatch, and how many layers recompute, with the reason."""
+    """Tokens of a microbatch, how many layers recompute, with the reason; and what a long pair needs beyond that."""
 
     tokens: int
     layers: int
     why: str
+    offloaded: int = 0  # layers whose inputs are in host memory
+    tile: int | None = None  # tokens of a tile of an MLP
+
+
+@dataclass(frozen=True)
+class LongRows:
+    """What may be done for a pair that does not fit with all layers recomputing."""
+
+    offload: bool
+    tile: bool
+    input_bytes: float  # of a layer's input, for each token
+    host_room: float  # bytes of host memory for a rank
+
+
+NOTHING_MORE = LongRows(offload=False, tile=False, input_bytes=0.0, host_room=0.0)
 
 
 def choose(
@@ -80,8 +105,10 @@ def choose(
     wanted = _wanted(longest, tokens)
     over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
     share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
-    count = layers[0] + math.ceil(share * (layers[1] - layers[0]))
-    share = (count - layers[0]) / max(1, layers[1] - layers[0])
+    # The first layer that recomputes saves nothing: it holds at once what it did not keep.
+    paying = max(0, layers[1] - layers[0] - 1)
+    count = layers[0] if over <= 0 else min(layers[1], layers[0] + 1 + math.ceil(share * paying))
+    share = max(0, count - layers[0] - 1) / max(1, paying)
     line = StepMemory(*(a + share * (b - a) for a, b in ((few.fixed, many.fixed), (few.per_token, many.per_token))))
     most = int((room - line.fixed) / line.per_token)
     if most < (tokens or longest):
@@ -92,6 +119,35 @@ def choose(
         )
     why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
     return Fit(tokens or max(longest, min(most, MOST_TOKENS)), count, why)
+
+
+def choose_for_long(
+    recomputing: StepMemory,
+    tiled: Callable[[], StepMemory],
+    layers: int,
+    room: float,
+    allowed: LongRows,
+    *,
+    wanted: int,
+) -> Fit | None:
+    """The least that makes `wanted` tokens fit with all `layers` recomputing; None if nothing does.
+
+    `recomputing` and `tiled`: what a step takes with MLPs that compute a row at once, and in tiles. Offloading comes
+    first, as it hides behind computing. The last layer's input stays: it is needed at once.
+    """
+    most = max(0, layers - 1) if allowed.offload else 0
+    in_host = allowed.input_bytes * wanted  # for each layer
+    for tile in (None, TILE_TOKENS) if allowed.tile else (None,):
+        line = recomputing if tile is None else tiled()
+        over = line.at(wanted) - room
+        count = 0 if over <= 0 else math.ceil(over / in_host) if in_host else layers
+        if count <= most and count * in_host <= allowed.host_room:
+            why = (
+                f"a step takes {line}, with {layers} layers recomputing; {room / GIB:.1f} GiB are free for it, and "
+                f"{count} layers leave {in_host / GIB:.2f} GiB each in host memory"
+            )
+            return Fit(wanted, layers, why, offloaded=count, tile=tile)
+    return None
 
 
 def _wanted(longest: int, tokens: int | None) -> int:
@@ -108,28 +164,61 @@ def fit_microbatch(
     layers: tuple[int, int],
     tokens: int | None,
     state_share: float = 2.0,
+    offload: bool = False,
+    allowed: LongRows = NOTHING_MORE,
 ) -> Fit:
     """Measure on this device, choose (the same on all ranks, who call this together) and set the layers that recompute.
 
     `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of the optimizer for each byte of
-    what is trained; 2 are AdamW's averages.
+    what is trained; 2 are AdamW's averages. `offload`: all recomputing layers but the last leave their inputs in host
+    memory. `allowed`: what may be done beyond that if the longest pair does not fit.
     """
     device = device_of(model)
-    few = many = _measure(model, table, kind, grad_sync, layers[0])
+    few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
     room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
     if layers[0] < layers[1] and few.at(_wanted(longest, tokens)) > room:
-        many = _measure(model, table, kind, grad_sync, layers[1])  # compiles once more
-    fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
-    checkpoint_layers(unwrap(model), fit.layers)
+        many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # compiles once more
+    fit = None
+    if many.at(tokens or longest) > room:
+        allowed = replace(allowed, host_room=_least(allowed.host_room, device))
+        tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload)
+        fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest)
+    if fit is None:
+        fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
+    if allowed.tile:
+        tile_mlps(unwrap(model), fit.tile)
+    checkpoint_layers(unwrap(model), fit.layers, offloaded=_offloaded(fit.layers) if offload else fit.offloaded)
     return fit
 
 
-def _measure(model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int) -> StepMemory:
+def _offloaded(layers: int) -> int:
+    """Of so many layers that recompute, all but the last: its input is needed as soon as it has left."""
+    return max(0, layers - 1)
+
+
+def _measure_tiled(
+    model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool
+) -> StepMemory:
+    """With MLPs in tiles: on rows of more than one."""
+    tile_mlps(unwrap(model), TILE_TOKENS)
+    return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=2 * TILE_TOKENS)
+
+
+def _measure(
+    model: nn.Module,
+    table: ExampleTable,
+    kind: RowKind,
+    grad_sync: GradSync,
+    layers: int,
+    *,
+    offload: bool = False,
+    tokens: int = PROBE_TOKENS,
+) -> StepMemory:
     """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
     device = device_of(model)
-    checkpoint_layers(unwrap(model), layers)
-    rows = _rows(table, kind)
+    checkpoint_layers(unwrap(model), layers, offloaded=_offloaded(layers) if offload else 0)
+    rows = _rows(table, kind, tokens)
     try:
         _peak(model, rows[0][1], grad_sync)  # compiles, which takes memory of its own
         sizes = [(tokens, _peak(model, row, grad_sync)) for tokens, row in rows]
@@ -143,14 +232,24 @@ def _measure(model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: Gr
     return StepMemory.through(*((tokens, -_least(-peak, device)) for tokens, peak in sizes))
 
 
-def _rows(table: ExampleTable, kind: RowKind) -> list[tuple[int, Microbatch]]:
+def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Microbatch]]:
     """Two rows of pairs of usual length, the second with twice the pairs, each with its tokens."""
     alone = tokens_alone(table.lengths, kind)
     order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
-    count = max(1, int(PROBE_TOKENS / np.median(alone)))
+    count = max(1, int(tokens / min(SHORTENED, np.median(alone))))
     indices = [np.resize(order, pairs) for pairs in (count, 2 * count)]
-    microbatches = [build_microbatch([table.example(int(i)) for i in index], kind) for index in indices]
+    microbatches = [build_microbatch([_shortened(table.example(int(i))) for i in index], kind) for index in indices]
     return [(sum(one.input_ids.numel() for one in microbatch.passes), microbatch) for microbatch in microbatches]
+
+
+def _shortened(example: Example) -> Example:
+    """An example of about SHORTENED tokens at most, its parts cut by the same share: a longer row may not fit."""
+    share = SHORTENED / sum(len(part) for part in example.parts)
+    if share >= 1:
+        return example
+    prompt, *answers = (part[: max(1, int(share * len(part)))] for part in example.parts)
+    weights = tuple(w[: len(answer)] for w, answer in zip(example.weights, answers, strict=bool(example.weights)))
+    return example._replace(prompt=prompt, answers=tuple(answers), weights=weights)
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:

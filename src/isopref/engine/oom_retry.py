@@ -27,8 +27,9 @@ from isopref.errors import RunError, StartAgainError, shorter_pairs
 from isopref.places import write_whole
 
 WAYS_OUT = (
-    "Try: recompute activations (layout.checkpointing: full), shard the model over more GPUs (layout.parallel: fsdp), "
-    "or shorten the pairs"
+    "Try: recompute activations (layout.checkpointing: full), offload them (layout.offload_activations: full), compute "
+    "MLPs in tiles (layout.mlp_tile_tokens: 4096), shard the model over more GPUs (layout.parallel: fsdp), or shorten "
+    "the pairs"
 )
 SIGNS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 

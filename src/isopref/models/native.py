@@ -20,7 +20,6 @@ from olmo_core.nn.attention.backend import AttentionBackend
 from olmo_core.nn.hf.convert import convert_state_to_hf
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from isopref.models.attention import record
@@ -131,8 +130,11 @@ class NativeModel(nn.Module):
             if segments is not None and position_ids is not None:
                 # Attention hands local_k_slice to its backend untouched, and the backend is ours.
                 where = {"local_k_slice": segments, **_angles(attention, position_ids[0], segments, angles)}
-            recompute = torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False)
-            hidden = (partial(checkpoint, block, use_reentrant=False) if recompute else block)(hidden, **where)
+            recomputes = torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False)
+            if recomputes:
+                hidden = block._gradient_checkpointing_func(partial(block, **where), hidden)  # type: ignore[operator]
+            else:
+                hidden = block(hidden, **where)
         norm = transformer.lm_head.norm
         return Hidden(hidden if norm is None else norm(hidden))
 

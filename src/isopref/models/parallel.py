@@ -24,9 +24,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
+from isopref.models.offload import HostCheckpoints, recompute
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
 
@@ -213,16 +215,34 @@ def compile_layers(policy: Policy) -> None:
         layer.compile()
 
 
-def checkpoint_layers(policy: Policy, count: int) -> None:
-    """Have the first `count` decoder layers keep only their inputs, and compute the rest again in the backward pass."""
+def can_offload(policy: Policy) -> bool:
+    """Whether layers recompute by a function that they are given, which can keep their inputs elsewhere."""
+    if policy.native is not None or not has_layers(policy):
+        return policy.native is not None
+    return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(policy))
+
+
+def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None:
+    """Have the first `count` decoder layers keep only their inputs, and compute the rest again in the backward pass.
+
+    The first `offloaded` of them keep their inputs in host memory.
+    """
     if not count and not policy.model.is_gradient_checkpointing:
         return
     layers = decoder_layers(policy, "Set layout.checkpointing: none.")
     if not policy.model.supports_gradient_checkpointing:
         raise ConfigError(f"{policy.name} cannot recompute its layers. Set layout.checkpointing: none.")
+    if offloaded and not can_offload(policy):
+        raise ConfigError(
+            f"{policy.name} recomputes its layers by code of its own, so their inputs cannot be offloaded. "
+            "Set layout.offload_activations: none."
+        )
     policy.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    host = HostCheckpoints()
     for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # as transformers itself sets it
+        # As transformers itself sets them.
+        layer.gradient_checkpointing = number < count  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = host.recompute if number < offloaded else recompute  # type: ignore[assignment]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from isopref.models.diagnosis import why_not_its_own
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
 from isopref.models.reward import RewardModel
+from isopref.models.tiles import tiles_of
 from isopref.models.unfold import unknown_layers
 from isopref.types import Readout
 
@@ -37,6 +38,7 @@ TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 # Masks, which transformers cuts where positions start again, and tokens sorted by their experts.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
+PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
 LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
 
 
@@ -114,6 +116,34 @@ def check_layout(
     if not (off <= tolerance + slack and moved <= tolerance / 100):
         reason = f"{policy.scores} are off by {off:.2g}; that of a rejected answer moves by {moved:.2g} when only the "
         raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + _cause(policy, seen, device)))
+
+
+@torch.no_grad()
+def check_tiles(model: nn.Module, kind: RowKind, *, compute_dtype: torch.dtype | None = None) -> None:
+    """Raise ModelError if MLPs in tiles do not give the scores that they give all tokens at once.
+
+    All ranks call this together.
+    """
+    policy = unwrap(model)
+    device, dtype = device_of(model), compute_dtype or next(policy.parameters()).dtype
+    pairs = _pairs(policy, seed=1)
+    was_training = model.training
+    model.train()
+    try:
+        with tiles_of(policy, None):
+            whole = _logps(model, pairs, kind, device)
+        with tiles_of(policy, PROBED_TILE):
+            tiled = _logps(model, pairs, kind, device)
+    finally:
+        model.train(was_training)
+        reshard(model)
+    size = float(whole.abs().max())
+    off = float((tiled - whole).abs().max())
+    if not off <= TOLERANCE[dtype] + RELATIVE[dtype] * size:
+        raise ModelError(
+            f"{policy.name} cannot compute its MLPs in tiles: its {policy.scores} are off by {off:.2g}, so an MLP sees "
+            "other tokens than its own. Set layout.mlp_tile_tokens: null."
+        )
 
 
 def _cause(policy: Policy, seen: "_Seen | None", device: torch.device) -> str:

@@ -66,6 +66,11 @@ class ModelShape:
         """Matrix entries of one decoder layer that one token meets."""
         return self.flops.per_token / 2 / self.layers
 
+    @property
+    def inner_width(self) -> float:
+        """Of the MLP, as if it had three matrices like Llama's; of all experts that one token meets."""
+        return max(0.0, (self.active_parameters / self.width - 2 * self.width - 2 * self.key_width) / 3)
+
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of a model, which may be on the meta device."""

@@ -31,6 +31,8 @@ class Layout:
     quantised: bool  # frozen layers are in four bits, and whole on every rank
     state_bytes: float  # of the optimizer, for each trained number
     offload: bool  # weights, their gradients and the optimizer are in the host's memory
+    offloaded: int = 0  # layers whose inputs are in host memory
+    tile: int | None = None  # tokens of MLPs that compute at a time
     from_host: bool = False  # sharded unit by unit from the host's memory, and never whole on a rank
     references: int = 0  # models beside the one that is trained: a reference that moves
     float8: bool = False  # linear layers multiply in that

@@ -4,7 +4,8 @@ What a layer keeps for its backward pass: the input and the output of every matr
 has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
 as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
 prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
-save on the way, too. Fused experts under an adapter are kept with its update added, whatever the tokens.
+save on the way, too. MLPs in tiles keep their input; what is inside of them is there for one tile. Fused experts under
+an adapter are kept with its update added, whatever the tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -43,13 +44,21 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
     """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many answers."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
+    inside = 0.0 if layout.tile is None else inside_bytes(shape, layout)
+    tile = min(tokens, layout.tile or 0)
     summed = shape.summed_parameters / shape.layers * layout.compute_bytes
-    kept = of_token * tokens + of_copy * (keys - tokens) + summed
+    kept = (of_token - inside) * tokens + of_copy * (keys - tokens) + summed
     plain = shape.layers - layout.recompute
     inputs = tokens * shape.width * layout.compute_bytes
-    activations = plain * kept + layout.recompute * inputs + 2 * inputs  # and the embeddings, the last norm
+    # By the time that the first of the offloaded ones returns, with the one before it on its way, the others are gone.
+    on_device = max(layout.recompute - layout.offloaded, min(2, layout.offloaded))
+    activations = plain * kept + on_device * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    backward = again + inputs * (shape.active_parameters / shape.width**2 + 2) + unpacked_bytes(shape, layout) + summed
+    gradients = inputs * (shape.active_parameters / shape.width**2 + 2)
+    if layout.tile is not None:
+        inner = 3 * shape.inner_width * layout.compute_bytes
+        gradients += inside * tile - inner * (tokens - tile) + _tile_sums(shape)
+    backward = again + gradients + unpacked_bytes(shape, layout) + summed
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
         gathered=_gathered(shape, layout),
@@ -82,9 +91,19 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     numbers = shape.active_parameters / shape.width + 4 * shape.width
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
-        inner = (shape.active_parameters / shape.width - 2 * shape.width - 2 * shape.key_width) / 3
-        numbers += 6 * shape.width + inner
+        numbers += 6 * shape.width + shape.inner_width
     return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
+
+
+def inside_bytes(shape: ModelShape, layout: Layout) -> float:
+    """What of that is inside the layer's MLP, of each token: its three matrices' inner sides."""
+    return (3 + (not layout.compiled)) * shape.inner_width * layout.compute_bytes
+
+
+def _tile_sums(shape: ModelShape) -> float:
+    """Gradients of one MLP's weights, which add up in float32 over its tiles."""
+    trained = shape.trained_parameters / shape.text_parameters
+    return 4 * trained * 3 * shape.inner_width * shape.width
 
 
 def unpacked_bytes(shape: ModelShape, layout: Layout) -> float:

@@ -19,6 +19,7 @@ PRODUCTS = 0.72  # of the card's flops, in matrix products
 FLOAT8 = 0.69  # of the card's float8 flops, in such products
 FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its scale and again, written, transposed
 ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
+HOST_BANDWIDTH = 0.8  # of the card's link to host memory, in copies from page-locked memory: assumed, not measured
 BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
 # Over what a layer keeps: forward writes it, backward reads it and writes as many gradients, sums go through again.
 ELEMENTWISE_PASSES = 3.5
@@ -37,6 +38,7 @@ class StepTime:
     products: float
     attention: float
     elementwise: float
+    copies: float  # to host memory and back, as far as they do not hide behind computing
     optimizer: float
     overhead: float
     imbalance: float
@@ -100,8 +102,18 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
     moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights + casts
-    return {
+    parts = {
         "products": seconds,
         "attention": attention / (ATTENTION * rate),
         "elementwise": moved / (BANDWIDTH * card.bandwidth),
     }
+    return {**parts, "copies": _exposed_copies(shape, layout, card, loads.tokens, sum(parts.values()))}
+
+
+def _exposed_copies(
+    shape: ModelShape, layout: Layout, card: Card, tokens: FloatArray, computing: FloatArray | float
+) -> FloatArray:
+    """Inputs of layers leave while the forward pass computes, a quarter of all that, and return during the rest."""
+    each_way = layout.offloaded * tokens * shape.width * layout.compute_bytes / (HOST_BANDWIDTH * card.host_link)
+    exposed: FloatArray = np.maximum(0.0, each_way - computing / 4) + np.maximum(0.0, each_way - 3 * computing / 4)
+    return exposed

@@ -38,6 +38,8 @@ class Cell:
     weighting: Weighting = "token"
     grad_sync: GradSync = "last"
     checkpointing: bool = False
+    offload_activations: bool = False  # of the layer that recomputes
+    mlp_tile_tokens: int | None = None
     own_weights: bool = False
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"

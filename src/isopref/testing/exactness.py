@@ -24,6 +24,7 @@ from isopref.models.conversion import from_hf
 from isopref.models.parallel import checkpoint_layers, data_group, parallelize, unwrap
 from isopref.models.policy import Policy, full
 from isopref.models.reward import RewardModel
+from isopref.models.tiles import tile_mlps
 from isopref.score import TableLogps
 from isopref.testing import oracle
 from isopref.testing.cells import Cell, Context, examples_of
@@ -128,8 +129,9 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
     made = tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
     hf_model = changed(made, changes_of(cell))
     policy = RewardModel(hf_model) if is_reward else Policy(from_hf(hf_model) if cell.native else hf_model)
-    if cell.checkpointing:
-        checkpoint_layers(policy, 1)  # one layer recomputes, the other does not
+    if cell.checkpointing:  # one layer recomputes, the other does not
+        checkpoint_layers(policy, 1, offloaded=int(cell.offload_activations))
+    tile_mlps(policy, cell.mlp_tile_tokens)
     shard = 2 if cell.parallel == "hsdp" else None
     model = parallelize(
         policy,

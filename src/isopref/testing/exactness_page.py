@@ -65,7 +65,8 @@ One global batch of eight pairs (three for the short batch) goes through the tra
 with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not at
 all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on 1, 2
 and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank; gradients reduced
-at the end or after every microbatch; shards on the device or offloaded; activations kept or recomputed; pairs in order
+at the end or after every microbatch; shards on the device or offloaded; activations kept or recomputed,
+those of recomputing layers on the device or in host memory; MLPs computed for a row at once or in tiles; pairs in order
 and in reverse; answers with turns of context that are not trained, and with turns of any weight; weighted by token,
 completion, example and the gap between scores, with and without weights of their own; every objective in some of these
 layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood of chosen answers and the

@@ -80,6 +80,7 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_native(base)))
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
             found.update(dict.fromkeys(_tensor(base)))
+        found.update(dict.fromkeys(_long_rows(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_labels(base)))
         found.update(dict.fromkeys(_rewards(base)))
@@ -237,6 +238,31 @@ def _tensor(base: Cell) -> Iterator[Cell]:
     llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
     yield replace(llama, objective="aot", cut="pair")
     yield replace(llama, ld_alpha=0.4, wpo=True)
+
+
+def _long_rows(base: Cell) -> Iterator[Cell]:
+    """What long rows are given: MLPs in tiles, smaller than any row and not dividing it, and checkpoints offloaded."""
+    offloaded = replace(base, checkpointing=True, offload_activations=True)
+    for n, rows in enumerate(KINDS):
+        yield replace(base, rows=rows, mlp_tile_tokens=7)
+        yield replace(offloaded, rows=rows, cut=("pair", "tokens", "whole")[n % 3])
+        yield replace(offloaded, rows=rows, mlp_tile_tokens=7, trees=True, nll_weight=0.7, own_weights=True)
+    both = replace(offloaded, mlp_tile_tokens=7)
+    yield replace(both, cut="pair", grad_sync="every", num_pairs=3)
+    yield replace(both, architecture="llama")
+    yield replace(both, architecture=MOE, dtype="float32", trees=True)
+    yield replace(both, architecture="gpt_oss", dtype="float32")
+    yield replace(both, architecture="olmo_hybrid", dtype="float32")
+    yield replace(both, architecture="llama", dtype="float32", native=True)
+    yield replace(both, adapter="lora", cut="pair", grad_sync="every")
+    yield replace(both, adapter="lora", quantize=True, architecture="llama", dtype="float32")
+    yield replace(both, objective="bradley_terry", trees=True)
+    yield replace(both, objective="aot", cut="pair")
+    if base.ranks > 1:
+        yield replace(both, split="idle")
+        yield replace(both, split="uneven")
+    if base.parallel in ("fsdp", "hsdp"):
+        yield replace(both, offload=True)
 
 
 def _objectives(base: Cell) -> Iterator[Cell]:

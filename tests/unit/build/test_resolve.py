@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from isopref.build import resolve
 from isopref.build.model import _compiles, _parallel
-from isopref.build.planner import Hardware, Planner
+from isopref.build.planner import Planner
 from isopref.build.run import Run
+from isopref.build.run_plan import Hardware
 from isopref.config.schema import Config
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment

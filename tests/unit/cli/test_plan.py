@@ -193,6 +193,47 @@ def test_what_memory_takes_agrees_with_what_fits(
     assert (limit <= takes) == (fits and not overrides)
 
 
+LORA = ("model.adapter.rank=16", "model.dtype=bfloat16", "model.compute_dtype=null", "--card", "H200")
+
+
+def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
+    """Pairs of 32k to 2M tokens, half of them prompt: recomputing, offloading, tiles, and finally too long."""
+    found = []
+    for tokens in (2**15, 2**16, 2**18, 2**19, 2**21):
+        np.save(project / "lengths.npy", np.array([[tokens // 2, tokens // 4, tokens // 4]] * 64))
+        one = plan(project, *LORA, "optim.batch_size=8")
+        found.append((one["run"]["fits"], one["recompute"] > 0, one["offloaded"] > 0, one["tile"] is not None))
+        if one["run"]["fits"]:
+            assert one["run"]["memory"]["activations"] + one["run"]["memory"]["logits"] < one["usable"]
+        reaches = [reach["tokens"] for reach in one["reaches"]]
+        assert reaches == sorted(reaches)
+        assert len(set(reaches)) == 4
+        assert [reach["too_long"] for reach in one["reaches"]] == [64 if reach < tokens else 0 for reach in reaches]
+    assert found == [
+        (True, True, False, False),
+        (True, True, False, False),
+        (True, True, True, False),
+        (True, True, True, True),
+        (False, True, False, False),
+    ]
+
+
+def test_offloading_and_tiles_that_are_asked_for_are_planned(project: Path) -> None:
+    np.save(project / "lengths.npy", np.array([[2**15, 2**14, 2**14]] * 64))
+    asked = ("layout.microbatch_tokens=65536", "layout.checkpointing=full")
+    offload, tile = "layout.offload_activations=full", "layout.mlp_tile_tokens=4096"
+    plain, offloaded, tiled = (plan(project, *LORA, *asked, *more) for more in ((), (offload,), (tile,)))
+    row = 65536 * 4096 * 2  # bytes of one layer's input
+    saved = plain["run"]["memory"]["activations"] - offloaded["run"]["memory"]["activations"]
+    assert saved == 30 * row  # of 32 layers one is in use and one on its way
+    assert offloaded["run"]["time"]["copies"] == 0  # hidden by what attention takes at this length
+    inner = 65536 * 14336 * 2
+    assert plain["run"]["memory"]["logits"] - tiled["run"]["memory"]["logits"] > 4 * inner
+    shown = run(project, *LORA, *asked, offload)
+    assert "31 offload their inputs" in shown
+    assert "offloaded activations take 15.5 GiB of host memory for each rank" in " ".join(shown.split())
+
+
 def test_what_does_not_fit_takes_no_time(project: Path) -> None:
     """89.7 GiB of weights and optimizer: too much for one card, but not for one of eight."""
     arguments = ("--card", "H100", "--ranks", "1,8")

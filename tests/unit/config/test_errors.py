@@ -382,6 +382,27 @@ def test_override_that_is_not_yaml(file: Path) -> None:
             "or remove score_tokens.",
         ),
         (["run.spot_checks=s.jsonl", "run.export=false"], "run.spot_checks", "or remove spot_checks."),
+        (["layout.offload_activations=full"], "layout.offload_activations", "layout.offload_activations: auto."),
+        (
+            ["layout.offload_activations=full", "layout.checkpointing=none"],
+            "layout.offload_activations",
+            "layout.offload_activations: auto.",
+        ),
+        (
+            ["layout.mlp_tile_tokens=512", "layout.microbatch_tokens=512"],
+            "layout.mlp_tile_tokens",
+            "Set a smaller tile, or null.",
+        ),
+        (
+            ["layout.mlp_tile_tokens=512", "objective.balance_weight=0.1"],
+            "layout.mlp_tile_tokens",
+            "Remove one of them.",
+        ),
+        (
+            ["layout.mlp_tile_tokens=512", "layout.tensor_parallel=2", "model.native=true"],
+            "layout.mlp_tile_tokens",
+            "Remove one of them.",
+        ),
     ],
 )
 def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
@@ -458,6 +479,9 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
     "overrides",
     [
         ["layout.parallel=hsdp", "layout.hsdp_shard=4"],
+        ["layout.checkpointing=full", "layout.offload_activations=full", "layout.mlp_tile_tokens=512"],
+        ["layout.mlp_tile_tokens=512", "layout.microbatch_tokens=513", "layout.checkpointing=none"],
+        ["layout.mlp_tile_tokens=null"],
         ["model.compute_dtype=bfloat16"],
         ["model.compute_dtype=bfloat16", "layout.parallel=fsdp"],
         ["model.compute_dtype=bfloat16", "layout.parallel=hsdp", "layout.hsdp_shard=4"],

@@ -1,7 +1,10 @@
 """How large a microbatch may be, from measured lines; the measuring itself needs a GPU (tests/gpu)."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +13,24 @@ from torch import nn
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine import microbatch_probe
-from isopref.engine.microbatch_probe import LEAST_TOKENS, MOST_TOKENS, Fit, StepMemory, choose
+from isopref.engine.microbatch_probe import (
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    TILE_TOKENS,
+    Fit,
+    LongRows,
+    StepMemory,
+    choose,
+    choose_for_long,
+)
 from isopref.errors import ConfigError
+from isopref.examples import PairTokens
+from isopref.models import offload
 from isopref.models.adapter import quantize_nf4, stored_bytes
+from isopref.models.offload import HostCheckpoints
 from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, unwrap
 from isopref.models.policy import Policy
+from isopref.models.tiles import TiledForward
 from isopref.testing.models import examples, random_pairs, tiny_model
 from isopref.types import Microbatch
 
@@ -39,11 +55,14 @@ def test_rows_grow_no_further_than_they_help() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
 def test_as_few_layers_recompute_as_will_do(share: float) -> None:
-    """With so much of what recomputing every layer would save missing, that share of the layers does."""
+    """With so much of what recomputing every layer would save missing, that share of the layers does.
+
+    One more recomputes and saves nothing: in the backward pass a layer holds what it did not keep.
+    """
     missing = share * (PLAIN.at(LEAST_TOKENS) - FULL.at(LEAST_TOKENS))
     found = choose((PLAIN, FULL), (0, 32), PLAIN.at(LEAST_TOKENS) - missing, longest=500)
     assert found.tokens >= LEAST_TOKENS
-    assert 32 * share <= found.layers < 32 * share + 1
+    assert 1 + 31 * share <= found.layers < 2 + 31 * share
 
 
 def test_a_long_pair_decides_what_is_enough() -> None:
@@ -64,6 +83,43 @@ def test_nothing_fits(layers: tuple[int, int]) -> None:
         ConfigError, match=r"a microbatch of 5000 tokens does not fit .*shorten the pairs: data\.max_length drops"
     ):
         choose(measured, layers, 1000.0 + 2 * 4000, longest=5000)
+
+
+def long_rows(**changes: Any) -> LongRows:
+    return replace(LongRows(offload=True, tile=True, input_bytes=0.1, host_room=1e9), **changes)
+
+
+TILED = StepMemory(fixed=5000.0, per_token=1.0)
+
+
+def for_long(room: float, allowed: LongRows, *, wanted: int = 10_000) -> tuple[int, int | None] | None:
+    found = choose_for_long(FULL, lambda: TILED, 11, room, allowed, wanted=wanted)
+    return None if found is None else (found.offloaded, found.tile)
+
+
+def test_as_few_layers_offload_as_a_long_pair_needs() -> None:
+    """A step of 10,000 tokens takes 21,000 bytes with all layers recomputing, and each of 10 layers can leave 1,000."""
+    assert for_long(21_000.0, long_rows()) == (0, None)
+    assert for_long(20_999.0, long_rows()) == (1, None)
+    assert for_long(17_500.0, long_rows()) == (4, None)
+    assert for_long(11_000.0, long_rows()) == (10, None)
+
+
+def test_tiles_come_where_offloading_is_not_enough() -> None:
+    """In tiles a step takes 15,000 bytes."""
+    assert for_long(10_999.0, long_rows()) == (5, TILE_TOKENS)
+    assert for_long(5_000.0, long_rows()) == (10, TILE_TOKENS)
+    assert for_long(4_999.0, long_rows()) is None
+    assert for_long(15_000.0, long_rows(offload=False)) == (0, TILE_TOKENS)
+    assert for_long(14_999.0, long_rows(offload=False)) is None
+    assert for_long(10_999.0, long_rows(tile=False)) is None
+
+
+def test_host_memory_limits_what_is_offloaded() -> None:
+    assert for_long(17_500.0, long_rows(host_room=4000.0)) == (4, None)
+    assert for_long(17_500.0, long_rows(host_room=3999.0)) == (0, TILE_TOKENS)
+    assert for_long(13_500.0, long_rows(host_room=1999.0)) is None
+    assert for_long(13_500.0, long_rows(host_room=2000.0)) == (2, TILE_TOKENS)
 
 
 def _note(calls: list[nn.Module], module: nn.Module, *_: object) -> None:
@@ -131,7 +187,7 @@ def test_long_pairs_are_measured_like_short_ones(device: Policy, longest: int) -
     assert found.tokens == pytest.approx(6000, rel=1e-3)
 
 
-@pytest.mark.parametrize(("room", "measured", "layers"), [(9e7, [0], 0), (7e7, [0, 2], 1), (4.2e7, [0, 2], 2)])
+@pytest.mark.parametrize(("room", "measured", "layers"), [(9e7, [0], 0), (7e7, [0, 2], 2), (4.2e7, [0, 2], 2)])
 def test_recomputing_is_measured_only_where_it_may_be_needed(
     device: Policy, monkeypatch: pytest.MonkeyPatch, room: float, measured: list[int], layers: int
 ) -> None:
@@ -149,6 +205,49 @@ def test_recomputing_is_measured_only_where_it_may_be_needed(
     found = microbatch_probe.fit_microbatch(device, table, "shared", grad_sync="last", layers=(0, 2), tokens=None)
     assert sorted(set(seen)) == measured
     assert found.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("room", "offloaded", "tile"), [(9.0, 0, None), (7.9, 1, None), (6.5, 0, True), (4.9, 1, True)]
+)
+def test_what_a_long_pair_needs_is_set(
+    device: Policy, monkeypatch: pytest.MonkeyPatch, room: float, offloaded: int, tile: bool | None
+) -> None:
+    """A token takes 8 bytes with both layers recomputing, 5.5 with MLPs in tiles; an input in host memory saves one."""
+    seen: list[int] = []
+
+    def tiled(model: nn.Module) -> list[int | None]:
+        return [one.forward.tokens for one in model.modules() if isinstance(one.forward, TiledForward)]
+
+    def peak(model: nn.Module, row: Microbatch, _sync: str) -> float:
+        tokens = row.passes[0].input_ids.numel()
+        seen.append(tokens)
+        return (5.5 if any(tiled(model)) else 8.0) * tokens
+
+    pairs = random_pairs(3, seed=0, longest=9)
+    long = pairs[0]._replace(prompt=np.resize(pairs[0].prompt, 20_000))
+    table = ExampleTable.from_tokens([*pairs, long])
+    monkeypatch.setattr(microbatch_probe, "_peak", peak)
+    monkeypatch.setattr(microbatch_probe, "_room", lambda *_: room * int(table.lengths.tree.max()))
+    found = microbatch_probe.fit_microbatch(
+        *(device, table, "shared"), grad_sync="last", layers=(2, 2), tokens=None, allowed=long_rows(input_bytes=1.0)
+    )
+    assert (found.offloaded, found.tile) == (offloaded, TILE_TOKENS if tile else None)
+    assert found.tokens >= table.lengths.tree.max()
+    assert any(tiled(device)) == bool(tile)
+    hosts = [isinstance(layer._gradient_checkpointing_func.__self__, HostCheckpoints)  # type: ignore[union-attr]
+             for layer in decoder_layers(device)[:offloaded]]  # fmt: skip
+    assert all(hosts)
+    assert decoder_layers(device)[1]._gradient_checkpointing_func is offload.recompute
+    if tile:  # measured on rows of more than one tile
+        assert max(seen) > 2 * TILE_TOKENS
+
+
+def test_rows_are_not_measured_on_pairs_that_are_long_themselves(device: Policy) -> None:
+    pairs = [PairTokens(*(np.resize(part, 30_000) for part in pair)) for pair in random_pairs(3, seed=0, longest=9)]
+    (few, _), (many, _) = microbatch_probe._rows(ExampleTable.from_tokens(pairs), "shared", 1024)
+    assert few <= microbatch_probe.SHORTENED
+    assert many == 2 * few
 
 
 def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

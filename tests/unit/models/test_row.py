@@ -12,7 +12,7 @@ from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
-from isopref.models import parallel
+from isopref.models import offload
 from isopref.models.parallel import checkpoint_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
@@ -73,7 +73,7 @@ def test_another_row_in_the_recomputation_would_be_noticed(
     last = build_microbatch(examples(BATCHES[1]), "shared").passes[0].segments
     assert last is not None
     planted = None if wrong == "none" else Row(last)
-    monkeypatch.setattr(parallel, "contexts", lambda: (nullcontext(), computing(planted)))
+    monkeypatch.setattr(offload, "contexts", lambda: (nullcontext(), computing(planted)))
     checkpoint_layers(policy, 2)
     with pytest.raises((AssertionError, CheckpointError, ModelError, RuntimeError)):
         assert oracle.relative_error(gradient(policy, together=True), expected) <= 1e-3

@@ -1,0 +1,36 @@
+"""Settings that make room for longer examples, from the fastest to the one that takes the least memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Overrides of a config, and the changes of a planned layout that they stand for."""
+
+    overrides: tuple[str, ...]
+    changes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The longest example that fits with a setting."""
+
+    overrides: str
+    tokens: int  # of the longest example that fits, alone in its row; 0 if none does
+    too_long: int  # examples that are longer
+
+
+def settings(layers: int, tile: int | None) -> list[Setting]:
+    """For a model of so many layers, whose MLPs may be computed in tiles of `tile` tokens, if that is not None."""
+    full, offload = "layout.checkpointing=full", "layout.offload_activations=full"
+    kept = {"recompute": 0, "offloaded": 0, "tile": None}
+    offloaded = {"recompute": layers, "offloaded": layers - 1}
+    found = [
+        Setting(("layout.checkpointing=none",), kept),
+        Setting((full,), {**kept, "recompute": layers}),
+        Setting((full, offload), {**kept, **offloaded}),
+    ]
+    if tile is not None:
+        found.append(Setting((full, offload, f"layout.mlp_tile_tokens={tile}"), {**offloaded, "tile": tile}))
+    return found
