@@ -37,7 +37,9 @@ def test_same_weights_as_one_process(
     command = start(project, "run.folder=run")
     code, out, err = command.end()
     assert code == 0, err
-    assert out.startswith("run   run (run id ")  # and nothing of the engine's before
+    opening, _, rest = out.partition("\n")
+    assert opening.endswith(": starting 2 processes")
+    assert rest.startswith("run   run (run id ")  # and nothing of the engine's before
     assert out.count("step 10/10  ") == 1
     assert command.family() == {}
     assert oracle.relative_error(load_weights(project.folder / "run" / "model"), load_weights(alone / "model")) <= 1e-8

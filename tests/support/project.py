@@ -23,6 +23,7 @@ from unittest import mock
 import yaml
 from torch import Tensor
 
+from isopref import __version__
 from isopref.cli.main import main
 from isopref.script import untouched_process
 
@@ -39,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 NUM_TRAIN, NUM_EVAL = 23, 8
 SCRIPT = Path(sys.executable).with_name("isopref")
 TIMEOUT_S = 150
+OPENING = f"isopref {__version__}: loading PyTorch and transformers\n"
 
 
 def make_pairs(count: int, seed: int) -> list[Record]:
@@ -92,7 +94,10 @@ class Project:
         (self.folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
     def isopref(self, *arguments: str) -> Outcome:
-        """Run a command in this process. A fault of ours, which would print a traceback, is raised."""
+        """Run a command in this process. A fault of ours, which would print a traceback, is raised.
+
+        Without the line that a command opens with, which is the same for all of them.
+        """
         out, err = io.StringIO(), io.StringIO()
         code = 0
         with (
@@ -107,7 +112,7 @@ class Project:
                 main()
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        return Outcome(code, out.getvalue(), err.getvalue())
+        return Outcome(code, out.getvalue().removeprefix(OPENING), err.getvalue())
 
     def train(self, run: str, *arguments: str) -> Path:
         """Train with `run` as the run's folder, which is returned."""

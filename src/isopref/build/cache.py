@@ -1,13 +1,12 @@
 """`isopref cache`: the reference of all pairs of a config, scored ahead of a run."""
 
 from isopref.build import reference
-from isopref.build.data import pair_tables, say_tables
+from isopref.build.data import pair_tables, read_tokenizer, say_tables
 from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.run import opened_run, quiet_libraries, with_longest
 from isopref.config.load import to_yaml
 from isopref.config.schema import Config
 from isopref.errors import ConfigError
-from isopref.models import hf
 
 
 def fill_cache(config: Config, *, name: str) -> None:
@@ -26,7 +25,7 @@ def fill_cache(config: Config, *, name: str) -> None:
                 f"objective.reference_moves is {list(config.objective.reference_moves)}: a moving reference cannot be "
                 "scored ahead of time. Run isopref train."
             )
-        tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = read_tokenizer(config, run.display)
         path, setting = reference.path_of(config)
         tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first)
         say_tables(tables, run.display)

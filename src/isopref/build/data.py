@@ -41,6 +41,14 @@ NO_MEMORY: Mapping[str, MemoryData] = MappingProxyType({})
 log = logging.getLogger(__name__)
 
 
+def read_tokenizer(config: Config, display: Display) -> Any:
+    """The tokenizer of the starting model. Raises ModelError."""
+    model = config.model
+    if hf.is_slow_to_read(model.path):
+        display.say(f"converting the tokenizer of {model.path}; later commands find it in the cache")
+    return hf.load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+
+
 @dataclass(frozen=True)
 class SourceUse:
     """One source: which field names it, what was found in it, and where its pairs go."""

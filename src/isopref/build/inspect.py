@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from isopref.build.data import SourceUse, pair_tables, say_warnings
+from isopref.build.data import SourceUse, pair_tables, read_tokenizer, say_warnings
 from isopref.build.planner import reaches
 from isopref.build.run import say_trust
 from isopref.build.run_plan import Hardware
@@ -36,7 +36,7 @@ def inspect(config: Config, display: Display, hardware: Hardware | None = None) 
     With `hardware`, also forecast how long an example may be there.
     """
     say_trust(config, display)
-    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = read_tokenizer(config, display)
     context = hf.context_length(_model_config(config))
     tables = pair_tables(config, tokenizer, display)
     say_warnings(tables, display)

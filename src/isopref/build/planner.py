@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, check_budget, tokens_alone
 from isopref.build import resolve
-from isopref.build.data import pair_tables
+from isopref.build.data import pair_tables, read_tokenizer
 from isopref.build.model import check_base, new_adapter
 from isopref.build.run import loss_of
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
@@ -57,7 +57,7 @@ def make_plan(
     shape = model_shape(config, hardware)
     if lengths_file is not None:
         return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
-    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = read_tokenizer(config, display)
     table = pair_tables(config, tokenizer, display).train
     return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from isopref.build import export, reference, samples, spot_checks, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
-from isopref.build.data import NO_MEMORY, Tables, pair_tables, say_tables
+from isopref.build.data import NO_MEMORY, Tables, pair_tables, read_tokenizer, say_tables
 from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
 from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut
@@ -124,7 +124,7 @@ def _check_settings(run: Run) -> None:
 def _read_data(run: Run) -> tuple[Run, Data]:
     """The tokenised pairs, and the run updated with their lengths."""
     config = run.config
-    tokenizer = hf.load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = read_tokenizer(config, run.display)
     tables = pair_tables(config, tokenizer, run.display, is_first=run.env.is_first, memory=run.memory)
     say_tables(tables, run.display)
     if config.data.template not in (None, NO_TEMPLATE):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from isopref import __version__
 from isopref.cli.launch import launch, torchrun
 from isopref.config.section import path_must
 from isopref.engine.quiet import quiet_engine
@@ -39,5 +40,13 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> None:
     if nproc > 1:
         if "RANK" in os.environ:
             raise ConfigError(f"--nproc {nproc}: this process was started by torchrun. Remove --nproc.")
+        say_opening(f"starting {nproc} processes")
         raise typer.Exit(launch(torchrun(nproc, "isopref.cli.main", arguments)))
+    say_opening()
     quiet_engine()
+
+
+def say_opening(what: str = "loading PyTorch and transformers", *, quiet: bool = False) -> None:
+    """The first line of a command, at once: its imports take seconds. Of several processes, the launcher prints it."""
+    if "RANK" not in os.environ and not quiet:
+        print(f"isopref {__version__}: {what}", flush=True)

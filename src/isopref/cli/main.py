@@ -14,7 +14,7 @@ import typer
 
 from isopref import __version__
 from isopref.cli import cache, judge, push, report, sample, score
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, say_opening, start_processes
 from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
@@ -259,6 +259,7 @@ def data(
       isopref data my.yaml --json
     """
     config = load_config(config_file, overrides or ())
+    say_opening(quiet=as_json)
     quiet_engine()
     from isopref.build.inspect import inspect
     from isopref.build.run_plan import Hardware
@@ -309,6 +310,7 @@ def plan(
       isopref plan my.yaml --lengths lengths.npy --json
     """
     config = load_config(config_file, overrides or ())
+    say_opening(quiet=as_json)
     quiet_engine()
     from isopref.build.planner import make_plan
     from isopref.build.run_plan import Hardware

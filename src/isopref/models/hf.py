@@ -30,16 +30,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from isopref import optional
-from isopref.errors import ModelError, shorter_pairs
+from isopref.errors import ModelError, UserError, shorter_pairs
 from isopref.examples import Lengths
 from isopref.hub import unreachable
 from isopref.models import hub
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
+from isopref.models.gguf import is_kept, kept
 
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel
 
 
+KEPT = {AutoTokenizer: "tokenizer", AutoConfig: "config"}  # of a GGUF file, in the cache
 WEIGHTS = "model_and_optim"  # the folder of an OLMo-core checkpoint that has them
 
 
@@ -101,6 +103,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
     return tokenizer
+
+
+def is_slow_to_read(path: str) -> bool:
+    """Whether a model's tokenizer comes from a GGUF file for the first time, which takes seconds."""
+    try:
+        origin = locate(path)
+    except UserError:  # whoever loads it says why
+        return False
+    return origin.gguf_file is not None and not is_kept(Path(origin.name) / origin.gguf_file, KEPT[AutoTokenizer])
 
 
 def stop_tokens(path: str) -> tuple[int, ...]:
@@ -357,8 +368,11 @@ def _from_pretrained(kind: Any, path: str, setting: str, **options: Any) -> Any:
     origin = locate(path, setting=setting)
     gguf = {"gguf_file": origin.gguf_file} if origin.gguf_file else {}
     no_network = None if Path(origin.name).exists() else unreachable()
+    read = partial(kind.from_pretrained, origin.name, local_files_only=no_network is not None, **gguf, **options)
     try:
-        return kind.from_pretrained(origin.name, local_files_only=no_network is not None, **gguf, **options)
+        if origin.gguf_file is not None and kind in KEPT:
+            return kept(kind, Path(origin.name) / origin.gguf_file, KEPT[kind], read)
+        return read()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{setting}: {_why_not(error, path, origin.name, no_network)}.") from error
 

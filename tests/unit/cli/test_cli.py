@@ -20,16 +20,20 @@ from isopref.config.schema import run_id
 from support.runs import make_run, noisy_metrics
 
 SCRIPT = Path(sys.executable).with_name("isopref")
+OPENING = re.compile(rf"^isopref {re.escape(__version__)}: (?:loading|starting) .*\n", re.MULTILINE)
 Isopref = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def isopref(tmp_path: Path) -> Isopref:
-    """Run the script in tmp_path; `build` is Python code that stands in for what the commands call."""
+    """Run the script in tmp_path; `build` is Python code that stands in for what the commands call.
+
+    The line that a command opens with is in `args`.
+    """
 
     def run(*arguments: str, build: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         command = [str(SCRIPT), *arguments]
-        return subprocess.run(
+        done = subprocess.run(
             command,
             cwd=tmp_path,
             env=environment(tmp_path, build, env),
@@ -37,6 +41,8 @@ def isopref(tmp_path: Path) -> Isopref:
             text=True,
             timeout=120,
         )
+        done.args, done.stdout = OPENING.findall(done.stdout), OPENING.sub("", done.stdout)
+        return done
 
     return run
 
@@ -157,6 +163,16 @@ def test_train_hands_over_config_name_and_resume(isopref: Isopref, config_file: 
     assert result.returncode == 0, result.stderr
     assert result.stdout == "2e-06 {'prompt': 'q'} my.config must\n"
     assert isopref("train", config_file.name, build=REPORT).stdout == "1e-06 {} my.config no\n"
+
+
+def test_a_command_opens_with_a_line_before_its_imports(isopref: Isopref, config_file: Path) -> None:
+    loading = f"isopref {__version__}: loading PyTorch and transformers\n"
+    result = isopref("train", config_file.name, build="raise ImportError('torch')")
+    assert (result.args, result.returncode) == ([loading], 1)
+    assert isopref("train", config_file.name, build=REPORT).args == [loading]
+    assert isopref("train", config_file.name, build=REPORT, RANK="1").args == []  # its launcher said it
+    several = isopref("train", config_file.name, "--nproc", "2", build=REPORT)
+    assert several.args == [f"isopref {__version__}: starting 2 processes\n"]
 
 
 @pytest.mark.parametrize(

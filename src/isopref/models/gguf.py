@@ -1,0 +1,70 @@
+"""The tokenizer and config of a GGUF file, kept in transformers' own form: reading them from the file takes seconds.
+
+They are in a folder of the cache that is named after the file's content. They are kept only if they come back as they
+were: read from that folder and saved again, they must give the same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isopref.places import cache_folder
+
+HEAD = 2**26  # bytes of a file that are looked at: its tokenizer and config come first, and take less
+READERS = ("transformers", "tokenizers", "gguf")
+
+
+def kept_folder(file: Path, what: str) -> Path:
+    """Where the converted tokenizer or config of a file belongs."""
+    digest = hashlib.blake2b(digest_size=16)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in READERS]
+    digest.update("\0".join([*versions, str(file.stat().st_size)]).encode())
+    with file.open("rb") as content:
+        digest.update(content.read(HEAD))
+    return cache_folder() / "gguf" / digest.hexdigest() / what
+
+
+def is_kept(file: Path, what: str) -> bool:
+    return kept_folder(file, what).is_dir()
+
+
+def kept(kind: Any, file: Path, what: str, read: Callable[[], Any]) -> Any:
+    """What `read` gives, from the cache if it is there. `kind`: the class of transformers that loads a folder."""
+    folder = kept_folder(file, what)
+    if folder.is_dir():
+        try:
+            return _named(kind.from_pretrained(folder), file)
+        except (OSError, ValueError):  # damaged
+            shutil.rmtree(folder, ignore_errors=True)
+    made = read()
+    with suppress(OSError):  # a full or read-only cache costs time, and nothing else
+        _keep(kind, made, folder)
+    return made
+
+
+def _keep(kind: Any, made: Any, folder: Path) -> None:
+    """Write it beside its place, and move it there if it comes back as the same."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+        first, second = Path(beside) / "first", Path(beside) / "second"
+        made.save_pretrained(first)
+        again = kind.from_pretrained(first)
+        again.save_pretrained(second)
+        if type(again) is type(made) and _content(first) == _content(second) and not folder.exists():
+            first.rename(folder)
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _named(loaded: Any, file: Path) -> Any:
+    loaded.name_or_path = str(file.parent)  # as if it came from there
+    return loaded
