@@ -5,7 +5,7 @@ N: pairs, B: bins.
 
 import numpy as np
 
-from isopref.evaluate.intervals import Figure, figure, means
+from isopref.evaluate.intervals import Figure, figure_of_size, means
 from isopref.types import FloatArray, IntArray
 
 NUM_BINS = 10
@@ -22,4 +22,4 @@ def calibration_error(margin_N: FloatArray, won_N: FloatArray, example_N: IntArr
     edges = np.quantile(confidence_N, np.arange(1, NUM_BINS) / NUM_BINS, method="inverted_cdf")
     bin_N = np.searchsorted(edges, confidence_N, side="left")
     excess_NB = np.where(bin_N[:, None] == np.arange(NUM_BINS), (won_N - confidence_N)[:, None], 0.0)
-    return figure(np.abs(means(excess_NB, np.ones(len(won_N)), example_N)).sum(axis=1))
+    return figure_of_size(np.abs(means(excess_NB, np.ones(len(won_N)), example_N)).sum(axis=1))

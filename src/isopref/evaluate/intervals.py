@@ -82,6 +82,15 @@ def figure(values: FloatArray) -> Figure:
     return Figure(float(values[0]), float(low), float(high))
 
 
+def figure_of_size(values: FloatArray) -> Figure:
+    """As `figure`, for a sum of absolute values, which on average is larger in a resample than in the data.
+
+    The resamples are shifted by that bias: their mean minus the figure.
+    """
+    bias = values[1:].mean() - values[0]
+    return figure(np.maximum(np.concatenate([values[:1], values[1:] - bias]), 0.0))
+
+
 def correlation(x: FloatArray, y: FloatArray, xy: FloatArray, xx: FloatArray, yy: FloatArray) -> Figure | None:
     """Pearson's correlation from the means of x, y and their products; None where one of them is constant."""
     spread = np.maximum(xx - x**2, 0.0) * np.maximum(yy - y**2, 0.0)

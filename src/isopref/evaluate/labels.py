@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isopref.evaluate.intervals import Figure, Z, figure, means, share
+from isopref.evaluate.intervals import Figure, Z, figure, figure_of_size, means, share
 from isopref.types import FloatArray, IntArray
 
 NUM_BINS = 5
@@ -82,7 +82,7 @@ def calibration_error(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A
     promised_A, bin_A = _binned(reward_A)
     off_A = promised_A - good_A
     in_bins = (bin_A[:, None] == np.arange(NUM_BINS)) * off_A[:, None]
-    return figure(np.abs(means(in_bins, np.ones(len(off_A)), example_A)).sum(axis=1))
+    return figure_of_size(np.abs(means(in_bins, np.ones(len(off_A)), example_A)).sum(axis=1))
 
 
 def bins(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> list[Bin]:
