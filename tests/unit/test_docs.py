@@ -210,6 +210,21 @@ def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
         assert f"{ratios[quoted]:.1f}" in readme
 
 
+def test_figures_of_late_divergence_are_the_measured_ones() -> None:
+    """RESULTS.md and docs/conversations.md quote benchmarks/measured_agents.json, which vs_trl.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_agents.json").read_text())["results"]
+    speed = {one["system"]: one["pairs_per_s"] for one in measured}
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("diverge late")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "conversations.md").read_text()
+    assert {"isopref", "isopref-torch", "trl", "trl-liger"} == speed.keys()
+    for one in measured:
+        assert f"{one['pairs_per_s']:.3g} | {one['peak_memory_gib']:.1f}" in results, one["system"]
+    for system in ("trl", "trl-liger"):
+        ratio = speed["isopref"] / speed[system]
+        assert f"{ratio:.2f}x as fast" in results
+        assert f"{ratio:.1f}" in page
+
+
 def rounded(value: float, like: str) -> float:
     """A value with as many decimals as a text has."""
     return round(value, len(like.partition(".")[2]))
