@@ -14,6 +14,7 @@ import torch
 
 from isopref.runs.read import read_run
 from isopref.testing import oracle
+from support.forked import isopref_on_ranks
 from support.project import Command, MakeProject, Project, Weights
 
 Start = Callable[..., "Command"]
@@ -43,8 +44,7 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
 ) -> None:
     """Two ranks: SIGTERM to all, then kill -9 of all, then kill -9 of one, after which torchrun starts them again."""
     other = make_project()
-    whole = start(other, *SETTINGS)
-    assert whole.end()[0] == 0
+    assert isopref_on_ranks(other, "train", "my.yaml", *SETTINGS).code == 0
 
     command = start(project, *SETTINGS, "--resume", "auto")
     command.wait_for(sealed(project, 4))
@@ -99,10 +99,10 @@ def test_from_one_to_four_sharded_to_two_whole(
     assert "resume after step 8\n" in out
     assert "Stopped by SIGINT" in out
     assert read_run(run).status.startswith("stopped at step ")
-    command = start(project, *SETTINGS, "layout.parallel=ddp", "layout.rows=packed", "--resume")
-    code, out, err = command.end()
-    assert code == 0, err
-    assert "resume after step 1" in out
+    settings = (*SETTINGS, "layout.parallel=ddp", "layout.rows=packed")
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *settings, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "resume after step 1" in outcome.out
     assert oracle.relative_error(load_weights(run / "model"), load_weights(whole / "model")) <= 1e-8
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 30
 

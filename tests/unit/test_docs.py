@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,15 @@ def test_troubleshooting_quotes_real_messages() -> None:
 
 def says(text: str, quote: str) -> bool:
     """Whether a quote is part of a text, or a text with more than a few words of its own is part of the quote."""
-    if len(text.replace("...", "")) > 25 and re.search(pattern(text), quote):
+    if len(text.replace("...", "")) > 25 and pattern(text).search(quote):
         return True
-    return re.search(pattern(quote), text) is not None
+    return pattern(quote).search(text) is not None
 
 
-def pattern(text: str) -> str:
-    return ".*".join(re.escape(part) for part in text.split("..."))
+@cache
+def pattern(text: str) -> re.Pattern[str]:
+    """Compiled once: there are more messages than the re module remembers patterns."""
+    return re.compile(".*".join(re.escape(part) for part in text.split("...")))
 
 
 def speed_rows(page: str) -> list[list[str]]:

@@ -32,7 +32,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -45,6 +44,7 @@ from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, Prefer
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE
 from isopref.data.templates import NOTHING, ChatTemplate, Given, Side, Turn, Written, as_messages
+from isopref.data.tokenizer import end_tokens, tokenizer_content
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
 from isopref.examples import PAIR, Example
@@ -123,7 +123,7 @@ class PairEncoder:
         self._template = ChatTemplate(tokenizer, options.template)
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
-        self._ends = _end_tokens(tokenizer)
+        self._ends = end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
         # Of text that a template writes around; plain text may well hold special tokens of its own.
         self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
@@ -134,7 +134,7 @@ class PairEncoder:
         """Digest of everything here that decides tokens: tokenizer, template, options. Content, not names."""
         options = self.options
         parts = {
-            "tokenizer": _tokenizer_content(self._tokenizer),
+            "tokenizer": tokenizer_content(self._tokenizer),
             "split_special_tokens": self._tokenizer.split_special_tokens,  # no tokenizer.json has it
             "special": [self._bos, self._eos, sorted(self._ends), str(self._tokenizer.special_tokens_map)],
             "starts_with_bos": self._starts_with_bos,
@@ -390,29 +390,3 @@ def _common(first: IntArray, second: IntArray) -> int:
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that can end a turn: EOS, and special tokens that mean nothing else (<|im_end|>, <|eot_id|>).
-
-    The padding token is one of them: many tokenizers pad with the end of a turn, and no template writes padding.
-    """
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = (special | set(tokenizer.all_special_ids)) - {tokenizer.bos_token_id, tokenizer.unk_token_id}
-    return frozenset(ends | {tokenizer.eos_token_id} - {None})
-
-
-def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> Any:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = json.loads(backend.to_str())
-        # State of the last call, not of the tokenizer.
-        return {key: value for key, value in content.items() if key not in ("truncation", "padding")}
-    files = (getattr(tokenizer, name, None) for name in tokenizer.vocab_files_names)
-    return [
-        type(tokenizer).__name__,
-        sorted(tokenizer.get_vocab().items()),
-        [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files if file and Path(file).is_file()],
-        sorted((index, repr(token)) for index, token in tokenizer.added_tokens_decoder.items()),
-        {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int | float)},
-    ]
