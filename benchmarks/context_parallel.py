@@ -158,7 +158,7 @@ def heads_exchanged() -> str:
 
 def _part(whole: Segments, start: int, stop: int) -> Segments:
     """What the queries from start to stop see: of each segment, the keys up to those of its last query among them."""
-    index, queries, keys, kept = whole.key_index, [0], [0], []
+    index, queries, keys, kept, follows = whole.key_index, [0], [0], [], []
     assert index is not None
     for s in range(len(whole.query_bounds) - 1):
         first, last = whole.query_bounds[s], whole.query_bounds[s + 1]
@@ -167,6 +167,7 @@ def _part(whole: Segments, start: int, stop: int) -> Segments:
             kept.append(index[whole.key_bounds[s] : whole.key_bounds[s + 1] - (last - min(stop, last))])
             queries.append(queries[-1] + count)
             keys.append(keys[-1] + len(kept[-1]))
+            follows.append(int(kept[-1][-count - 1]) if len(kept[-1]) > count else -1)
     taken = torch.cat(kept)
     return Segments(
         query_offsets=torch.tensor(queries, dtype=torch.int32),
@@ -175,6 +176,7 @@ def _part(whole: Segments, start: int, stop: int) -> Segments:
         key_copies=torch.from_numpy(copies_of(taken.numpy(), TOKENS)),
         query_bounds=tuple(queries),
         key_bounds=tuple(keys),
+        follows=tuple(follows),
         longest=TOKENS,
     )
 

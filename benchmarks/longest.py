@@ -115,7 +115,7 @@ class Trial:
 def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """As Llama, whose attention a config can give a window."""
     config = MistralConfig(**{**workload.SHAPES[shape], "max_position_embeddings": 2**20, "sliding_window": None})
-    return workload._made(MistralForCausalLM, config, dtype, device)
+    return workload.made(MistralForCausalLM, config, dtype=dtype, device=device)
 
 
 class Stopwatch:

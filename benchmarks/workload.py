@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from isopref.data.schedule import epoch_order
 from isopref.examples import Example
@@ -55,22 +61,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A Llama of that shape with random weights, made on the device."""
-    return _made(LlamaForCausalLM, LlamaConfig(**SHAPES[shape]), dtype, device)
+    return made(LlamaForCausalLM, LlamaConfig(**SHAPES[shape]), dtype=dtype, device=device)
 
 
 def reward_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The same with a head that gives one score."""
-    return _made(LlamaForSequenceClassification, LlamaConfig(**{**SHAPES[shape], "num_labels": 1}), dtype, device)
+    config = LlamaConfig(**{**SHAPES[shape], "num_labels": 1})
+    return made(LlamaForSequenceClassification, config, dtype=dtype, device=device)
 
 
-def _made(kind: Any, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def made(kind: Any, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """What `kind` makes of a config, with random weights, on the device."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            made: PreTrainedModel = kind(config)
-            return made
+            found: PreTrainedModel = kind(config)
+            return found
     finally:
         torch.set_default_dtype(before)
 
@@ -139,6 +147,7 @@ def versions() -> dict[str, str]:
         "trl",
         "liger-kernel",
         "flash-attn-4",
+        "flash-linear-attention",
         "peft",
         "torchao",
     )

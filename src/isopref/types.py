@@ -104,7 +104,7 @@ class Segments:
 
     Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
     `key_index`, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the
-    offsets on the host, so that nobody has to ask the device for them.
+    offsets on the host, so that nobody has to ask the device for them; `follows` says where each segment branches off.
     """
 
     query_offsets: Tensor  # S+1, int32
@@ -113,6 +113,9 @@ class Segments:
     key_copies: Tensor | None  # R, T, int64: where among the K keys each token is (see ops/take.py)
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
+    follows: tuple[
+        int, ...
+    ]  # S: the position in the row of the token that comes before the segment's first; -1 if none
     longest: int  # no segment has more queries or keys
 
     def to(self, device: torch.device) -> Segments:

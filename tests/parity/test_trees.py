@@ -17,6 +17,7 @@ from isopref.examples import PairTokens
 from isopref.models.policy import Policy
 from isopref.score import score
 from isopref.testing import oracle
+from isopref.testing.families import tiny_family
 from isopref.testing.models import tiny_model, tree_examples
 from isopref.types import IntArray, Needs
 
@@ -52,6 +53,24 @@ def test_answers_and_gradients_are_the_oracles(kind: RowKind, architecture: str)
     found = policy(build_microbatch(EXAMPLES, kind)).logp
     torch.testing.assert_close(found, torch.stack(in_rounds([list(one) for one in logps])), rtol=1e-6, atol=0)
     assert oracle.relative_error(oracle.gradient(policy.model, (found * mix).sum()), gradient) <= BOUNDS[architecture]
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"]
+)
+def test_layers_that_follow_a_tree_are_transformers_own(family: str, kind: RowKind) -> None:
+    """Every model with such layers: scores and gradients of a row against those of a padded batch."""
+    policy = Policy(tiny_family(family)).train()
+    assert policy.following
+    found = {}
+    both: tuple[RowKind, ...] = (kind, "padded")
+    for rows_kind in both:
+        logp = policy(build_microbatch(EXAMPLES, rows_kind)).logp
+        mix = torch.linspace(-1, 1, len(logp))
+        found[rows_kind] = logp.detach(), oracle.gradient(policy.model, (logp * mix).sum())
+    torch.testing.assert_close(found[kind][0], found["padded"][0], rtol=1e-5, atol=1e-4)
+    assert oracle.relative_error(found[kind][1], found["padded"][1]) <= 5e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

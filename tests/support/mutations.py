@@ -15,9 +15,12 @@ from isopref.batch import rows, step, terms
 from isopref.data import mismatched, schedule
 from isopref.engine import first_pass, padded, train_module
 from isopref.examples import Lengths
+from isopref.models import tree
 from isopref.models.row import Row
+from isopref.ops.convolution import Taps
+from isopref.ops.delta import Levels
 from isopref.ranks import num_ranks
-from isopref.types import FloatArray, IntArray
+from isopref.types import FloatArray, IntArray, Segments
 
 
 @contextmanager
@@ -132,7 +135,22 @@ def state_of_a_sibling() -> Iterator[None]:
             taken[before] = x[0, start - (before.stop - before.start) : start]
         return taken
 
-    with patch.object(Row, "keys", sibling):
+    def after_siblings(segments: Segments) -> Levels:
+        starts = segments.query_bounds[:-1]
+        ends = tuple(start - 1 if token >= 0 else -1 for start, token in zip(starts, segments.follows, strict=True))
+        return tree.levels_of(replace(segments, follows=ends))
+
+    def along_the_row(segments: Segments, count: int) -> Taps:
+        bounds = (0, segments.query_bounds[-1])
+        whole = torch.tensor(bounds, dtype=torch.int32)
+        one = Segments(whole, whole, None, None, bounds, bounds, follows=(-1,), longest=bounds[-1])
+        return tree.taps_of(one, count)
+
+    with (
+        patch.object(Row, "keys", sibling),
+        patch("isopref.models.row.levels_of", after_siblings),
+        patch("isopref.models.row.taps_of", along_the_row),
+    ):
         yield
 
 

@@ -35,13 +35,16 @@ def segments_of(layout: Layout) -> Segments:
     shared = any(seen for _, seen in layout)
     flat = [t for own in keys for t in own]
     places = [[k for k, t in enumerate(flat) if t == token] for token in range(queries[-1])]
+    most = max(2, *map(len, places))
+    copies = [[*at, *[-1] * (most - len(at))] for at in places]
     return Segments(
         query_offsets=torch.tensor(queries, dtype=torch.int32),
         key_offsets=torch.tensor(bounds, dtype=torch.int32),
         key_index=torch.tensor(flat) if shared else None,
-        key_copies=torch.tensor([[*at, -1][:2] for at in places]).T if shared else None,
+        key_copies=torch.tensor(copies).T.contiguous() if shared else None,
         query_bounds=tuple(queries),
         key_bounds=tuple(bounds),
+        follows=tuple(seen[-1] if seen else -1 for _, seen in layout),
         longest=max(map(len, keys)),
     )
 

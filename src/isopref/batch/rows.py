@@ -138,6 +138,7 @@ class _Row:
         self.sequences: list[_Sequence] = []
         self.query_bounds = [0]
         self.key_bounds = [0]
+        self.follows: list[int] = []
         self.length = 0
 
     def segment(self, tokens: IntArray, positions: IntArray, seen_before: IntArray) -> IntArray:
@@ -149,6 +150,7 @@ class _Row:
         self.length += len(tokens)
         self.query_bounds.append(self.length)
         self.key_bounds.append(self.key_bounds[-1] + len(seen_before) + len(tokens))
+        self.follows.append(int(seen_before[-1]) if len(seen_before) else -1)
         return where
 
     def append(self, sequence: _Sequence, seen_before: IntArray) -> IntArray:
@@ -184,6 +186,7 @@ class _Row:
                 key_copies=None if in_order else torch.from_numpy(copies_of(keys, self.length)),
                 query_bounds=tuple(self.query_bounds),
                 key_bounds=tuple(self.key_bounds),
+                follows=tuple(self.follows),
                 longest=int(np.diff(self.key_bounds).max()),
             ),
             predict_index=torch.from_numpy(predict),

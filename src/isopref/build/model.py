@@ -14,6 +14,7 @@ from isopref.build import resolve
 from isopref.build.hardware import compute_dtype, rounding_dtype, say_precision, use_float8
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
+from isopref.build.states import say_unfolded, settle_states
 from isopref.config.values import AdapterConfig
 from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
@@ -233,6 +234,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     if large:
         run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
     own = None if large and policy.native is None else own_logps(policy)
+    settle_states(run, policy)
     compiled = _compiles(run, policy)
     if run.config.model.is_float8:
         use_float8(run, policy, compiled)
@@ -255,7 +257,10 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     )
     if large:
         check_finite(unwrap(model).model, f"model {policy.name}")
+    follows = policy.following
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=rounding_dtype(run))
+    if follows and not policy.following:
+        say_unfolded(run, policy, follows[0])
     if isinstance(tile, int):
         check_tiles(model, run.config.layout.rows, compute_dtype=rounding_dtype(run))
     say_precision(run)

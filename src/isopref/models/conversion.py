@@ -386,7 +386,7 @@ def _kinds(config: Any) -> list[str]:
 def _one_sequence(position_ids: Tensor) -> Segments:
     whole = torch.tensor([0, position_ids.shape[1]], dtype=torch.int32)
     bounds = (0, position_ids.shape[1])
-    return Segments(whole, whole, None, None, bounds, bounds, longest=int(position_ids.max()) + 1)
+    return Segments(whole, whole, None, None, bounds, bounds, follows=(-1,), longest=int(position_ids.max()) + 1)
 
 
 def _activation(config: Any) -> str:

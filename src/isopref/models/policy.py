@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from isopref.models.attention import NAME, RECORDED, register
 from isopref.models.experts import routing
+from isopref.models.follow import unfollow
 from isopref.models.hf import disable_dropout, noisy_modules, own_rates
 from isopref.models.parts import decoder_of, logit_changes
 from isopref.models.row import Row, computing
-from isopref.models.unfold import unfold_layers
+from isopref.models.unfold import adapt_layers, unfold
 from isopref.models.unused import indexers, unused_parts
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
@@ -62,7 +63,7 @@ class Policy(nn.Module):
         self.packed_attention = NAME
         assert self.own_attention not in (NAME, RECORDED), "the model is in a policy already"
         decoder_of(model)  # which fails if there is none
-        self.unfolded = unfold_layers(model)
+        self.following, self.unfolded = adapt_layers(model)  # names of layers with a state, and others (unfold.py)
         config = model.config.get_text_config()
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 0
         self.logits = logit_changes(config)
@@ -80,6 +81,13 @@ class Policy(nn.Module):
         if self.narrow:
             self.float()
             self.narrow = False
+
+    def unfold_all(self) -> None:
+        """Unfold the layers that follow a row's tree, too: their prompts are computed once per answer from now on."""
+        layers = [attrgetter(name)(self.model) for name in self.following]
+        unfollow(layers)
+        unfold(layers)
+        self.following, self.unfolded = (), (*self.following, *self.unfolded)
 
     @property
     def name(self) -> str:

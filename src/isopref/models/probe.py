@@ -35,8 +35,8 @@ RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.
 # Of products in float8, which the model itself is scored without.
 TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 
-# Masks, which transformers cuts where positions start again, and tokens sorted by their experts.
-HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.")
+# Masks, which transformers cuts where positions start again, tokens sorted by their experts, and our own tables.
+HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.", "isopref.models.tree")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
 PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
 LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
@@ -73,8 +73,20 @@ def check_layout(
     """Raise ModelError if `kind` rows do not give the model's own scores, as it trains.
 
     All ranks call this together. `own` is from before the model was spread over them; without it, what spreading did to
-    the weights is not seen.
+    the weights is not seen. Layers that follow a row's tree and are found wrong are unfolded, which `policy.unfolded`
+    tells.
     """
+    policy = unwrap(model)
+    try:
+        _check(model, kind, own, compute_dtype)
+    except ModelError:
+        if kind not in PACKED or not policy.following:
+            raise
+        policy.unfold_all()
+        _check(model, kind, own, compute_dtype)
+
+
+def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: torch.dtype | None) -> None:
     policy = unwrap(model)
     device, dtype = device_of(model), compute_dtype or next(policy.parameters()).dtype
     own = own_logps(policy) if own is None else own.to(device)

@@ -1,9 +1,9 @@
 """The packed row that a model is computing, for the parts of it that are not handed the row's segments.
 
 Most models pass keyword arguments through to their attention, and `segments` with them. Some drop them on the way
-(StableLM, Nemotron), and layers with a state know nothing of segments. Both ask here. Activation checkpointing runs
-layers again in the backward pass, outside the forward pass and often in another thread: `contexts` gives them the row
-that they had the first time.
+(StableLM, Nemotron), and layers with a state need other tables than attention does. Both ask here. Activation
+checkpointing runs layers again in the backward pass, outside the forward pass and often in another thread: `contexts`
+gives them the row that they had the first time.
 
 Dimensions: S sequences of a bucket, L their padded length, T tokens of the row, K gathered keys.
 """
@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isopref.models.tree import levels_of, taps_of
+from isopref.ops.convolution import Taps
+from isopref.ops.delta import Levels
 from isopref.ops.take import take
 from isopref.types import IntArray, Segments
 
@@ -32,10 +35,22 @@ class Bucket(NamedTuple):
 
 
 class Row:
-    """A packed row. Its sequences are unfolded into padded batches the first time that a layer asks for them."""
+    """A packed row. What layers have to know of it is made when the first of them asks, and kept for the others."""
 
     def __init__(self, segments: Segments):
         self.segments = segments
+        self._taps: dict[int, Taps] = {}
+
+    def taps(self, count: int) -> Taps:
+        """The tables of a convolution over `count` tokens."""
+        if count not in self._taps:
+            self._taps[count] = taps_of(self.segments, count)
+        return self._taps[count]
+
+    @cached_property
+    def levels(self) -> Levels:
+        """The row cut where its sequences part."""
+        return levels_of(self.segments)
 
     @cached_property
     def buckets(self) -> list[Bucket]:

@@ -9,13 +9,12 @@ compute it once.
 Nothing is assumed about what the layer does, except that it is causal. The probe (probe.py) holds the result against
 the model itself.
 
-(Starting answers from their prompt's final state would save that part too, but needs code of its own for every kind of
-layer, and kernels that take a gradient through an initial state.)
+Kinds of layers that have code of their own for this follow the row instead (follow.py), and compute a prompt once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from isopref.models.follow import can_follow, follow
 from isopref.models.row import Bucket, Row, current_row, enter_row
 
 if TYPE_CHECKING:
@@ -47,18 +47,33 @@ MASKING = (
 )  # fmt: skip
 
 
-def unfold_layers(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
-    """Put hooks around the layers of a model that cannot follow segments. Returns their names."""
+def adapt_layers(model: PreTrainedModel | NativeModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Have layers follow a row's tree, and put hooks around those that cannot. Returns the names of both."""
     if not isinstance(model, PreTrainedModel):
-        return ()
+        return (), ()
     attentions = dict(_unfollowing(model))
     inside = {id(part) for module in attentions.values() for part in module.modules()}
     stateful = {name: module for name, module in _stateful(model, "") if id(module) not in inside}
-    for module in (*stateful.values(), *attentions.values()):
-        if not any(isinstance(hook, _Unfolding) for hook in module._forward_pre_hooks.values()):  # of another policy
-            own = None if module in stateful.values() else _config_of(module, model)
-            _Unfolding(own).around(module)
-    return (*stateful, *attentions)
+    # What was unfolded for another policy of this model stays so: the probe has spoken.
+    following = {name: module for name, module in stateful.items() if can_follow(module) and not _is_unfolded(module)}
+    follow(following.values())
+    unfolded = {name: module for name, module in stateful.items() if name not in following}
+    unfold(unfolded.values())
+    for module in attentions.values():
+        if not _is_unfolded(module):
+            _Unfolding(_config_of(module, model)).around(module)
+    return tuple(following), (*unfolded, *attentions)
+
+
+def unfold(layers: Iterable[nn.Module]) -> None:
+    """Put hooks around layers with a state. Harmless when repeated."""
+    for module in layers:
+        if not _is_unfolded(module):
+            _Unfolding(None).around(module)
+
+
+def _is_unfolded(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Unfolding) for hook in module._forward_pre_hooks.values())
 
 
 def unknown_layers(model: PreTrainedModel | NativeModel) -> set[str]:

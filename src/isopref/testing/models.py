@@ -81,10 +81,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
     ),
-    "olmo_hybrid": (  # with Gated DeltaNet
+    "olmo_hybrid": (  # with Gated DeltaNet, whose states decay slowly, so that a wrong one shows
         "olmo_hybrid",
         {**_LLAMA_LIKE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_a_log_max": 2.0},
     ),
     "lfm2": (  # with short convolutions
         "lfm2",

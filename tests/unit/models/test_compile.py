@@ -21,11 +21,12 @@ from isopref.engine.environment import Environment
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
-from isopref.models.parallel import decoder_layers, parallelize
+from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
-from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
+from isopref.testing import oracle
+from isopref.testing.models import examples, random_pairs, tiny_model, tree_examples, with_adapter
 from isopref.types import Segments
 
 
@@ -118,9 +119,33 @@ def test_experts_under_an_adapter_are_not_compiled() -> None:
                 _compiles(run, policies[0])
 
 
-def test_layers_with_a_state_are_not_compiled() -> None:
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+def test_following_layers_compile(architecture: str) -> None:
+    """Scores and gradients of compiled layers over rows of other trees, also where they are computed again."""
+    config = Config.model_validate({"model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "d"}})
+    run = Run(config, Path("run"), Environment(0, 1, torch.device("cuda")), Display(quiet=True))
+    expected, policy = (Policy(tiny_model(architecture)).train() for _ in range(2))
+    assert _compiles(run, policy)
+    for layer in decoder_layers(policy):
+        layer.compile(backend="aot_eager")
+    for count in (0, 2):
+        checkpoint_layers(policy, count)
+        for seed in (0, 1):
+            logps = []
+            for one in (expected, policy):
+                one.zero_grad()
+                logps.append(one(build_microbatch(tree_examples(seed=seed), "shared")).logp)
+                logps[-1].sum().backward()
+            torch.testing.assert_close(*logps)
+            found, wanted = (
+                {name: p.grad for name, p in one.named_parameters() if p.grad is not None} for one in (policy, expected)
+            )
+            assert oracle.relative_error(found, wanted) <= 1e-6
+
+
+def test_unfolded_layers_are_not_compiled() -> None:
     """They take rows apart into sequences, as many and as long as each row has."""
-    policy = Policy(tiny_model("olmo_hybrid"))
+    policy = Policy(tiny_model("bamba"))
     model = {"path": "m", "dtype": "bfloat16"}
     for asked in (None, True):
         config = Config.model_validate({"model": model, "data": {"train": "d"}, "layout": {"compile": asked}})
@@ -128,5 +153,5 @@ def test_layers_with_a_state_are_not_compiled() -> None:
         if asked is None:
             assert _compiles(run, policy) is False
         else:
-            with pytest.raises(ConfigError, match=r"layout\.compile: true .*layers\.0\.linear_attn"):
+            with pytest.raises(ConfigError, match=r"layout\.compile: true .*layers\.0\.mamba"):
                 _compiles(run, policy)

@@ -1,6 +1,7 @@
 """What layers learn of the row being computed: those that are not handed its segments, and those with a state."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,10 +91,56 @@ def test_no_row_is_left_behind() -> None:
 
 
 def test_a_second_policy_of_a_model_unfolds_once() -> None:
-    model = tiny_model("olmo_hybrid")
+    model = tiny_model("bamba")
     names = [Policy(model).unfolded for _ in range(2)]
-    assert names == [("model.layers.0.linear_attn",)] * 2
-    assert len(model.model.layers[0].linear_attn._forward_pre_hooks) == 1
+    assert names == [("model.layers.0.mamba",)] * 2
+    assert len(model.model.layers[0].mamba._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("olmo_hybrid", "linear_attn"), ("lfm2", "conv")])
+def test_a_second_policy_of_a_model_follows_as_the_first(architecture: str, name: str) -> None:
+    model = tiny_model(architecture)
+    assert [Policy(model).following for _ in range(2)] == [(f"model.layers.0.{name}",)] * 2
+    Policy(model).unfold_all()
+    again = Policy(model)  # the probe had its reasons
+    assert (again.following, again.unfolded) == ((), (f"model.layers.0.{name}",))
+    check_layout(again, "shared")
+
+
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+def test_a_following_layer_computes_a_prompt_once(architecture: str) -> None:
+    """What its projections get is the row, and not a sequence more."""
+    policy = Policy(tiny_model(architecture))
+    seen: list[torch.Size] = []
+    layer = policy.model.get_submodule(policy.following[0])
+    projection = layer.get_submodule("in_proj" if architecture == "lfm2" else "q_proj")
+    projection.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    microbatch = build_microbatch(tree_examples(), "shared")
+    policy(microbatch)
+    assert seen == [(microbatch.passes[0].input_ids.shape[1], 32)]
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+def test_a_layer_that_follows_wrongly_is_unfolded(
+    architecture: str, kind: RowKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind of layer may change with a version of transformers: then the probe notices, and the run goes on."""
+    policy = Policy(tiny_model(architecture))
+    names = policy.following
+    monkeypatch.setattr("isopref.models.follow.tree_convolution", lambda x, *_: x)
+    check_layout(policy, kind)
+    assert (policy.following, policy.unfolded) == ((), names)
+
+
+def test_generation_keeps_the_layers_own_cache() -> None:
+    """Outside packed rows a following layer is transformers' own, with its cache."""
+    for architecture in ("olmo_hybrid", "lfm2"):
+        model: Any = tiny_model(architecture)
+        ids = torch.arange(3, 12)[None]
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+        with Policy(model).plain():
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
 
 def segments_of_trees() -> tuple[Segments, Tensor]:
@@ -156,11 +203,13 @@ def test_a_state_that_runs_through_the_row_is_caught(
     policy = Policy(tiny_model(architecture))
     check_layout(policy, kind)
     monkeypatch.setattr("isopref.models.unfold.current_row", lambda: None)
+    monkeypatch.setattr("isopref.models.follow.current_row", lambda: None)
     with pytest.raises(ModelError, match=r"Set layout\.rows: padded"):
         check_layout(policy, kind)
 
 
-def test_a_branch_that_starts_from_its_siblings_state_is_caught() -> None:
-    policy = Policy(tiny_model("olmo_hybrid"))
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2", "bamba"])
+def test_a_branch_that_starts_from_its_siblings_state_is_caught(architecture: str) -> None:
+    policy = Policy(tiny_model(architecture))
     with mutations.state_of_a_sibling(), pytest.raises(ModelError, match="a rejected answer moves by"):
         check_layout(policy, "shared")

@@ -1,0 +1,133 @@
+"""Shared rows against padded ones, both in isopref's own trainer: models with a state, with sinks, with experts.
+
+    python benchmarks/layouts.py --out results.json
+    python benchmarks/layouts.py --models lfm2 --layouts shared --profile
+
+Shapes of about a billion weights, random, chat lengths, bfloat16. Padded rows hold pairs of similar length, as
+`layout.rows: padded` always does; "padded" runs them as isopref does by default, uncompiled, "padded-compiled" with
+`layout.compile: true`. Every layout has the same pairs in the same global batches, and references computed beforehand.
+"""
+
+import argparse
+import gc
+import json
+import os
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import workload
+from clocks import Clock, EngineClock
+from profile_step import StepProfile, kernels_of, seconds_by_kind
+from ready import Cell, ready_trainer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_ATTENDING = (2, 5, 8, 10, 12, 14)  # of LFM2's 16 layers; the others convolve
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-next": {  # widths of Qwen3-Next, a dense MLP in the place of its experts
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "num_experts": 0, "tie_word_embeddings": True,
+    },
+    "lfm2": {
+        "model_type": "lfm2", "hidden_size": 2048, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536,
+        "layer_types": ["full_attention" if n in _ATTENDING else "conv" for n in range(16)],
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "hidden_size": 1536, "intermediate_size": 1536, "num_hidden_layers": 12,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
+    },
+}  # fmt: skip
+SMALL: dict[str, Any] = {  # for a try on a CPU
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 97, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shared": {"rows": "shared"},
+    "padded": {"rows": "padded"},
+    "padded-compiled": {"rows": "padded", "compile": True},
+}
+PADDED_TOKENS = {"gpt-oss": 8192}  # with sinks transformers' own attention holds all scores: more would not fit
+CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, steps=4)
+SMOKE = Cell("", "hh", 4, microbatch_tokens=4096, trl_batch=0, dtype="float32", warmup=1, steps=1)
+
+
+def make(name: str, small: bool, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    given = {key: SMALL.get(key, value) if small else value for key, value in MODELS[name].items()}
+    config = AutoConfig.for_model(**given)
+    return workload.made(AutoModelForCausalLM.from_config, config, dtype=dtype, device=device)
+
+
+def measure(cell: Cell, layout: str, *, small: bool, profiled: bool) -> dict[str, Any]:
+    """One model in one layout."""
+
+    def of_cell(name: str, **options: Any) -> PreTrainedModel:
+        return make(name, small, **options)
+
+    settings = dict(LAYOUTS[layout])
+    if layout != "shared" and cell.shape in PADDED_TOKENS:
+        settings["microbatch_tokens"] = PADDED_TOKENS[cell.shape]
+    with ready_trainer(cell, layout=settings, make=of_cell) as ready:
+        clock = Clock(replace(cell, steps=cell.steps - 1) if profiled else cell)
+        ready.trainer.add_callback("clock", EngineClock(clock))
+        spy = StepProfile(cell.warmup + cell.steps)
+        if profiled:
+            ready.trainer.add_callback("profile", spy)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        ready.trainer.fit()
+        figures = clock.result()
+        metrics = ready.metrics()
+        fill = 1 - sum(one["train/padding_fraction"] for one in metrics) / len(metrics)
+        names = {"following": list(ready.policy.following)[:1], "unfolded": list(ready.policy.unfolded)[:1]}
+        weights = sum(parameter.numel() for parameter in ready.policy.parameters())
+    if profiled:
+        _tell(spy)
+    return {"model": cell.shape, "layout": layout, **figures, "row_fill": fill, "weights": weights, **names}
+
+
+def _tell(spy: StepProfile) -> None:
+    """The kernels of the profiled step, the longest first."""
+    kernels = kernels_of(spy.profile)
+    by_kind = seconds_by_kind(kernels)
+    print(f"profiled step {spy.seconds:.4f} s, kernels {sum(by_kind.values()):.4f} s of it: {dict(by_kind)}")
+    for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[:14]:
+        print(f"  {one.self_device_time_total / 1e3:9.2f} ms  {one.count:5}  {one.key[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--out", type=Path, default=Path("layouts.json"))
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step more")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try this on a CPU")
+    args = parser.parse_args()
+    os.environ["ISOPREF_FOLLOW_STATES"] = "1"
+    results: list[dict[str, Any]] = []
+    for name in args.models:
+        for layout in args.layouts:
+            cell = replace(SMOKE if args.small else CELL, shape=name)
+            try:
+                one = measure(cell, layout, small=args.small, profiled=args.profile)
+            except Exception as error:  # the others still count
+                traceback.print_exc()
+                one = {"model": name, "layout": layout, "error": f"{type(error).__name__}: {error}"[:500]}
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            torch.compiler.reset()
+            results.append(one)
+            print(json.dumps(one), flush=True)
+            args.out.write_text(json.dumps({"about": workload.versions(), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Layers with a state: whether they follow the tree of a packed row, and what the user is told about it."""
+
+import os
+
+from isopref.build.run import Run
+from isopref.models.policy import Policy
+from isopref.ops import delta
+
+# The code has run on CPUs only. To be removed, and the layers to follow everywhere, when tests/gpu/test_states.py and
+# benchmarks/layouts.py have run on a GPU.
+FOLLOW_ON_CUDA = "ISOPREF_FOLLOW_STATES"
+
+
+def settle_states(run: Run, policy: Policy) -> None:
+    """Unfold layers with a state on CUDA unless the environment asks otherwise, and say what they run with."""
+    if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
+        return
+    first = policy.following[0]
+    linear = "DeltaNet" in type(policy.model.get_submodule(first)).__name__
+    if os.environ.get(FOLLOW_ON_CUDA) != "1":
+        policy.unfold_all()
+        run.display.say(
+            f"note: {first} and layers like it compute a shared prompt once per answer. Code that computes it once is "
+            f"tested on CPUs only; to try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment"
+        )
+    elif linear and delta.kernel() is None:
+        run.display.say(
+            f"note: {first} and layers like it run in plain PyTorch, because flash-linear-attention is not installed. "
+            "For speed: pip install 'isopref[linear]'"
+        )
+
+
+def say_unfolded(run: Run, policy: Policy, layer: str) -> None:
+    """Tell the user that the probe had `layer` and others like it unfolded."""
+    run.display.say(
+        f"warning: isopref's own code for {layer} and layers like it does not score {policy.name} correctly, so these "
+        "layers compute a shared prompt once per answer. The result is right, but the run is slower"
+    )

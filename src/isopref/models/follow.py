@@ -1,0 +1,125 @@
+"""Layers with a state that follow the tree of a packed row: a prompt is computed once for all its answers.
+
+Two things in these layers reach beyond a token: a short convolution and, in a Gated DeltaNet, the state. Both are
+replaced by ops that start a branch from where its sequence was (ops/convolution.py, ops/delta.py); projections, gates
+and norms are the layer's own modules. Each kind of layer needs a few lines that say how it makes its inputs, so only
+those in `KINDS` follow; others are unfolded (unfold.py). The forward of such a layer is set on the instance, as torch's
+own `register_fsdp_forward_method` does: classes and weights are untouched, and whatever is not a packed row (padded
+batches, generation) runs the class's own forward. The probe (probe.py) holds the result against the model itself; a
+layer that fails there is unfolded instead.
+
+Dimensions: T tokens of the row, D hidden width, H heads, K and V widths of a head's keys and values.
+"""
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from transformers.activations import ACT2FN
+
+from isopref.models.row import current_row
+from isopref.ops import delta
+from isopref.ops.convolution import Taps, tree_convolution
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # what is convolved to queries, keys, values; gate; beta; log decay
+
+
+def can_follow(layer: nn.Module) -> bool:
+    """Whether there is code for this kind of layer."""
+    return type(layer).__name__ in KINDS
+
+
+def follow(layers: Iterable[nn.Module]) -> None:
+    """Have these layers follow the tree of a packed row. Harmless when repeated."""
+    for layer in layers:
+        layer.forward = MethodType(KINDS[type(layer).__name__], layer)
+
+
+def unfollow(layers: Iterable[nn.Module]) -> None:
+    """Give the layers their own forward back."""
+    for layer in layers:
+        del layer.forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _taps(count: int) -> Taps | None:
+    """The tables of the row being computed; None for a padded batch."""
+    row = current_row()
+    return None if row is None else row.taps(count)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _rule(inputs: delta.Inputs) -> Tensor:
+    row = current_row()
+    assert row is not None
+    return delta.tree_delta_rule(inputs, row.levels)
+
+
+def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """LFM2: a gated convolution and nothing else."""
+    taps: Taps | None = _taps(self.conv_kernel_size)
+    if taps is None:
+        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return own
+    before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+    mixed_TD = tree_convolution(before * x, self.conv.weight[:, 0], self.conv.bias, taps)
+    out: Tensor = self.out_proj(after * mixed_TD)[None]
+    return out
+
+
+def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_proj: str) -> Callable[..., Tensor]:
+    """The forward of a Gated DeltaNet, from how it makes its inputs and the names of its last two modules."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        taps: Taps | None = _taps(self.conv_kernel_size)
+        if taps is None:
+            own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+            return own
+        mixed_TD, gate, beta_TH, log_decay_TH = inputs(self, hidden_states[0])
+        mixed_TD = tree_convolution(mixed_TD, self.conv1d.weight[:, 0], self.conv1d.bias, taps)
+        mixed_TD = ACT2FN[self.activation](mixed_TD)
+        q, k, v = mixed_TD.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        q_THK, k_THK = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
+        v_THV = v.unflatten(-1, (-1, self.head_v_dim))
+        out: Tensor = _rule(delta.Inputs(q_THK, k_THK, v_THV, log_decay_TH, beta_TH))
+        out = getattr(self, norm)(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+        out = getattr(self, out_proj)(out.view(len(mixed_TD), -1))
+        return out[None]
+
+    return forward
+
+
+def _log_decay(layer: Any, step_TH: Tensor) -> Tensor:
+    decay: Tensor = -layer.A_log.float().exp() * softplus(step_TH.float() + layer.dt_bias)
+    return decay
+
+
+def _qwen3_next(layer: Any, hidden_TD: Tensor) -> Inputs:
+    mixed, ba = layer.in_proj_qkvz(hidden_TD)[None], layer.in_proj_ba(hidden_TD)[None]
+    q, k, v, gate, b, a = (x[0] for x in layer.fix_query_key_value_ordering(mixed, ba))
+    return torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1), gate, b.sigmoid(), _log_decay(layer, a)
+
+
+def _qwen3_5(layer: Any, hidden_TD: Tensor) -> Inputs:
+    beta, log_decay = layer.in_proj_b(hidden_TD).sigmoid(), _log_decay(layer, layer.in_proj_a(hidden_TD))
+    return layer.in_proj_qkv(hidden_TD), layer.in_proj_z(hidden_TD), beta, log_decay
+
+
+def _olmo_hybrid(layer: Any, hidden_TD: Tensor) -> Inputs:
+    mixed = torch.cat([project(hidden_TD) for project in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=-1)
+    beta = layer.b_proj(hidden_TD).sigmoid() * (2.0 if layer.allow_neg_eigval else 1.0)
+    return mixed, layer.g_proj(hidden_TD), beta, _log_decay(layer, layer.a_proj(hidden_TD))
+
+
+KINDS: dict[str, Callable[..., Tensor]] = {
+    "Qwen3NextGatedDeltaNet": _gated_delta_net(_qwen3_next, "norm", "out_proj"),
+    **dict.fromkeys(
+        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"),
+        _gated_delta_net(_qwen3_5, "norm", "out_proj"),
+    ),
+    "OlmoHybridGatedDeltaNet": _gated_delta_net(_olmo_hybrid, "o_norm", "o_proj"),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _short_convolution),
+}

@@ -1,0 +1,81 @@
+"""What layers with a state have to know of a packed row: which tokens come before each, and where its sequences part.
+
+Pure index tables from a row's segments, made once per row (row.py) and used by all its layers. Nothing here asks the
+device for a number.
+
+Dimensions: S segments, T tokens of the row, J taps of a convolution, R times that a token is taken at most.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isopref.batch.rows import copies_of
+from isopref.ops.convolution import Taps
+from isopref.ops.delta import Level, Levels
+from isopref.types import IntArray, Segments
+
+
+def taps_of(segments: Segments, count: int) -> Taps:
+    """The tables of a convolution over `count` tokens, made on the device of the segments."""
+    query, key = segments.query_offsets.long(), segments.key_offsets.long()
+    token_T = torch.arange(segments.query_bounds[-1], device=query.device)
+    index, copies = segments.key_index, segments.key_copies
+    if index is None or copies is None:  # every token is a key once
+        index, copies = token_T, torch.stack([token_T, torch.full_like(token_T, -1)])
+    own = key[1:] - query.diff()  # where among the keys a segment's own tokens begin
+
+    segment = torch.searchsorted(query[1:], token_T, right=True)
+    place = own[segment] + token_T - query[segment]  # of a token among the keys
+    before = [place - j for j in range(count)]
+    index_JT = [torch.where(at >= key[segment], index[at.clamp(min=0)], -1) for at in before]
+
+    segment = torch.searchsorted(key[1:], copies.clamp(min=0), right=True)
+    after = [copies + j for j in range(count)]
+    inside = [(copies >= 0) & (at >= own[segment]) & (at < key[segment + 1]) for at in after]
+    copies_JRT = [
+        torch.where(there, query[segment] + at - own[segment], -1) for there, at in zip(inside, after, strict=True)
+    ]
+    return Taps(torch.stack(index_JT), torch.stack(copies_JRT))
+
+
+def levels_of(segments: Segments) -> Levels:
+    """The row cut wherever a segment branches off, on the device of the segments."""
+    by_depth = _parts(segments)
+    order = np.concatenate([np.arange(start, end) for parts in by_depth for start, end, _ in parts])
+    device = segments.query_offsets.device
+    levels = []
+    for depth, parts in enumerate(by_depth):
+        bounds = np.cumsum([0, *(end - start for start, end, _ in parts)])
+        parent = np.array([before for *_, before in parts])
+        copies = None if depth == 0 else _on(device, copies_of(parent, len(by_depth[depth - 1])))
+        levels.append(
+            Level(tuple(bounds.tolist()), _on(device, bounds), None if depth == 0 else _on(device, parent), copies)
+        )
+    return Levels(_on(device, order), _on(device, np.argsort(order)), tuple(levels))
+
+
+def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
+    """By depth: where a part begins and ends in the row, and which part of the depth before it follows (-1: none)."""
+    cuts = sorted({token + 1 for token in segments.follows if token >= 0})
+    by_depth: list[list[tuple[int, int, int]]] = []
+    ending_at: dict[int, tuple[int, int]] = {-1: (-1, -1)}  # the depth of a part, and its number there
+    for (start, end), follows in zip(pairwise(segments.query_bounds), segments.follows, strict=True):
+        if start == end:
+            continue
+        inside = cuts[np.searchsorted(cuts, start, "right") : np.searchsorted(cuts, end, "left")]
+        for first, last in pairwise([start, *inside, end]):
+            depth, number = ending_at[follows if first == start else first - 1]
+            if depth + 1 == len(by_depth):
+                by_depth.append([])
+            by_depth[depth + 1].append((first, last, number))
+            ending_at[last - 1] = depth + 1, len(by_depth[depth + 1]) - 1
+    return by_depth
+
+
+def _on(device: torch.device, array: IntArray) -> Tensor:
+    """The array there. A copy from pinned memory does not wait for what the device is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

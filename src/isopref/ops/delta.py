@@ -1,0 +1,163 @@
+"""The gated delta rule (Gated DeltaNet: Yang et al. 2024, eq. 10) over the sequences of a packed row.
+
+    S_t = exp(g_t) (I - beta_t k_t k_t') S_(t-1) + beta_t k_t v_t',    o_t = S_t' q_t / sqrt(width),    q, k of length 1
+
+Sequences that share a beginning share its state: the row is cut where sequences part, and a part starts from the state
+in which the part before it ended. Parts of equal depth are computed together: all prompts, then all their answers.
+`chunk_rule` is the rule in plain torch and the specification. On CUDA in half precision the kernels of
+flash-linear-attention take its place, if that is installed.
+
+Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, K and V widths of a head's keys
+and values, C tokens of a chunk, M chunks.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from isopref.ops.take import take
+
+CHUNK = 64
+EPSILON = 1e-6  # in the length of queries and keys, as all models with this rule have it
+
+
+class Inputs(NamedTuple):
+    """What the rule has for each token. There may be fewer heads of queries and keys than of the others."""
+
+    q: Tensor  # T, H, K
+    k: Tensor  # T, H, K
+    v: Tensor  # T, H, V
+    g: Tensor  # T, H: logarithm of the decay
+    beta: Tensor  # T, H
+
+
+class Level(NamedTuple):
+    """The parts of one depth, one after the other in the order of `Levels`."""
+
+    bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this depth
+    offsets: Tensor  # N+1, int64: the same on the device
+    parent: Tensor | None  # N: which part of the depth before comes before each; None at depth 0
+    parent_copies: Tensor | None  # R, parts of the depth before: where each of those is in `parent` (see take.py)
+
+
+class Levels(NamedTuple):
+    """A row cut where its sequences part."""
+
+    order: Tensor  # T: the row's tokens, depth by depth
+    place: Tensor  # T: where each of the row's tokens is in that order
+    levels: tuple[Level, ...]
+
+
+def tree_delta_rule(inputs: Inputs, levels: Levels) -> Tensor:
+    """What each token of the row gets: T, H, V."""
+    fused = inputs.q.is_cuda and inputs.q.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
+    rule = _fused if fused else _eager
+    counts = [level.bounds[-1] for level in levels.levels]
+    by_level = zip(*(_reorder(x, levels.order, levels.place).split(counts) for x in inputs), strict=True)
+    outputs: list[Tensor] = []
+    state: Tensor | None = None
+    for level, given in zip(levels.levels, by_level, strict=True):
+        if state is not None and level.parent is not None and level.parent_copies is not None:
+            state = take(state, level.parent, level.parent_copies)
+        out, state = rule(Inputs(*given), level, state)
+        outputs.append(out)
+    return _reorder(torch.cat(outputs), levels.place, levels.order)
+
+
+def _reorder(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    ordered: Tensor = _Reorder.apply(x, order, place)  # type: ignore[no-untyped-call]
+    return ordered
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order], where `place` undoes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+@cache
+def kernel() -> Any:
+    """flash-linear-attention's rule, or None where it is not installed."""
+    if find_spec("fla") is None:
+        return None
+    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+
+def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, final = kernel()(
+        *(x[None] for x in inputs),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=level.offsets,
+        cu_seqlens_cpu=torch.tensor(level.bounds),  # else it would ask the device for them
+    )
+    return out[0], final
+
+
+def _eager(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The parts as a padded batch: a token with beta and g of zero leaves the state as it is."""
+    counts = [end - start for start, end in pairwise(level.bounds)]
+    longest = max(counts)
+
+    def batch(x: Tensor) -> Tensor:
+        others = [0, 0] * (x.ndim - 1)
+        return torch.stack([pad(one, [*others, 0, longest - len(one)]) for one in x.split(counts)])
+
+    out, last = chunk_rule(Inputs(*(batch(x) for x in inputs)), state)
+    return torch.cat([one[:count] for one, count in zip(out, counts, strict=True)]), last
+
+
+def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rule for N sequences of L tokens, from their first states: what each token gets, and the last states.
+
+    Inputs and output have N and L in the place of T. Within a chunk, the updates of the state are one triangular system
+    (the UT transform of Yang et al. 2024, sec. 3.3).
+    """
+    _, length, heads, _ = inputs.v.shape
+    chunk = min(CHUNK, length)
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+
+    def chunks(x: Tensor) -> Tensor:  # N, H, M, C, ...
+        x = x.to(wide).repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2)
+        x = pad(x, [*([0, 0] * (x.ndim - 3)), 0, -length % chunk])
+        return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
+
+    q, k, v, g, beta = (chunks(x) for x in inputs)
+    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    decay = g.cumsum(dim=-1)  # log of what is left at a token of the state before the chunk
+    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # at token i, of what token j added
+    system = (k * beta[..., None]) @ k.mT * between
+    started = decay.exp()[..., None]
+    solved = torch.linalg.solve_triangular(
+        system, beta[..., None] * torch.cat([v, k * started], dim=-1), upper=False, unitriangular=True
+    )
+    added, removed = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = q @ k.mT * between
+    from_state = q * started
+    left = (decay[..., -1:] - decay).exp()[..., None]  # at the end of the chunk
+    state = v.new_zeros(len(v), heads, k.shape[-1], v.shape[-1]) if state_NHKV is None else state_NHKV.to(wide)
+    outputs = []
+    for m in range(q.shape[2]):
+        update = added[:, :, m] - removed[:, :, m] @ state
+        outputs.append(from_state[:, :, m] @ state + within[:, :, m] @ update)
+        state = state * started[:, :, m, -1:] + (k * left)[:, :, m].mT @ update
+    out = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
+    return out.to(inputs.q.dtype), state
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
