@@ -115,7 +115,8 @@ class Slots:
         target = [np.full(lengths[n], slot) for n, mine in enumerate(slots) for slot in mine]
         offsets = torch.tensor(bounds, dtype=torch.int32, device=self.device)
         both = tuple(int(bound) for bound in bounds)
-        segments = Segments(offsets, offsets, None, None, both, both, max(lengths))
+        follows = (-1,) * len(lengths)
+        segments = Segments(offsets, offsets, None, None, both, both, follows, longest=max(lengths))
         source_N = self._tensor(source)
         place_T = torch.from_numpy(place).to(self.device)
         work = _Prompts(segments, source_N, self._tensor(target), place_T[source_N])
@@ -250,7 +251,7 @@ def _attend(
 @torch.no_grad()
 def check_slots(policy: Policy) -> None:
     """Raise ModelError if the model does not give its own logits when it writes in slots."""
-    if policy.native is not None or policy.unfolded:
+    if policy.native is not None or policy.following or policy.unfolded:
         raise ModelError(f"{policy.name} has layers that keep a state of their own")
     check_layout(policy, "packed")  # prompts are computed in packed rows
     own_dtype = next(policy.parameters()).dtype
