@@ -80,31 +80,33 @@ and `objective.ld_alpha` are refused with list losses.
 
 ## Labelled answers
 
-`kto` and `bco` take answers that are good or bad, each by itself: a thumbs up or down. A pair is two of them, chosen
-good and rejected bad, so both losses run on pairs too. Lists with scores are refused: a score is not a label. Answers
-to one prompt may share an example, and its prompt is then computed once.
+`kto` and `bco` learn from answers labelled good or bad on their own: a thumbs up or down. They also run on pairs, with
+the chosen answer as good and the rejected one as bad. Scored lists are refused, because a score is not a label. Answers
+to the same prompt can share an example, so that the prompt is computed once.
 
-`objective.weighting` counts an example as 1, which its answers share equally (`example`), each answer as its tokens
-(`completion`), or as those of its sequence (`token`). `objective.nll_weight` adds the likelihood of good answers.
-`objective.wpo` and `objective.ld_alpha` are refused, and losses of labels cannot be added to others.
+`objective.weighting` sets the weight of each answer: an equal share of its example, which counts as 1 (`example`); its
+number of tokens (`completion`); or the tokens of its full sequence (`token`). `objective.nll_weight` adds the
+likelihood of good answers. `objective.wpo` and `objective.ld_alpha` are refused, and losses of labels cannot be mixed
+with others.
 
-**kto.** z is an estimate of the KL divergence between policy and reference: the mean of G over mismatched pairs, a
-prompt with an answer to another one, at least 0; no gradient goes through it. Every example of the data has a fixed
-partner, found by content: the next example in the order of their hashes that has another question. Of the partner's
-answers, the one with the smallest hash is taken, cut to the longest sequence of the data. A step takes the mismatched
-pairs of its examples, each by the weight of its example, over the whole global batch and all ranks. They cost a forward
-pass of one more answer for each example. Data with a single question is refused. The factors w_d and w_u are
-`objective.desirable_weight` and `objective.undesirable_weight`; the denominator of the loss stays the sum of weights.
+**kto.** z estimates the KL divergence between policy and reference: the mean of G over mismatched pairs (a prompt with
+an answer to another prompt), clamped at 0 and without a gradient. Each example has a fixed partner, determined by
+content: the next example with a different question in the order of their hashes. The partner contributes the answer
+with the smallest hash, truncated to the longest sequence in the data. z averages over the mismatched pairs of the
+global batch, across all ranks, weighted like their examples. This costs a forward pass over one extra answer per
+example. Data with a single question is refused. w_d and w_u are `objective.desirable_weight` and
+`objective.undesirable_weight`; the loss is still divided by the sum of the weights without them.
 
-**bco.** d is b times half the way between two means: of G over good and over bad answers, with the loss's weights, over
-all batches of the run up to this one, each of which counts for as many answers as it has. Until there are answers of
-both kinds, d is the mean of one. No gradient goes through d, and it is in the checkpoint. On pairs with `weighting:
-example`, `bco` is half of `bco_pair`.
+**bco.** d is b times the midpoint between the mean of G over good answers and its mean over bad answers. Both means use
+the weights of the loss and cover all batches of the run so far, each batch in proportion to its answers. Until both
+kinds have appeared, d uses the mean of the one kind seen. d has no gradient and is saved in checkpoints. On pairs with
+`weighting: example`, `bco` is half of `bco_pair`.
 
 Training logs `rewards_chosen` and `logps_chosen` over good answers, `rewards_rejected` and `logps_rejected` over bad
-ones, `margin` between their mean gains, and for kto its KL term as `kl`. `accuracy` is the share of answers on the
-right side of z, or of d. A batch without bad answers adds nothing to figures of bad ones. Held-out answers are one
-batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the share of good answers.
+ones, `margin` as the difference between their mean gains, and for kto the KL estimate as `kl`. `accuracy` is the share
+of answers on the correct side of z or d. A batch without bad answers does not contribute to their metrics. Held-out
+answers are evaluated as a single batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the
+share of good answers.
 
 ## Reward models
 
