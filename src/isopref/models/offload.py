@@ -45,6 +45,11 @@ class HostCheckpoints:
         with saved_tensors_hooks(self._keep, self._fetch):
             return recompute(layer, *args)
 
+    def recompute_on_device(self, layer: Callable[..., Any], *args: Any) -> Any:
+        """Call a layer after those that offload, with its inputs on the device. What the last of them left may go."""
+        self._let_go()
+        return recompute(layer, *args)
+
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)

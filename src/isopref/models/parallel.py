@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
-from isopref.models.offload import HostCheckpoints, recompute
+from isopref.models.offload import HostCheckpoints
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
 
@@ -242,7 +242,8 @@ def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None
     for number, layer in enumerate(layers):
         # As transformers itself sets them.
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = host.recompute if number < offloaded else recompute  # type: ignore[assignment]
+        how = host.recompute if number < offloaded else host.recompute_on_device
+        layer._gradient_checkpointing_func = how  # type: ignore[assignment]
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Checkpoints in host memory: what comes back is what left, and blocks are used again."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +78,19 @@ def test_asking_for_a_checkpoint_fetches_the_one_before() -> None:
     assert vars(second)["fetched"] is None  # not held twice
     assert torch.equal(store._fetch(first), tensors[0])
     assert torch.equal(store._fetch(first), tensors[0])  # asked twice, copied twice
+
+
+def test_what_the_last_offloaded_layer_left_is_not_held_through_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held until it is copied, and no longer: when the backward pass begins, it would be one input more."""
+    waited: list[object] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    store = HostCheckpoints()
+    left, copied = torch.zeros(2, 3), SimpleNamespace()
+    store._leaving = left, copied  # type: ignore[assignment]
+    assert torch.equal(store.recompute_on_device(torch.neg, torch.ones(2, requires_grad=True)), -torch.ones(2))
+    assert store._leaving is None
+    assert waited == [copied]
 
 
 def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
