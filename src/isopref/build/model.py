@@ -296,7 +296,7 @@ def _compiles(run: Run, policy: Policy) -> bool:
             f"layout.compile: true with layout.rows: {rows} needs a CUDA GPU and bfloat16 "
             "(model.compute_dtype), otherwise every row would be recompiled. Remove layout.compile."
         )
-    chosen = resolve.compiles(run.config, can=can, has_layers=has_layers(policy), native=policy.native is not None)
+    chosen = resolve.compiles(run.config, can=can, has_layers=has_layers(policy))
     if chosen and asked is None:
         run.display.say("layout.compile: null: compiling the layers; the first steps take a minute longer")
     return chosen

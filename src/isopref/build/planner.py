@@ -204,7 +204,7 @@ class Planner:
         kept = resolve.kept_whole(self.config, trained=trained, whole=whole)
         summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
         can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
-        compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers, native=model.native)
+        compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers)
         from_host = resolve.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
         return Layout(
             rows=asked.rows,

@@ -57,11 +57,14 @@ def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, 
     return on_cuda and half and config.layout.rows in ("shared", "packed") and one_code
 
 
-def compiles(config: Config, *, can: bool, has_layers: bool, native: bool) -> bool:
-    """layout.compile, or what null chooses. `can`: from `can_compile`; `has_layers`: the model names its layers."""
+def compiles(config: Config, *, can: bool, has_layers: bool) -> bool:
+    """layout.compile, or what null chooses. `can`: from `can_compile`; `has_layers`: the model names its layers.
+
+    Layers that several ranks compute together have never been compiled on GPUs: null leaves them as they are.
+    """
     if config.layout.compile is not None:
         return config.layout.compile
-    return can and has_layers and not native
+    return can and has_layers and config.layout.tensor_parallel == 1
 
 
 def may_tile(config: Config) -> bool:

@@ -214,8 +214,8 @@ class LayoutConfig(Section):
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows, not "
-        "native.",
+        description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows and "
+        "without tensor parallelism.",
     )
     checkpointing: Literal["auto", "none", "full"] = Field(
         default="auto",

@@ -35,14 +35,14 @@ def plan(project: Path, *overrides: str) -> dict[str, Any]:
     return found
 
 
-def test_layers_are_compiled_only_where_that_is_asked_for(project: Path) -> None:
-    """As in a run: null compiles transformers' layers, not OLMo-core's."""
+def test_layers_are_compiled_as_in_a_run(project: Path) -> None:
+    """null compiles transformers' layers and OLMo-core's."""
     plain, compiled = plan(project, "layout.compile=false"), plan(project)
     assert ESTIMATE in plain["notes"]
     assert ESTIMATE not in compiled["notes"]
     assert plain["run"]["memory"]["activations"] > compiled["run"]["memory"]["activations"]
-    assert plan(project, "model.native=true") == plain
-    assert plan(project, "model.native=true", "layout.compile=true") == compiled
+    assert plan(project, "model.native=true") == compiled
+    assert plan(project, "model.native=true", "layout.compile=false") == plain
 
 
 def test_a_checkpoint_of_olmo_core_is_planned_like_the_model_that_it_is(project: Path) -> None:

@@ -82,19 +82,26 @@ def test_after_the_probe_and_a_row_nothing_compiles(
 
 
 @pytest.mark.parametrize(
-    ("native", "asked", "device", "dtype", "expected"),
+    ("native", "tensor_parallel", "asked", "device", "dtype", "expected"),
     [
-        (False, None, "cuda", "bfloat16", True),
-        (False, None, "cpu", "bfloat16", False),
-        (False, None, "cuda", "float32", False),
-        (False, False, "cuda", "bfloat16", False),
-        (True, None, "cuda", "bfloat16", False),
-        (True, True, "cuda", "bfloat16", True),
+        (False, 1, None, "cuda", "bfloat16", True),
+        (False, 1, None, "cpu", "bfloat16", False),
+        (False, 1, None, "cuda", "float32", False),
+        (False, 1, False, "cuda", "bfloat16", False),
+        (True, 1, None, "cuda", "bfloat16", True),
+        (True, 1, False, "cuda", "bfloat16", False),
+        (True, 2, None, "cuda", "bfloat16", False),
+        (True, 2, True, "cuda", "bfloat16", True),
     ],
 )
-def test_what_null_chooses(native: bool, asked: bool | None, device: str, dtype: str, expected: bool) -> None:
+def test_what_null_chooses(
+    native: bool, tensor_parallel: int, asked: bool | None, device: str, dtype: str, expected: bool
+) -> None:
+    layout: dict[str, Any] = {"compile": asked, "tensor_parallel": tensor_parallel}
+    if tensor_parallel > 1:
+        layout["parallel"] = "fsdp"
     config = Config.model_validate(
-        {"model": {"path": "m", "dtype": dtype}, "data": {"train": "d"}, "layout": {"compile": asked}}
+        {"model": {"path": "m", "dtype": dtype, "native": native}, "data": {"train": "d"}, "layout": layout}
     )
     run = Run(config, Path("run"), Environment(0, 1, torch.device(device)), Display(quiet=True))
     model = tiny_model("llama")
