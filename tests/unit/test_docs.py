@@ -228,6 +228,30 @@ def test_figures_of_late_divergence_are_the_measured_ones() -> None:
         assert f"{ratio:.1f}" in page
 
 
+def test_sentences_about_speed_are_the_measured_ones() -> None:
+    """What README says beside its table: the range of ratios, the card and the day."""
+    measured = json.loads((ROOT / "benchmarks" / "measured.json").read_text())
+    speed = {(one["cell"], one["system"]): one["pairs_per_s"] for one in measured["results"]}
+    ratios = [speed[cell, "isopref"] / theirs for (cell, system), theirs in speed.items() if system.startswith("trl")]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times the speed of TRL" in readme
+    card = measured["about"]["device"].removeprefix("NVIDIA ")
+    assert f"One {card}, {measured['about']['date']}, compared with TRL {measured['about']['trl'][:4]}" in readme
+
+
+def test_figures_of_float8_are_the_measured_ones() -> None:
+    """docs/concepts.md and NOTES.md quote benchmarks/measured_float8.json, which float8.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_float8.json").read_text())
+    speed = {one["system"]: one["pairs_per_s"] for one in measured["speed"] if one["cell"] == "8b-chat"}
+    concepts, notes = ((ROOT / name).read_text() for name in ("docs/concepts.md", "benchmarks/NOTES.md"))
+    assert f"{speed['bfloat16']:.1f} to {speed['float8']:.1f} pairs/s" in notes
+    ratio = speed["float8"] / speed["bfloat16"]
+    assert f"it trains {int(100 * ratio) / 100} times as many pairs per second" in concepts
+    both = [[one["gradient"] for one in measured["layouts"][name].values()] for name in ("bfloat16", "float8")]
+    for half, narrow in zip(*both, strict=True):
+        assert f"| {half:.1g} | {narrow:.2f} |" in concepts
+
+
 def rounded(value: float, like: str) -> float:
     """A value with as many decimals as a text has."""
     return round(value, len(like.partition(".")[2]))

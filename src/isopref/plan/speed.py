@@ -16,6 +16,7 @@ from isopref.plan.network import Network, Traffic
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
+# These two are fitted to one run, 8B chat in benchmarks/measured_float8.json, and to nothing else.
 FLOAT8 = 0.69  # of the card's float8 flops, in such products
 FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its scale and again, written, transposed
 ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
