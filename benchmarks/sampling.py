@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=25, help="most time for each order of generate")
+    parser.add_argument("--orders", nargs="+", choices=["file", "sorted"], default=["file", "sorted"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,24 +125,22 @@ def main() -> None:
         "prompt_tokens": sum(len(one.prompt) for one in requests),
         "answer_tokens": sum(sum(one.limits) for one in requests),
     }
-    run_isopref(policy, requests[:4], args.rows)  # warm
+
+    def measured(name: str, tokens: int, seconds: float) -> None:
+        found[name] = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        print(name, found[name], flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
+
     with policy.plain() as plain:
         run_generate(plain, [Request(one.prompt, one.seeds, (4,) * ANSWERS) for one in requests[:4]], args.rows, 0)
-    for rows in dict.fromkeys((args.rows, 2 * args.rows)):
-        tokens, seconds = run_isopref(policy, requests, rows)
-        found[f"isopref_{rows}"] = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
-        print(f"isopref, {rows} rows", found[f"isopref_{rows}"], flush=True)
-    tokens, seconds = run_isopref(policy, requests, args.rows, graphs=False)
-    found["isopref_no_graphs"] = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
-    print(f"isopref, {args.rows} rows, without CUDA graphs", found["isopref_no_graphs"], flush=True)
-    by_length = sorted(requests, key=lambda one: len(one.prompt))
-    middle = by_length[len(by_length) // 4 :] + by_length[: len(by_length) // 4]
-    for order, some in (("file", requests), ("sorted", middle)):
-        with policy.plain() as plain:
-            tokens, seconds = run_generate(plain, some, args.rows, time.perf_counter() + args.seconds)
-        found[f"generate_{order}"] = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
-        print(f"generate, order: {order}", found[f"generate_{order}"], flush=True)
-    best = max(found["generate_file"]["tokens_per_s"], found["generate_sorted"]["tokens_per_s"])
+        for order in args.orders:
+            some = requests if order == "file" else sorted(requests, key=lambda one: len(one.prompt))
+            measured(f"generate_{order}", *run_generate(plain, some, args.rows, time.perf_counter() + args.seconds))
+    run_isopref(policy, requests[:4], args.rows)  # warm
+    for rows in (args.rows, 2 * args.rows):
+        measured(f"isopref_{rows}", *run_isopref(policy, requests, rows))
+    best = max(found[f"generate_{order}"]["tokens_per_s"] for order in args.orders)
     found["ratio"] = found[f"isopref_{args.rows}"]["tokens_per_s"] / best
     print(json.dumps(found, indent=2))
     if args.out:
