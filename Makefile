@@ -83,7 +83,7 @@ trl: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/objectives/test_trl.py
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py tests/e2e/test_sample.py
 
 # In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
 audit: $(READY)

@@ -22,6 +22,7 @@ ORDER = (
     "score",
     "sample",
     "judge",
+    "rounds",
 )
 
 

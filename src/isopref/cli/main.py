@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from isopref import __version__
-from isopref.cli import cache, judge, push, report, sample, score
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, say_opening, start_processes
+from isopref.cli import cache, evaluate, judge, push, report, rounds, sample, score
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, say_opening, start_processes
 from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
@@ -47,6 +47,8 @@ app.command("score")(score.score)
 app.command("push")(push.push)
 app.command("sample")(sample.sample)
 app.command("judge")(judge.judge)
+app.command("rounds")(rounds.rounds)
+app.command("eval")(evaluate.evaluate)
 
 
 def main() -> None:
@@ -157,46 +159,6 @@ def train(
     stopped_by = train_run(config, name=config_file.stem, resume=how)
     if stopped_by is not None:
         raise typer.Exit(128 + stopped_by)
-
-
-@app.command("eval")
-def evaluate(
-    config_file: ConfigFile,
-    overrides: Overrides = None,
-    *,
-    model: Annotated[
-        str,
-        typer.Option(metavar="PATH", help="Model to evaluate, in any form that model.path takes.", show_default=False),
-    ],
-    reference: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Reference model. Default: the config's reference."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this file.")
-    ] = None,
-    nproc: NumProcesses = 1,
-) -> None:
-    """Evaluate a model on the config's held-out pairs (data.eval).
-
-    Prints preference accuracy, reward margins, loss and length bias with 95% intervals. Reference log-probabilities
-    come from the cache if they have been scored before.
-
-    \b
-    Examples:
-      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f/model
-      isopref eval my.yaml --model other/model --reference some/model --json figures.json
-    """
-    config = load_config(config_file, overrides or ())
-    check_path("--model", model)
-    check_path("--reference", reference)
-    options = ["--model", model]
-    options += [] if reference is None else ["--reference", reference]
-    options += [] if json_file is None else ["--json", str(json_file)]
-    start_processes(nproc, ["eval", *options, str(config_file), *(overrides or ())])
-    from isopref.build.evaluate import evaluate_model
-
-    evaluate_model(config, name=config_file.stem, model=model, reference_model=reference, json_file=json_file)
 
 
 @app.command()

@@ -36,10 +36,11 @@ def page(runs: Sequence[RunRecord]) -> str:
         sections.config(every),
         element("footer", f"Made by isopref {__version__}. Intervals are 95%: Wilson for accuracies, else bootstrap."),
     )
-    return _document(", ".join(entry.label for entry in every), body, data)
+    return document(", ".join(entry.label for entry in every), body, data)
 
 
-def _document(title: str, body: Html, data: dict[str, Any]) -> str:
+def document(title: str, body: Html, data: dict[str, Any]) -> str:
+    """A page that needs nothing but itself. `data` is what its charts show under the pointer."""
     style, script = _asset("page.css"), _asset("page.js")
     # Only this script may run and nothing may be fetched, whatever text of a model is on the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

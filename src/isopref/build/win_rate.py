@@ -1,0 +1,143 @@
+"""`isopref eval --win-rate`: two models answer held-out prompts, a judge compares, and the figures have intervals."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isopref.build.judge import Judged, JudgeOptions, Scores, open_judge, read_records
+from isopref.build.sample import Job, sample_file
+from isopref.config.schema import Config
+from isopref.config.values import SourceConfig, SourcesOrShare
+from isopref.engine.display import Display
+from isopref.errors import ConfigError, DataError
+from isopref.evaluate.win_rate import WinRate, win_rate
+from isopref.ledger import Ledger
+from isopref.places import write_whole
+from isopref.runs.write import write_json
+from isopref.sample.answers import Sampling
+
+FIGURES_FILE = "figures.json"
+JUDGED_FILE = "judged.jsonl"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What two models' answers to the same prompts are worth. `reward`: mean scores, where the judge gives scores."""
+
+    rate: WinRate
+    tokens: tuple[float, float]  # mean tokens of an answer
+    reward: tuple[float, float] | None
+    dropped: int  # prompts whose comparison does not count
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.rate.as_json(), "tokens": self.tokens, "reward": self.reward, "dropped": self.dropped}
+
+
+def one_source(sources: SourcesOrShare | None, setting: str) -> str:
+    """The path of prompts that a field of the config names. Raises ConfigError where it is not one path."""
+    if isinstance(sources, SourceConfig):
+        plain = SourceConfig(path=sources.path)
+        sources = sources.path if sources == plain else [sources]
+    if not isinstance(sources, str):
+        raise ConfigError(
+            f"{setting}: prompts are read from one file, folder or data set. Name it, as {setting}: FILE."
+        )
+    return sources
+
+
+def win_rate_of(
+    config: Config, *, name: str, model: str, against: str, judge: JudgeOptions, sampling: Sampling, folder: Path
+) -> Contest:
+    """Have both models answer the prompts of data.eval, and judge. Everything is kept in `folder`, and resumes."""
+    prompts = one_source(config.data.eval, "data.eval")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "model.jsonl", folder / "against.jsonl"]
+    for path, file in zip((model, against), files, strict=True):
+        sample_file(config, Job(prompts, file, sampling, 1, (path,)), name=name)
+    found = contest(files[0], files[1], judge, folder)
+    say_contest(found, model, against, Display())
+    return found
+
+
+def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Contest:
+    """Judge the first answers of two files to the same prompts. Writes what was judged, and the figures."""
+    mine, theirs = _first_answers(file), _first_answers(other)
+    if mine.keys() != theirs.keys():
+        raise DataError(f"{file} and {other} have answers to different prompts. Sample both from the same file.")
+    records = [Judged(one.prompt, [one.answers[0], theirs[key].answers[0]], one.fields) for key, one in mine.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    judge = open_judge(options)
+    scores = judge.scores(records, Ledger(folder / JUDGED_FILE), Display())
+    outcomes = [outcome(record.answers, pair, options.ties) for record, pair in zip(records, scores, strict=True)]
+    tokens = np.array([[_tokens(mine[key]), _tokens(theirs[key])] for key in mine])
+    counted = np.array([one is not None for one in outcomes])
+    if not counted.any():
+        raise DataError(f"{folder}: every comparison is a tie or a disagreement. Try --ties keep.")
+    won = np.array([one for one in outcomes if one is not None])
+    rate = win_rate(won, *tokens[counted].T)
+    found = Contest(rate, _pair(tokens.mean(axis=0)), _rewards(options, scores), int((~counted).sum()))
+    lines = [
+        {"prompt": record.prompt, "responses": record.answers, "scores": pair, "won": one}
+        for record, pair, one in zip(records, scores, outcomes, strict=True)
+    ]
+    write_whole(folder / JUDGED_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    Ledger(folder / JUDGED_FILE).path.unlink(missing_ok=True)
+    write_json(folder / FIGURES_FILE, found.as_json())
+    return found
+
+
+def outcome(answers: Sequence[str], scores: Scores, ties: str) -> float | None:
+    """What the first of two answers gets: 1, 0.5 or 0; None if the comparison does not count."""
+    first, second = answers
+    if first == second:
+        return 0.5
+    if not first or not second:
+        return 1.0 if first else 0.0
+    if scores[0] is None or scores[1] is None:
+        return None if ties == "drop" else 0.5
+    return 0.5 + 0.5 * float(np.sign(scores[0] - scores[1]))
+
+
+def _first_answers(file: Path) -> dict[str, Judged]:
+    return {json.dumps([one.prompt, one.fields.get("tools")]): one for one in read_records(file)}
+
+
+def _tokens(record: Judged) -> float:
+    """Tokens of the first answer; its words where a server did not count."""
+    counted = record.fields.get("tokens", [None])[0]
+    return float(len(record.answers[0].split()) if counted is None else counted)
+
+
+def _rewards(options: JudgeOptions, scores: Sequence[Scores]) -> tuple[float, float] | None:
+    if "://" in options.by:
+        return None  # it compares, and gives no rewards
+    both = np.array([pair for pair in scores if None not in pair], dtype=float)
+    return _pair(both.mean(axis=0)) if len(both) else None
+
+
+def _pair(values: Any) -> tuple[float, float]:
+    return float(values[0]), float(values[1])
+
+
+def say_contest(found: Contest, model: str, against: str, display: Display) -> None:
+    """The figures, as a table."""
+    rate = found.rate
+    rows = [
+        (f"win rate of {model}", _cell(rate.win_rate)),
+        ("win rate, length-controlled", _cell(rate.length_controlled)),
+        ("wins, ties, losses", f"{rate.wins}, {rate.ties}, {rate.losses}"),
+        ("tokens of an answer", f"{found.tokens[0]:.1f}, against {found.tokens[1]:.1f}"),
+    ]
+    if found.reward is not None:
+        rows.append(("mean reward", f"{found.reward[0]:.3f}, against {found.reward[1]:.3f}"))
+    if found.dropped:
+        rows.append(("ties and disagreements dropped", str(found.dropped)))
+    display.table(f"{rate.prompts} held-out prompts, against {against}, with 95% intervals", ("", "figure"), rows)
+
+
+def _cell(figure: Any) -> str:
+    return f"{figure.value:.3f} [{figure.low:.2f}, {figure.high:.2f}]"

@@ -1,0 +1,87 @@
+"""`isopref rounds`: its arguments, and how its stages run. Imports no torch."""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
+from isopref.cli.judge import By, Ties
+from isopref.cli.launch import launch, torchrun
+from isopref.cli.sample import MaxTokens, Temperature, TopP
+from isopref.errors import ConfigError
+
+
+class Reference(StrEnum):
+    """Which model a round is kept close to."""
+
+    start = "start"
+    previous = "previous"
+
+
+def rounds(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    by: By,
+    num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often to repeat.")] = 2,
+    answers: Annotated[int, typer.Option(min=2, metavar="K", help="Answers to each prompt.")] = 4,
+    reference: Annotated[
+        Reference, typer.Option(help="Reference of every round: the start model, or that of the round before.")
+    ] = Reference.start,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    max_tokens: MaxTokens = 512,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Another seed gives other answers.")] = 0,
+    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: its model that judges.")] = None,
+    rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="With a URL: the question for the judge.")] = None,
+    ties: Annotated[Ties, typer.Option(help="With a URL: what to do with ties and disagreements.")] = Ties.drop,
+    nproc: NumProcesses = 1,
+) -> None:
+    """Sample, judge and train, several times.
+
+    Prompts are those of data.train, held-out ones those of data.eval; answers in these files are not trained on. Every
+    round samples from the model of the round before, judges, and trains it on the result. Stages are folders below
+    run.folder (default: runs/NAME-rounds). Run the command again to continue it, or to add rounds. Ends with a report:
+    reward, win rate against the start model, KL to it, length, held-out accuracy, answers side by side.
+
+    \b
+    Example:
+      isopref rounds my.yaml --by my_rewards:brevity --rounds 2 --answers 4 --max-tokens 128
+    """
+    start_processes(1, [])
+    from isopref.build.judge import JudgeOptions
+    from isopref.build.rounds import Plan, check_plan, run_rounds
+    from isopref.sample.answers import Sampling
+
+    plan = Plan(
+        config_file,
+        tuple(overrides or ()),
+        num_rounds,
+        answers,
+        Sampling(temperature, top_p, max_tokens, seed),
+        JudgeOptions(by, judge_model, rubric, ties.value),
+        reference.value,
+    )
+    check_plan(plan)
+    run_rounds(plan, _executes(nproc))
+
+
+def _executes(nproc: int) -> Callable[[Sequence[str]], None]:
+    """A function that runs an isopref command: in this process, or in several."""
+
+    def execute(arguments: Sequence[str]) -> None:
+        if nproc > 1:
+            code = launch(torchrun(nproc, "isopref.cli.main", arguments))
+        else:
+            from isopref.cli.main import app
+
+            code = app(list(arguments), prog_name="isopref", standalone_mode=False) or 0
+        if code:
+            if nproc > 1 and code < 128:
+                raise ConfigError(f"isopref {arguments[0]} failed; its message is above. Run the command again.")
+            raise typer.Exit(code)
+
+    return execute

@@ -1,0 +1,77 @@
+"""Rounds of sampling, judging and training: one table, and answers side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isopref.report.elements import Html, element, fixed, join, number
+from isopref.report.html import document
+
+Interval = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is known of the model after a round. Intervals have value, low and high."""
+
+    name: str
+    answers: list[tuple[Any, str]]  # prompts and answers, held out
+    tokens: float  # mean of an answer
+    ended: float  # share of answers that ended by themselves
+    reward: float | None = None
+    win_rate: Interval | None = None  # against the start model
+    length_controlled: Interval | None = None
+    kl: Interval | None = None  # to the start model, nats per answer
+    accuracy: Interval | None = None
+    accuracy_before: Interval | None = None
+    correct: tuple[int, int] | None = None  # spot checks, of how many
+    correct_before: tuple[int, int] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        left_out = ("name", "answers", "accuracy_before", "correct_before")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+def table(rounds: Sequence[Round]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a figure a row, a round a column."""
+    rows = [
+        ["reward of held-out answers, mean", *(number(one.reward) for one in rounds)],
+        ["win rate against the start model", *(_interval(one.win_rate, 2) for one in rounds)],
+        ["the same, length-controlled", *(_interval(one.length_controlled, 2) for one in rounds)],
+        ["KL to the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
+        ["tokens of an answer, mean", *(fixed(one.tokens, 1) for one in rounds)],
+        ["answers that ended by themselves", *(f"{100 * one.ended:.0f}%" for one in rounds)],
+        ["held-out accuracy", *(_interval(one.accuracy, 2) for one in rounds)],
+        ["spot checks, correct", *("-" if one.correct is None else "{} of {}".format(*one.correct) for one in rounds)],
+    ]
+    known = [row for row in rows if any(cell != "-" for cell in row[1:])]
+    return ["", *(one.name for one in rounds)], known
+
+
+def page(title: str, rounds: Sequence[Round], most_prompts: int) -> str:
+    """The report of all rounds as one HTML page."""
+    columns, rows = table(rounds)
+    head = element("thead", element("tr", *(element("th", column) for column in columns)))
+    body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
+    parts = [element("h1", title), element("table", head, body), element("h2", "Answers to held-out prompts")]
+    for place, (prompt, _) in enumerate(rounds[0].answers[:most_prompts]):
+        parts += [element("p", _shown(prompt), class_="prompt"), _side_by_side(rounds, place)]
+    parts.append(element("footer", "Intervals: 95%, Wilson's of win rate and accuracy, else by bootstrap."))
+    return document(title, join(*parts), {})
+
+
+def _side_by_side(rounds: Sequence[Round], place: int) -> Html:
+    head = element("thead", element("tr", *(element("th", one.name) for one in rounds)))
+    cells = (element("td", one.answers[place][1] or "(empty)") for one in rounds)
+    return element("table", head, element("tbody", element("tr", *cells)))
+
+
+def _shown(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def _interval(value: Interval | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    low, high = (fixed(value[side], digits) for side in ("low", "high"))
+    return f"{fixed(value['value'], digits)} [{low}, {high}]"

@@ -1,0 +1,110 @@
+"""`isopref rounds` and `isopref eval --win-rate`: stages that resume, models that follow each other, one report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isopref.build import rounds as build_rounds
+from isopref.errors import DataError
+from support.project import Project
+
+REWARD = "def short(prompt, answers):\n    return [-len(one) for one in answers]\n"
+COMMAND = ("--by", "my_rewards.py:short", "--answers", "3", "--max-tokens", "8", "--rounds")
+ROUNDS = ("rounds", "my.yaml", "run.folder=out", "optim.epochs=1", *COMMAND)
+
+
+@pytest.fixture
+def ready(project: Project) -> Project:
+    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(6)])
+    (project.folder / "my_rewards.py").write_text(REWARD)
+    path = project.folder / "my.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["data"]["train"] = "prompts.jsonl"
+    path.write_text(yaml.safe_dump(config))
+    return project
+
+
+def config_of(folder: Path) -> Any:
+    return yaml.safe_load((folder / "run" / "config.yaml").read_text())
+
+
+def test_rounds_follow_each_other_and_resume(ready: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = ready.isopref(*ROUNDS, "1")
+    assert outcome.code == 0, outcome.err
+    out = ready.folder / "out"
+    first = (out / "round-1" / "judged.jsonl").read_bytes()
+    # Stopped in the second round, after sampling: what is there is not done again.
+
+    def fails(*_: Any) -> None:
+        raise DataError("the judge has gone home")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(build_rounds, "judge_file", fails)
+        outcome = ready.isopref(*ROUNDS, "2")
+    assert outcome.code == 1
+    assert "the judge has gone home" in outcome.err
+    sampled = (out / "round-2" / "sampled.jsonl").stat().st_mtime_ns
+    outcome = ready.isopref(*ROUNDS, "2")
+    assert outcome.code == 0, outcome.err
+    assert (out / "round-1" / "judged.jsonl").read_bytes() == first
+    assert (out / "round-2" / "sampled.jsonl").stat().st_mtime_ns == sampled
+    one, two = config_of(out / "round-1"), config_of(out / "round-2")
+    assert one["model"]["path"] == two["model"]["reference"] == str(ready.model)
+    assert one["model"]["reference"] is None
+    assert two["model"]["path"] == str(Path("out/round-1/run/model"))
+    figures = json.loads((out / "figures.json").read_text())
+    assert list(figures) == ["start model", "round 1", "round 2"]
+    for name in ("round 1", "round 2"):
+        assert 0 <= figures[name]["win_rate"]["low"] <= figures[name]["win_rate"]["value"] <= 1
+        assert figures[name]["accuracy"] is not None
+    page = (out / "report.html").read_text()
+    assert "win rate against the start model" in page
+    assert "round 2" in page
+    outcome = ready.isopref(*ROUNDS, "2", "--reference", "previous")
+    assert outcome.code == 1
+    assert "has rounds with other settings" in outcome.err
+
+
+def test_held_out_prompts_alone_are_judged_for_accuracy(ready: Project) -> None:
+    ready.write_pairs("held.jsonl", [{"prompt": f"held out {n}?"} for n in range(4)])
+    outcome = ready.isopref(*ROUNDS, "1", "data.eval=held.jsonl", "--reference", "previous", "model.adapter.rank=2")
+    assert outcome.code == 0, outcome.err
+    out = ready.folder / "out"
+    assert config_of(out / "round-1")["data"]["eval"] == str(Path("out/start/judged.jsonl"))
+    assert (out / "round-1" / "run" / "model" / "adapter_config.json").exists()
+    assert json.loads((out / "figures.json").read_text())["round 1"]["accuracy"] is not None
+
+
+def test_win_rate_of_a_run(ready: Project) -> None:
+    ready.train("run", "data.train=train.jsonl", "optim.epochs=1")
+    command = ("eval", "my.yaml", "--model", "run", "--win-rate", "--by", "my_rewards.py:short", "--max-tokens", "8")
+    outcome = ready.isopref(*command, "--json", "found.json")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((ready.folder / "found.json").read_text())
+    judged = [json.loads(line) for line in (ready.folder / "my.win-rate" / "judged.jsonl").read_text().splitlines()]
+    expected = [0.5 + 0.5 * ((b > a) - (b < a)) for a, b in (map(len, one["responses"]) for one in judged)]
+    assert len(expected) == 8
+    assert [one["won"] for one in judged] == expected
+    assert found["win_rate"]["value"] == pytest.approx(sum(expected) / 8)
+    outcome = ready.isopref(*command, "--against", "run")
+    assert outcome.code == 1  # the folder has other answers
+    outcome = ready.isopref(*command, "--against", "run", "--out", "same")
+    assert outcome.code == 0, outcome.err
+    assert "0.500 [" in outcome.out
+
+
+def test_what_is_refused(ready: Project) -> None:
+    for arguments, message in (
+        ((*ROUNDS, "1", "data.eval=0.5"), "data.eval: prompts are read from one file"),
+        ((*ROUNDS, "1", "model.reference=x/y"), "the rounds choose the reference"),
+        (("eval", "my.yaml", "--model", "m", "--win-rate"), "--win-rate: needs a judge"),
+        (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: is for --win-rate"),
+    ):
+        outcome = ready.isopref(*arguments)
+        assert outcome.code == 1
+        assert message in outcome.err
