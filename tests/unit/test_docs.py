@@ -214,7 +214,7 @@ def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
 
 
 def test_figures_of_late_divergence_are_the_measured_ones() -> None:
-    """RESULTS.md and docs/conversations.md quote benchmarks/measured_agents.json, which vs_trl.py wrote."""
+    """RESULTS.md, README and docs/conversations.md quote benchmarks/measured_agents.json, which vs_trl.py wrote."""
     measured = json.loads((ROOT / "benchmarks" / "measured_agents.json").read_text())["results"]
     speed = {one["system"]: one["pairs_per_s"] for one in measured}
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("diverge late")[1].split("\n## ")[0]
@@ -226,6 +226,8 @@ def test_figures_of_late_divergence_are_the_measured_ones() -> None:
         ratio = speed["isopref"] / speed[system]
         assert f"{ratio:.2f}x as fast" in results
         assert f"{ratio:.1f}" in page
+    readme = (ROOT / "README.md").read_text()
+    assert f"diverge late run at {speed['isopref'] / speed['trl']:.1f} times TRL's speed" in readme
 
 
 def test_sentences_about_speed_are_the_measured_ones() -> None:
