@@ -304,6 +304,7 @@ def test_ctrl_c_is_exit_code_130(tmp_path: Path, config_file: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout
+    assert OPENING.fullmatch(process.stdout.readline())
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
