@@ -86,8 +86,8 @@ to the same prompt can share an example, so that the prompt is computed once.
 
 `objective.weighting` sets the weight of each answer: an equal share of its example, which counts as 1 (`example`); its
 number of tokens (`completion`); or the tokens of its full sequence (`token`). `objective.nll_weight` adds the
-likelihood of good answers. `objective.wpo` and `objective.ld_alpha` are refused, and losses of labels cannot be mixed
-with others.
+likelihood of good answers. `objective.wpo` and `objective.ld_alpha` are refused, and losses for labels cannot be
+combined with others.
 
 **kto.** z estimates the KL divergence between policy and reference: the mean of G over mismatched pairs (a prompt with
 an answer to another prompt), clamped at 0 and without a gradient. Each example has a fixed partner, determined by
@@ -110,8 +110,8 @@ share of good answers.
 
 ## Reward models
 
-`bradley_terry` and `plackett_luce_reward` train a [reward model](rewards.md): r is the number that its head gives an
-answer, and `gap` the difference between the scores that the data gives the two answers of a pair.
+`bradley_terry` and `plackett_luce_reward` train a [reward model](rewards.md): r is the reward that its head assigns to
+an answer, and `gap` is the difference between the scores of the pair's two answers in the data.
 
 ## Divergences
 
@@ -161,7 +161,7 @@ For a mixture of experts, `objective.balance_weight` adds the auxiliary loss of 
 
 f_e is the share of the global batch's tokens routed to expert e, P_e its mean routing probability over all tokens of
 the batch, and E the number of experts. The tokens are those of both sequences of every pair, with the prompt in each,
-as if no layout shared it, and never padding. Every token counts the same, whatever its pair's weight. With k experts
+as if no layout shared it; padding never counts. Every token counts the same, whatever its pair's weight. With k experts
 per token and a uniform load, the value is k. No gradient flows through f, so f comes from a first pass, as above, and P
 from the second: exact under every layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss
 does not. Models that do not expose their routers' decisions (`router_logits` in transformers) are refused, and so are

@@ -107,27 +107,27 @@ class DataConfig(Section):
     )
     compare: Literal["all", "best_worst", "best_rest", "adjacent"] = Field(
         default="all",
-        description="Which answers to compare if records have several scored answers. all: every two; best_worst: the "
-        "best with the worst; best_rest: the best with each of the others; adjacent: neighbours in score order. Each "
-        "answer is computed once, however many comparisons it is in.",
+        description="Which answers to compare if records have several scored answers. all: all pairs of answers; "
+        "best_worst: the best with the worst; best_rest: the best with each of the others; adjacent: neighbours in the "
+        "ranking. Each answer is computed once, however many comparisons it is in.",
     )
     min_gap: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Minimum score difference for two answers to be compared."
     )
     group_by_prompt: bool = Field(
         default=False,
-        description="Make one example of all records of a source with the same prompt: pairs become comparisons of its "
-        "different answers, labelled answers stay as they are. Each prompt is computed once, and optim.batch_size "
+        description="Group all records of a source with the same prompt into one example: pairs become comparisons of "
+        "its distinct answers, labelled answers stay as they are. Each prompt is computed once, and optim.batch_size "
         "counts prompts.",
     )
     train_on: Literal["assistant", "last", "final"] = Field(
         default="assistant",
-        description="Which turns are trained, where answers are conversations. assistant: every assistant turn after "
-        "the prompt; last: the last one; final: of the last one what follows its reasoning. All else is context.",
+        description="Which turns to train on if answers are conversations. assistant: every assistant turn after the "
+        "prompt; last: only the last one; final: the last one without its reasoning. Everything else is context.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="Maps our column names to the ones in your data, as ours: yours. For example {prompt: question}.",
+        description="Maps isopref's column names to yours, for example {prompt: question}.",
     )
 
     @property
@@ -226,7 +226,7 @@ class LayoutConfig(Section):
         default="auto",
         description="Keep the inputs of recomputing layers in host memory, copied while the GPU computes. full: of all "
         "layers but the last (needs checkpointing: full); auto: on a GPU, of as many as the longest pair requires, "
-        "possibly none. Decided only if microbatch_tokens or checkpointing is auto.",
+        "possibly none, provided microbatch_tokens or checkpointing is auto too.",
     )
     mlp_tile_tokens: Count | Literal["auto"] | None = Field(
         default="auto",
@@ -264,8 +264,8 @@ class RunConfig(Section):
     )
     profile: Count | None = Field(
         default=None,
-        description="Number of steps to trace with torch's profiler on the first rank, after two others. Writes a "
-        "Chrome trace and a table of operators to profile/ in the run folder. null: off.",
+        description="Number of steps to trace with torch's profiler on the first rank, after two warm-up steps. Writes "
+        "a Chrome trace and a table of operators to profile/ in the run folder. null: off.",
     )
     save_every: Count = Field(default=250, description="Steps between checkpoints.")
     save_minutes: Positive | None = Field(

@@ -42,7 +42,7 @@ class Whole:
 @objective(
     params={"beta": BETA},
     equation="-ls(b G_c - d) - ls(d - b G_r), where d is the mean of all rewards b G so far, this batch included",
-    use="A classifier of good and bad answers, whose threshold moves along with the rewards",
+    use="Trains a classifier of good and bad answers whose threshold follows the rewards",
     paper="BCO, Jung et al. 2024 (2404.04656)",
     coupled=True,
 )
@@ -56,7 +56,7 @@ def bco_pair(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float) ->
 @objective(
     params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING},
     equation="-(1-e) ls(b q) - e ls(-b q), where q = sorted(P_c - P_r) - sorted(R_c - R_r)",
-    use="Margins of the policy are to exceed those of the reference as distributions over the batch, not pair by pair",
+    use="Pushes the policy's margins above the reference's as distributions over the batch, not pair by pair",
     paper="AOT, Melnyk et al. 2024 (2406.05882), paired",
     coupled=True,
 )
@@ -68,7 +68,7 @@ def aot(policy: PairLogps, ref: PairLogps, *, whole: Whole, beta: float, label_s
 @objective(
     params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING},
     equation="-(1-e) ls(b q) - e ls(-b q), where q = sorted(G_c) - sorted(G_r)",
-    use="Chosen answers are to gain more than rejected ones as distributions over the batch, whatever their prompts",
+    use="Pushes the gains of chosen answers above those of rejected ones as distributions, whatever their prompts",
     paper="AOT, Melnyk et al. 2024 (2406.05882), unpaired",
     coupled=True,
 )

@@ -61,10 +61,10 @@ def within(value: Any, bounds: Mapping[str, float]) -> bool:
 # Parameters of several objectives.
 BETA = Param(
     0.1,
-    "How strongly the model is held to the reference; higher: it stays closer. For some losses a scale of their own.",
+    "How strongly to keep the model close to the reference; higher means closer. Some losses use their own scale.",
     {"gt": 0},
 )
-LABEL_SMOOTHING = Param(0.0, "Share of the labels taken to be swapped.", {"ge": 0, "lt": 0.5})
+LABEL_SMOOTHING = Param(0.0, "Assumed share of flipped labels.", {"ge": 0, "lt": 0.5})
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,12 @@ def midpoint(past_22: Tensor) -> Tensor:
 @objective(
     params={
         "beta": BETA,
-        "desirable_weight": Param(1.0, "Factor of the loss of good answers.", {"gt": 0}),
-        "undesirable_weight": Param(1.0, "Factor of the loss of bad answers.", {"gt": 0}),
+        "desirable_weight": Param(1.0, "Weight of the loss of good answers.", {"gt": 0}),
+        "undesirable_weight": Param(1.0, "Weight of the loss of bad answers.", {"gt": 0}),
     },
     equation="w_d (1 - s(b (G - z))) of a good answer, w_u (1 - s(b (z - G))) of a bad one, where z = max(0, mean G of "
     "mismatched pairs in the batch)",
-    use="Answers with a thumbs up or down; also unbalanced ones, and pairs whose labels are noisy",
+    use="For answers with a thumbs up or down, even if unbalanced, and for pairs with noisy labels",
     paper="KTO, Ethayarajh et al. 2024 (2402.01306), eq. 8",
     kind="labels",
     anchor="kl",
@@ -58,9 +58,9 @@ def kto(
 
 @objective(
     params={"beta": BETA},
-    equation="-ls(b G - d) of a good answer, -ls(d - b G) of a bad one, where d is half way between the mean rewards "
+    equation="-ls(b G - d) of a good answer, -ls(d - b G) of a bad one, where d is halfway between the mean rewards "
     "b G of good and of bad answers so far, this batch included",
-    use="A classifier of good and bad answers, whose threshold moves along with the rewards",
+    use="Trains a classifier of good and bad answers whose threshold follows the rewards",
     paper="BCO, Jung et al. 2024 (2404.04656)",
     kind="labels",
     anchor="midpoint",

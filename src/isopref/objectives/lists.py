@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @objective(
     params={"beta": BETA},
     equation="-log prod_k exp(b G_k) / sum_j exp(b G_j), where j is k and every answer below it",
-    use="Ranked lists: the model is to rank the answers as the scores do",
+    use="For ranked lists: trains the model to rank the answers as the scores do",
     paper="DPO, Rafailov et al. 2023 (2305.18290), eq. 20 in its appendix: Plackett-Luce",
     kind="lists",
 )
@@ -32,7 +32,7 @@ def plackett_luce(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="-log exp(b G_1) / sum_j exp(b G_j), where 1 is the best answer and j is it and every answer below it",
-    use="Lists whose best answer alone is known to be good: one against all the others",
+    use="For lists where only the best answer is known to be good: it is compared with all others at once",
     paper="S-DPO, Chen et al. 2024 (2406.09215): softmax over one chosen and several rejected ones. With one best "
     "answer also MPO, Gupta et al. 2024 (2412.04628), without its weights",
     kind="lists",
@@ -45,15 +45,15 @@ def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
 
 RANK_TEMPERATURE = Param(
     0.1,
-    "How soft the ranks are by which pairs are weighed, in rewards; towards 0 they are whole numbers.",
+    "How soft the ranks are that weight the pairs, in units of reward; close to 0, ranks are integers.",
     {"ge": 0.01},
 )
 
 
 @objective(
     params={"beta": BETA, "rank_temperature": RANK_TEMPERATURE},
-    equation="-sum_ij w_ij ls(b G_i - b G_j), where j is below i and w_ij is what DCG changes by if they swap ranks",
-    use="Lists where the order at the top matters most",
+    equation="-sum_ij w_ij ls(b G_i - b G_j), where j is below i and w_ij is the change in DCG if they swap ranks",
+    use="For lists where the order at the top matters most",
     paper="LiPO-lambda, Liu et al. 2024 (2402.01878), with soft ranks",
     kind="lists",
 )

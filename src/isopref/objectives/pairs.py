@@ -21,7 +21,7 @@ DISCOPOP_TAU = 0.05
 
 DIVERGENCE = Param(
     "reverse_kl",
-    "What holds the model to the reference; a number is the alpha of the alpha-divergence.",
+    "The divergence that keeps the model close to the reference; a number is the alpha of the alpha-divergence.",
     {"gt": 0, "lt": 1},
     words=("reverse_kl", "forward_kl", "jensen_shannon"),
 )
@@ -30,8 +30,8 @@ DIVERGENCE = Param(
 @objective(
     params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING, "divergence": DIVERGENCE},
     equation="-(1-e) ls(b m) - e ls(-b m), where m = G_c - G_r, or f'(exp G_c) - f'(exp G_r) with another divergence",
-    use="The loss of DPO, and a good start. `label_smoothing`: labels that are wrong now and then (conservative DPO). "
-    "`divergence`: what holds the policy to the reference; forward_kl and jensen_shannon keep more variety",
+    use="The DPO loss, and a good default. `label_smoothing` is for labels that may be wrong (conservative DPO). "
+    "`divergence` keeps the policy close to the reference; forward_kl and jensen_shannon preserve more diversity",
     paper="DPO, Rafailov et al. 2023 (2305.18290), eq. 7; cDPO, Mitchell 2023, eq. 3; f-DPO, Wang et al. 2023 "
     "(2309.16240)",
     gains=slopes,
@@ -44,9 +44,9 @@ def sigmoid(
 
 
 @objective(
-    params={"beta": BETA, "alpha": Param(1.0, "How far the margin must grow with the gap between scores.", {"gt": 0})},
+    params={"beta": BETA, "alpha": Param(1.0, "How much the margin must grow with the gap between scores.", {"gt": 0})},
     equation="-ls(b m - a log d), where d is the score of c minus the score of r, and a is alpha",
-    use="Scored answers: the wider the gap between two scores, the larger the margin to reach; none at a gap of 1",
+    use="For scored answers: the larger the gap between two scores, the larger the target margin; 0 at a gap of 1",
     paper="ODPO, Amini et al. 2024 (2402.10571), with f = log as its authors run it",
     needs_gaps=True,
 )
@@ -58,7 +58,7 @@ def odpo(policy: PairLogps, ref: PairLogps, *, beta: float, alpha: float) -> Ten
 @objective(
     params={"beta": BETA.at(5.0), "label_smoothing": LABEL_SMOOTHING},
     equation="-(1-e) ls(b (g_c - g_r)) - e ls(-b (g_c - g_r))",
-    use="DPO that does not reward length: answers count by their mean over tokens. Wants a larger beta",
+    use="DPO on per-token means, so that length is not rewarded. Needs a larger beta",
     paper="Tulu 3, Lambert et al. 2024 (2411.15124)",
     gains=mean_gains,
 )
@@ -69,7 +69,7 @@ def dpo_norm(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing:
 @objective(
     params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING.at(0.1)},
     equation="[-(1-e) ls(b m) + e ls(-b m)] / (1 - 2e)",
-    use="A known share of swapped labels: the expected loss is that of clean ones. Has no lower bound",
+    use="For a known share of flipped labels: an unbiased estimate of the loss on clean labels. Unbounded below",
     paper="rDPO, Chowdhury et al. 2024 (2403.00409)",
 )
 def robust(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
@@ -81,7 +81,7 @@ def robust(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: f
 @objective(
     params={"beta": BETA},
     equation="max(0, 1 - b m)",
-    use="Pairs that are apart by 1/beta stop pulling",
+    use="Pairs with a margin of at least 1/beta no longer contribute",
     paper="SLiC-HF, Zhao et al. 2023 (2305.10425); with a reference RSO, Liu et al. 2023 (2309.06657)",
 )
 def hinge(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
@@ -91,7 +91,8 @@ def hinge(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="(g_c - g_r - 1/(2b))^2",
-    use="A margin to reach, not to exceed: does not run away on certain labels. Per token, as its authors run it",
+    use="Regresses the margin to a target, so it does not diverge on deterministic labels. Per token, as its authors "
+    "run it",
     paper="IPO, Azar et al. 2023 (2310.12036), eq. 17",
     gains=mean_gains,
 )
@@ -102,7 +103,7 @@ def ipo(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="(m - 1/(2b))^2",
-    use="IPO as the equation has it, over sums: long answers weigh more",
+    use="IPO exactly as in the equation, over sums: long answers count more",
     paper="IPO, Azar et al. 2023 (2310.12036), eq. 17",
 )
 def ipo_sum(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
@@ -112,7 +113,7 @@ def ipo_sum(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA, "label_smoothing": LABEL_SMOOTHING.at(1e-3, gt=0, lt=0.5)},
     equation="s(b m) [ls(b m) - log(1-e)] + s(-b m) [ls(-b m) - log e]",
-    use="Reverse KL to the labels, smoothed by e > 0: seeks the mode",
+    use="Reverse KL to the labels, smoothed by e > 0: mode-seeking",
     paper="EXO, Ji et al. 2024 (2402.00856), eq. 16",
 )
 def exo_pair(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
@@ -136,7 +137,7 @@ def nca_pair(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA.at(0.001)},
     equation="(G_c - 1/(2b))^2 + (G_r + 1/(2b))^2",
-    use="Self-play with hard labels: both answers have a target of their own",
+    use="Self-play with hard labels: each answer has its own target",
     paper="SPPO, Wu et al. 2024 (2405.00675), eq. 4.7 with preferences of 1 and 0",
 )
 def sppo_hard(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
@@ -147,7 +148,7 @@ def sppo_hard(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="1 - s(b G_c) + s(b G_r)",
-    use="Chosen answers that are better than the model's own: up with them, down with rejected ones",
+    use="For chosen answers that are better than the model's own: raises them and lowers rejected ones",
     paper="APO, D'Oosterlinck et al. 2024 (2408.06266), eq. 7",
 )
 def apo_zero(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
@@ -158,7 +159,7 @@ def apo_zero(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="s(b G_c) + 1 - s(b m)",
-    use="Chosen answers that are worse than the model's own: down with both, with rejected ones more",
+    use="For chosen answers that are worse than the model's own: lowers both, rejected ones more",
     paper="APO, D'Oosterlinck et al. 2024 (2408.06266), eq. 8",
 )
 def apo_down(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
@@ -169,7 +170,7 @@ def apo_down(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA.at(0.05)},
     equation="-(1 - s(b m/t)) ls(b m) + s(b m/t) exp(-b m), where t = 0.05",
-    use="A blend of the logistic and the exponential loss that a search found",
+    use="A blend of the logistic and exponential losses, found by automated search",
     paper="DiscoPOP, Lu et al. 2024 (2406.08414), eq. 5",
 )
 def discopop(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:

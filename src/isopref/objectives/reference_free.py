@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from isopref.types import PairLogps
 
-GAMMA = Param(1.0, "Margin of rewards to reach.", {"ge": 0})
+GAMMA = Param(1.0, "Target reward margin.", {"ge": 0})
 
 
 @objective(
     params={"beta": BETA.at(2.0), "gamma": GAMMA},
     equation="-ls(b (p_c - p_r) - gamma)",
-    use="No reference, so no scoring ahead; the reward is the mean log-probability, apart by gamma",
+    use="Needs no reference, so nothing is scored in advance. The reward is the mean log-probability, gamma the margin",
     paper="SimPO, Meng et al. 2024 (2405.14734), eq. 6",
     gains=mean_logps,
     needs_reference=False,
@@ -31,7 +31,7 @@ def simpo(policy: PairLogps, ref: PairLogps, *, beta: float, gamma: float) -> Te
 @objective(
     params={"beta": BETA},
     equation="-p_c - b ls(o_c - o_r), where o = log(exp p / (1 - exp p))",
-    use="Fine-tuning and preferences in one, from a base model. beta is the paper's lambda",
+    use="Fine-tunes a base model and learns preferences in one stage. beta is the paper's lambda",
     paper="ORPO, Hong et al. 2024 (2403.07691), eqs. 4, 6 and 7",
     gains=mean_logps,
     needs_reference=False,
@@ -44,7 +44,7 @@ def orpo(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
 @objective(
     params={"beta": BETA},
     equation="-ls(b (P_c - P_r)) - p_c",
-    use="DPO with a uniform reference, held by the likelihood of chosen answers",
+    use="DPO with a uniform reference, regularised by the likelihood of chosen answers",
     paper="CPO, Xu et al. 2024 (2401.08417), eq. 3 and its likelihood term",
     gains=logps,
     needs_reference=False,

@@ -31,20 +31,20 @@ PARAMS: dict[str, dict[str, Param]] = {
 MODIFIERS: dict[str, Param] = {
     "nll_weight": Param(
         0.0,
-        "Weight of a term that is added for any loss: the negative log-likelihood of the chosen answers, per token "
-        "over the global batch (fine-tuning on them, as in RPO).",
+        "Weight of an extra term for any loss: the negative log-likelihood of the chosen answers, per token over the "
+        "global batch (fine-tuning on them, as in RPO).",
         {"ge": 0},
     ),
     "balance_weight": Param(
         0.0,
-        "Weight of a term that is added for mixtures of experts: the balance of their experts over the tokens of the "
-        "global batch. Takes a forward pass more.",
+        "Weight of an extra term for mixtures of experts: the load-balancing loss over the tokens of the global batch. "
+        "Costs one more forward pass.",
         {"ge": 0},
     ),
     "ld_alpha": Param(
         1.0,
-        "What a token beyond the length of the pair's shorter answer counts for, in model and reference alike "
-        "(LD-DPO): below 1, length weighs less. 1: all tokens alike.",
+        "Weight of tokens beyond the length of the pair's shorter answer, in model and reference (LD-DPO): below 1, "
+        "length counts less. 1: all tokens count the same.",
         {"ge": 0, "le": 1},
     ),
 }

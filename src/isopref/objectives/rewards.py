@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     params={
         "margin": Param(
             0.0,
-            "How far the rewards of chosen and rejected are to be apart for each point between the scores that the "
-            "data gives them. 0: scores are not needed.",
+            "Target difference of the two rewards per point of difference between the answers' scores in the data. "
+            "0: no scores needed.",
             {"ge": 0},
         ),
         "center": Param(0.0, "Weight of (r_c + r_r)^2, which keeps the rewards of a pair centered on zero.", {"ge": 0}),
     },
     equation="-ls(r_c - r_r - margin gap) + center (r_c + r_r)^2",
-    use="A reward model from pairs: the chosen answer is to get the higher reward",
+    use="Trains a reward model on pairs: the chosen answer should get the higher reward",
     paper="InstructGPT, Ouyang et al. 2022 (2203.02155), eq. 1; margin: Llama 2, Touvron et al. 2023 (2307.09288); "
     "center: Eisenstein et al. 2023 (2312.09244)",
     gains=own_rewards,
@@ -47,7 +47,7 @@ def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: 
 @objective(
     params={},
     equation="-log prod_k exp(r_k) / sum_j exp(r_j), where j is k and every answer below it",
-    use="A reward model from ranked lists: the rewards are to rank the answers as the scores do",
+    use="Trains a reward model on ranked lists: rewards should rank the answers as the scores do",
     paper="Plackett-Luce on rewards, Zhu et al. 2023 (2301.11270)",
     gains=own_rewards,
     needs_reference=False,

@@ -58,34 +58,41 @@ def _order(key: tuple[str, str, int, str]) -> tuple[int, str, int, str]:
 
 PAGE = """# Exactness
 
-The global batch defines the math; the layout never changes it. This page is that promise, measured. It is written by
-`make exactness`; do not edit it.
+The global batch defines the math; the layout never changes it. This page measures that promise. `make exactness`
+generates it; do not edit it.
 
-One global batch of eight pairs (three for the short batch) goes through the train module {count} times: packed rows
-with and without a shared prompt, padded batches in one forward and in two; cut into single pairs, by tokens, not at
-all; a batch of examples with one to eight answers likewise, nested beginnings and prompts in common included; on 1, 2
-and 4 ranks under DDP, FSDP2 and HSDP; split evenly, three pairs against the rest, with an idle rank; gradients reduced
-at the end or after every microbatch; shards on the device or offloaded; activations kept or recomputed,
-those of recomputing layers on the device or in host memory; MLPs computed for a row at once or in tiles; pairs in order
-and in reverse; answers with turns of context that are not trained, and with turns of any weight; weighted by token,
-completion, example and the gap between scores, with and without weights of their own; every objective in some of these
-layouts, also those that couple a batch; reward models in all kinds of rows; the likelihood of chosen answers and the
-balance of experts added; LD-DPO's and WPO's weights; all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a model
-that is whole or in four bits; products of linear layers in float8, emulated; models with attention sinks, state-space
-layers, linear attention or short convolutions; some models in OLMo-core's own modules too, and with two ranks that
-compute every layer together; padded batches from a script's collator. The oracle computes one sequence at a time with
-the model's own forward pass, takes each objective from its paper's equation once more, and sums by the definition.
+One global batch of eight pairs (three for the short batch) goes through the train module {count} times. These runs
+cover:
 
-Each figure is the largest error in its group: of the gradient, ||g - oracle|| / ||oracle|| over all parameters; of the
-loss, relative; of the metrics, relative to the larger of 1 and the value. Rows *float32 inside* are models in float64
-whose norms and rotary embeddings compute in float32, so that a rounding there can flip. Rows *float8 products* compute
-their linear layers in float8 and all else in float32, in the oracle too: a rounding there can flip one of a sixteenth
-in the next product, and the gradient of a shared prompt is rounded once, where separate sequences round it once each.
+- **Rows**: packed with and without a shared prompt, padded in one forward pass and in two, and padded batches from a
+  script's collator; microbatches of single pairs, limited by tokens, or the whole batch; pairs in order and reversed.
+- **Examples** with one to eight answers, including nested prefixes and common prompts; answers with context turns that
+  are not trained, and with turns of any weight.
+- **Ranks**: 1, 2 and 4, with DDP, FSDP2 and HSDP; work split evenly, three pairs against the rest, or with an idle
+  rank; gradients reduced once per step or after every microbatch; shards on the device or offloaded.
+- **Memory**: activations kept, recomputed, or recomputed with the inputs of layers in host memory; MLPs computed for a
+  row at once or in tiles.
+- **Objectives**: every objective in some of these layouts, including those that couple a batch; weighting by token,
+  completion, example and score gap, with and without weights per pair; the likelihood of chosen answers and the balance
+  of experts as extra terms; the weights of LD-DPO and WPO; reward models in all kinds of rows.
+- **Models**: all weights trained, or an adapter (LoRA, DoRA, rsLoRA) on a full-precision or 4-bit model; linear layers
+  in emulated float8; attention sinks, state-space layers, linear attention and short convolutions; some models also in
+  OLMo-core's own modules, and with tensor parallelism over two ranks.
 
-The bound of *float32* is a matter of rounding and of this batch. Of 13 other random batches with answers as long, in
-43 float32 cells on one rank, 6 exceeded 1e-5 somewhere and 2 reached it, the worst at 1.9e-5. The oracle in float32 is
-itself off by 2e-5 nats in an answer of 200. The 6 in float64, with five models: at most 7.5e-8 for gradients and
-3.5e-14 for metrics.
+The oracle computes one sequence at a time with the model's own forward pass, implements each objective independently
+from the equation in its paper, and sums as the definition says.
+
+Each figure is the largest error in its group: for the gradient, ||g - oracle|| / ||oracle|| over all parameters; for
+the loss, the relative error; for the metrics, the error relative to the larger of 1 and the value. *float32 inside*
+marks float64 models whose norms and rotary embeddings compute in float32, where a rounding can flip. *float8 products*
+marks models that compute their linear layers in float8 and everything else in float32, in the oracle too. A flipped
+rounding there can change the next product's input by a sixteenth, and the gradient of a shared prompt is rounded once,
+where separate sequences round it once each.
+
+The bound for *float32* depends on rounding and on this batch. Of 13 other random batches with answers of the same
+length, in 43 float32 cells on one rank, 6 exceeded 1e-5 somewhere and 2 reached it; the worst was 1.9e-5. The float32
+oracle itself is off by 2e-5 nats in an answer of 200. In float64, those 6 batches are off by at most 7.5e-8 in the
+gradient and 3.5e-14 in the metrics, with five models.
 
 {table}
 
