@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from isopref.build import rounds as build_rounds
+from isopref.build.judge import JudgeOptions
+from isopref.build.win_rate import contest
 from isopref.errors import DataError
+from support.chat_server import chat_server
 from support.project import Project
 
 REWARD = "def short(prompt, answers):\n    return [-len(one) for one in answers]\n"
@@ -78,6 +82,71 @@ def test_held_out_prompts_alone_are_judged_for_accuracy(ready: Project) -> None:
     assert config_of(out / "round-1")["data"]["eval"] == str(Path("out/start/judged.jsonl"))
     assert (out / "round-1" / "run" / "model" / "adapter_config.json").exists()
     assert json.loads((out / "figures.json").read_text())["round 1"]["accuracy"] is not None
+
+
+def test_an_adapter_continues_over_rounds(ready: Project) -> None:
+    """Its rank is set for the first round; later ones find it in the adapter."""
+    ready.train("before", "data.train=train.jsonl", "optim.epochs=1", "optim.lr=0.05", "model.adapter.rank=2")
+    outcome = ready.isopref(*ROUNDS, "2", "model.adapter.rank=2")
+    assert outcome.code == 0, outcome.err
+    second = config_of(ready.folder / "out" / "round-2")["model"]
+    assert second["adapter"]["path"] == str(Path("out/round-1/run/model"))
+    assert second["reference"] == second["path"] == str(ready.model)
+    # An adapter to start from is part of the start model: the first round samples from both.
+    more = ("model.adapter.path=before/model", "run.folder=other")
+    outcome = ready.isopref(*ROUNDS, "1", *more)
+    assert outcome.code == 0, outcome.err
+    (sampled, *_) = (ready.folder / "other" / "round-1" / "sampled.jsonl").read_text().splitlines()
+    assert set(json.loads(sampled)["models"]) == {"before/model"}
+
+
+def test_held_out_pairs_with_other_column_names(ready: Project) -> None:
+    renamed = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    for name in ("prompts.jsonl", "eval.jsonl"):
+        records = [json.loads(line) for line in (ready.folder / name).read_text().splitlines()]
+        ready.write_pairs(name, [{renamed.get(key, key): one[key] for key in one} for one in records])
+    outcome = ready.isopref(*ROUNDS, "1", "data.columns={prompt: q, chosen: good, rejected: bad}")
+    assert outcome.code == 0, outcome.err
+    assert json.loads((ready.folder / "out" / "figures.json").read_text())["round 1"]["accuracy"] is not None
+
+
+def test_another_question_for_the_judge_is_another_setting(ready: Project) -> None:
+    rubric = ready.folder / "rubric.txt"
+    rubric.write_text("{prompt} {a} {b}: which is shorter?")
+    command = ("rounds", "my.yaml", "run.folder=out", "--max-tokens", "8", "--by", "http://127.0.0.1:9/v1")
+    asked = (*command, "--rubric", "rubric.txt", "--judge-model", "one")
+    with mock.patch.object(build_rounds, "_sample", side_effect=DataError("far enough")):
+        assert "far enough" in ready.isopref(*asked).err
+        assert "far enough" in ready.isopref(*asked).err
+        rubric.write_text("{prompt} {a} {b}: which is longer?")
+        assert "has rounds with other settings" in ready.isopref(*asked).err
+        assert "has rounds with other settings" in ready.isopref(*command, "--judge-model", "two").err
+
+
+def test_a_contest_in_which_nothing_counts_has_no_win_rate(tmp_path: Path) -> None:
+    """A judge that prefers whatever it reads first decides nothing. Rounds report the rest of their figures."""
+    for name in ("mine", "theirs"):
+        lines = [{"prompt": f"{n}?", "responses": [f"{name} {n}"], "tokens": [2]} for n in range(3)]
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with chat_server(lambda request: "VERDICT: A") as server:
+        found = contest(tmp_path / "mine", tmp_path / "theirs", JudgeOptions(server.url), tmp_path / "out")
+    assert (found.rate, found.dropped) == (None, 3)
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert figures["win_rate"] is None
+    assert figures["length_controlled"] is None
+    assert figures["tokens"] == [2.0, 2.0]
+
+
+def test_prompts_that_differ_in_their_template_arguments_are_different(tmp_path: Path) -> None:
+    for name in ("mine", "theirs"):
+        lines = [
+            {"prompt": "why?", "chat_template_kwargs": {"think": think}, "responses": [f"{name} {think}"]}
+            for think in (True, False)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (tmp_path / "judge.py").write_text(REWARD)
+    judge = JudgeOptions(f"{tmp_path / 'judge.py'}:short")
+    assert contest(tmp_path / "mine", tmp_path / "theirs", judge, tmp_path / "out").rate.prompts == 2  # type: ignore[union-attr]
 
 
 def test_win_rate_of_a_run(ready: Project) -> None:

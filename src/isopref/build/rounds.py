@@ -26,6 +26,7 @@ from isopref.data.template_files import NO_TEMPLATE
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError, RunError
 from isopref.evaluate.intervals import Figure, figure, means
+from isopref.judge.comparing import read_rubric
 from isopref.report.cost import cost_of
 from isopref.report.rounds import Round, page, table
 from isopref.runs.files import MODEL_FOLDER, REPORT_FILE
@@ -66,7 +67,10 @@ class Plan:
 
     def model(self, number: int) -> str:
         """The model after a round."""
-        return self.config.model.path if number == 0 else str(self.round_folder(number) / RUN / MODEL_FOLDER)
+        if number > 0:
+            return str(self.round_folder(number) / RUN / MODEL_FOLDER)
+        model = self.config.model
+        return model.path if model.adapter is None or model.adapter.path is None else model.adapter.path
 
 
 def run_rounds(plan: Plan, execute: Execute) -> None:
@@ -96,6 +100,8 @@ def _check_settings(plan: Plan) -> None:
         "answers": plan.answers,
         "sampling": asdict(plan.sampling),
         "by": plan.judge.by,
+        "judge_model": plan.judge.model,
+        "rubric": None if plan.judge.rubric is None else read_rubric(plan.judge.rubric),
         "ties": plan.judge.ties,
         "reference": plan.reference,
     }
@@ -147,15 +153,14 @@ def _train(plan: Plan, number: int, train: str, held_out: str, execute: Execute)
     if (folder / MODEL_FOLDER).exists():
         return
     start, before = plan.model(0), plan.model(number - 1)
-    settings: dict[str, Any] = {"data.train": train, "run.folder": str(folder)}
-    if held_out != plan.config.data.eval:
-        settings["data.eval"] = held_out
-    if plan.config.data.columns:
-        settings["data.columns"] = {}  # isopref's own names
-    if plan.config.model.adapter is None:
+    adapter = plan.config.model.adapter
+    settings: dict[str, Any] = {"data.train": _ours(plan, train), "run.folder": str(folder)}
+    if held_out != one_source(plan.config.data.eval, "data.eval"):
+        settings["data.eval"] = _ours(plan, held_out)
+    if adapter is None:
         settings["model.path"] = before
     elif number > 1:
-        settings["model.adapter.path"] = before
+        settings["model.adapter"] = {"path": before, "quantize": adapter.quantize}  # its rank is in the folder
     if plan.reference == "start" and number > 1:
         settings["model.reference"] = start
     words = [f"{name}={to_yaml(value)}" for name, value in settings.items()]
@@ -163,6 +168,11 @@ def _train(plan: Plan, number: int, train: str, held_out: str, execute: Execute)
     gc.collect()
     if not (folder / MODEL_FOLDER).exists():
         raise RunError(f"{folder}: the run has no model (run.export: false?), so the next round cannot start.")
+
+
+def _ours(plan: Plan, file: str) -> Any:
+    """A file with isopref's own column names, whatever those of the config's files are."""
+    return {"path": file, "columns": {}} if plan.config.data.columns else file
 
 
 def _figures(plan: Plan, number: int, compared: str) -> Round:

@@ -26,15 +26,19 @@ JUDGED_FILE = "judged.jsonl"
 
 @dataclass(frozen=True)
 class Contest:
-    """What two models' answers to the same prompts are worth. `reward`: mean scores, where the judge gives scores."""
+    """What two models' answers to the same prompts are worth. `reward`: mean scores, where the judge gives scores.
 
-    rate: WinRate
+    `rate` is None if no comparison counts.
+    """
+
+    rate: WinRate | None
     tokens: tuple[float, float]  # mean tokens of an answer
     reward: tuple[float, float] | None
     dropped: int  # prompts whose comparison does not count
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.rate.as_json(), "tokens": self.tokens, "reward": self.reward, "dropped": self.dropped}
+        rate = {"win_rate": None, "length_controlled": None} if self.rate is None else self.rate.as_json()
+        return {**rate, "tokens": self.tokens, "reward": self.reward, "dropped": self.dropped}
 
 
 def one_source(sources: SourcesOrShare | None, setting: str) -> str:
@@ -59,6 +63,8 @@ def win_rate_of(
     for path, file in zip((model, against), files, strict=True):
         sample_file(config, Job(prompts, file, sampling, 1, (path,)), name=name)
     found = contest(files[0], files[1], judge, folder)
+    if found.rate is None:
+        raise DataError(f"{folder}: every comparison is a tie or a disagreement. Try --ties keep.")
     say_contest(found, model, against, Display())
     return found
 
@@ -75,10 +81,8 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
     outcomes = [outcome(record.answers, pair, options.ties) for record, pair in zip(records, scores, strict=True)]
     tokens = np.array([[_tokens(mine[key]), _tokens(theirs[key])] for key in mine])
     counted = np.array([one is not None for one in outcomes])
-    if not counted.any():
-        raise DataError(f"{folder}: every comparison is a tie or a disagreement. Try --ties keep.")
     won = np.array([one for one in outcomes if one is not None])
-    rate = win_rate(won, *tokens[counted].T)
+    rate = win_rate(won, *tokens[counted].T) if len(won) else None
     found = Contest(rate, _pair(tokens.mean(axis=0)), _rewards(options, scores), int((~counted).sum()))
     lines = [
         {"prompt": record.prompt, "responses": record.answers, "scores": pair, "won": one}
@@ -103,7 +107,9 @@ def outcome(answers: Sequence[str], scores: Scores, ties: str) -> float | None:
 
 
 def _first_answers(file: Path) -> dict[str, Judged]:
-    return {json.dumps([one.prompt, one.fields.get("tools")]): one for one in read_records(file)}
+    """The records of a file by what they ask, as `isopref sample` tells prompts apart."""
+    asked = ("tools", "chat_template_kwargs")
+    return {json.dumps([one.prompt, *map(one.fields.get, asked)]): one for one in read_records(file)}
 
 
 def _tokens(record: Judged) -> float:
@@ -126,6 +132,7 @@ def _pair(values: Any) -> tuple[float, float]:
 def say_contest(found: Contest, model: str, against: str, display: Display) -> None:
     """The figures, as a table."""
     rate = found.rate
+    assert rate is not None
     rows = [
         (f"win rate of {model}", _cell(rate.win_rate)),
         ("win rate, length-controlled", _cell(rate.length_controlled)),
