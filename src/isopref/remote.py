@@ -137,16 +137,29 @@ class Server:
 
 def server(url: str, *, setting: str, environment: Mapping[str, str] = os.environ) -> Server:
     """The server at a URL, with the API key of the environment. Raises ConfigError. `setting` names the URL."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{setting}: must be a URL such as http://localhost:8000/v1; found {url!r}.")
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and _is_plain(url)
+    except ValueError:  # a port that is no number, or half an IPv6 address
+        is_usable = False
+    if not is_usable:
+        found = "" if "@" in url or "?" in url else f"; found {url!r}"  # it may have a password or a key in it
+        raise ConfigError(f"{setting}: must be a URL such as http://localhost:8000/v1{found}.")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
             f"{setting}: the URL of {parts.hostname} must have no password, query or fragment. For an API key, set the "
             f"environment variable {KEYS[0]}."
         )
-    key = next((environment[name] for name in KEYS if environment.get(name)), None)
+    name = next((name for name in KEYS if environment.get(name, "").strip()), None)
+    key = None if name is None else environment[name].strip()  # a file's last line feed is no part of it
+    if key is not None and not _is_plain(key):
+        raise ConfigError(f"{name}: contains a space, a line break or another character no API key has. Set it again.")
     return Server(url.rstrip("/").removesuffix("/chat/completions"), key)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text can go into a request: http.client would repeat another one in its message."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _read(reply: IO[bytes], until: float) -> bytes:
@@ -168,8 +181,9 @@ def _reply(content: Any) -> Reply:
     text = choice["message"]["content"]
     if text is not None and not isinstance(text, str):
         raise TypeError(f"the content is a {type(text).__name__}")
-    usage = content.get("usage") or {}
-    return Reply(text or "", choice.get("finish_reason") != "length", usage.get("completion_tokens"))
+    usage = content.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return Reply(text or "", choice.get("finish_reason") != "length", tokens if isinstance(tokens, int) else None)
 
 
 def _retry_after(value: str | None) -> float:

@@ -1,5 +1,6 @@
 """The client of OpenAI-compatible servers: what passes is tried again, what does not is said, the key stays secret."""
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -7,7 +8,7 @@ from email.utils import format_datetime
 import pytest
 
 from isopref.errors import ConfigError
-from isopref.remote import RemoteError, Server, server
+from isopref.remote import RemoteError, Server, _reply, server
 from support.chat_server import ChatServer, Fault, chat_server, made_of
 
 MESSAGES = [{"role": "user", "content": "why?"}]
@@ -80,12 +81,42 @@ def test_the_key_comes_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host/v1", "https://u:secret@host/v1", "http://h/v1?key=secret"]
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host/v1",
+        "https://u:secret@host/v1",
+        "http://h/v1?key=secret",
+        "ftp://u:secret@host",
+        "http://host:port/v1",
+        "http://[::1/v1",
+        "http://:8000/v1",
+        "http://host/v1 ",
+        "http://host/\u00e9",
+        "http://h:0",
+    ],
 )
 def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url: ") as caught:
         server(url, setting="--url")
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(remote: ChatServer) -> None:
+    """http.client says what is wrong with a header by repeating it."""
+    trailing = server(remote.url, setting="--url", environment={"OPENAI_API_KEY": f" {SECRET}\r\n"})
+    trailing.complete("first", MESSAGES)
+    assert remote.keys == [f"Bearer {SECRET}"]
+    for bad in (f"{SECRET}\nsecond", f"{SECRET} second", f"{SECRET}\u2026", f"{SECRET}\x7f"):
+        with pytest.raises(ConfigError, match="OPENAI_API_KEY: ") as caught:
+            server(remote.url, setting="--url", environment={"ISOPREF_API_KEY": " ", "OPENAI_API_KEY": bad})
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("usage", ['"none"', "[1]", '{"completion_tokens": "2"}', "{}", "null"])
+def test_a_server_that_does_not_count_tokens(usage: str) -> None:
+    content = f'{{"choices": [{{"message": {{"content": "x"}}}}], "usage": {usage}}}'
+    assert _reply(json.loads(content)) == ("x", True, None)
 
 
 def test_a_server_that_is_not_there() -> None:
