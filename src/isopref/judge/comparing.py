@@ -19,7 +19,13 @@ from isopref.errors import ConfigError
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PARTS = ("{prompt}", "{a}", "{b}")
-VERDICT = re.compile(r"VERDICT\W*\s*(A|B|TIE)\b", re.IGNORECASE)
+# "a" may be an article ("verdict: a tie", "a close call"), so that a small letter counts at the end of its line only.
+VERDICT = re.compile(
+    r"""(?i:VERDICT) \W*
+    (?: (?i:ANSWER) \W+ | (?i:A) \s+ (?=(?i:TIE)\b) )?
+    ( (?i:TIE)\b | [AB]\b | [ab]\b(?=\W*?$) )""",
+    re.MULTILINE | re.VERBOSE,
+)
 
 Verdict = Literal["first", "second", "tie"]  # which of the two answers is better, whatever the order they were shown in
 Ties = Literal["drop", "keep"]

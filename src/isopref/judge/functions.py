@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,23 @@ def load_function(name: str) -> Score:
 
 
 def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"isopref_judge_{path.stem}", path)  # no other module's name
     if spec is None or spec.loader is None or not path.is_file():
         raise ImportError(f"there is no file {path.absolute()}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and pickle look for it
     spec.loader.exec_module(module)
     return module
 
 
 def scores_of(function: Score, name: str, prompt: Turns, answers: Sequence[str]) -> list[float]:
     """The scores of some answers, checked. Raises DataError."""
-    found = list(function(prompt, list(answers)))
+    given: Any = function(prompt, list(answers))
+    found = list(given) if isinstance(given, Iterable) else [given]
     numbers = [isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in found]
     if len(found) != len(answers) or not all(numbers):
         raise DataError(
-            f"--by {name}: returned {found!r} for {len(answers)} answers. Return one finite number for each, "
+            f"--by {name}: returned {given!r} for {len(answers)} answers. Return one finite number for each, "
             "higher for better."
         )
     return [float(one) for one in found]

@@ -16,6 +16,23 @@ def test_the_last_verdict_counts() -> None:
     assert read_verdict("VERDICT: Absolutely") is None
 
 
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [
+        ("Verdict: a tie.", "TIE"),
+        ("VERDICT: A TIE", "TIE"),
+        ("My verdict: a close call, but no more than that", None),
+        ("My verdict is hard to give.\nVERDICT: Answer B", "B"),
+        ("VERDICT: A is better.", "A"),
+        ("verdict: b", "B"),
+        ("verdict: **a**\n", "A"),
+        ("Verdict: a\nThat is all.", "A"),
+    ],
+)
+def test_an_article_is_no_verdict(reply: str, letter: str | None) -> None:
+    assert read_verdict(reply) == letter
+
+
 def test_answers_cannot_write_the_question() -> None:
     text = question(read_rubric(None), "say {a} and {b}", "first {b} {prompt}", "second")
     assert "[Answer A]\nfirst {b} {prompt}\n" in text
