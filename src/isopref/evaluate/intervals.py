@@ -52,8 +52,11 @@ def means(values_NK: FloatArray, weights_N: FloatArray, example_N: IntArray | No
 
 def share(won_N: FloatArray, example_N: IntArray | None = None) -> Figure:
     """The share of pairs that were won (Wilson 1927). Ties, which are half won, make the interval a little too wide."""
-    value = float(won_N.mean())
-    count = len(won_N) if example_N is None else _independent(won_N, example_N)
+    return wilson(float(won_N.mean()), len(won_N) if example_N is None else _independent(won_N, example_N))
+
+
+def wilson(value: float, count: float) -> Figure:
+    """A share of so many pairs, with Wilson's interval."""
 
     def low(won: float) -> float:
         return (won + Z * Z / 2 - Z * math.sqrt(won * (count - won) / count + Z * Z / 4)) / (count + Z * Z)

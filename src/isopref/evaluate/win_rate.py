@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isopref.evaluate.intervals import RESAMPLES, SEED, Figure, figure, share
+from isopref.evaluate.intervals import RESAMPLES, SEED, Figure, figure, share, wilson
 from isopref.types import FloatArray
 
 STEPS = 25  # of Newton's method at most, which needs a handful
@@ -46,7 +46,13 @@ def win_rate(won_N: FloatArray, tokens_N: FloatArray, other_tokens_N: FloatArray
     drawn = rng.multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
     counts_RN = np.concatenate([np.ones((1, size)), drawn])
     level_R = 1 / (1 + np.exp(-_intercepts(won_N, feature_N, counts_RN)))
-    return WinRate(size, wins, size - wins - losses, losses, share(won_N), figure(level_R))
+    return WinRate(size, wins, size - wins - losses, losses, share(won_N), _widened(figure(level_R), size))
+
+
+def _widened(level: Figure, size: int) -> Figure:
+    """No narrower than Wilson's interval of such a share: of a model that wins everything, all resamples are alike."""
+    least = wilson(level.value, size)
+    return Figure(level.value, min(level.low, least.low), max(level.high, least.high))
 
 
 def _intercepts(won_N: FloatArray, feature_N: FloatArray, counts_RN: FloatArray) -> FloatArray:

@@ -39,3 +39,11 @@ def test_winning_everything_stays_finite() -> None:
     found = win_rate(np.ones(12), np.arange(12.0), np.zeros(12))
     assert 0.9 < found.length_controlled.value <= 1
     assert np.isfinite(found.length_controlled.low)
+
+
+def test_five_wins_of_five_are_no_certainty() -> None:
+    """Every resample of them is five wins again; Wilson's interval of 5 of 5 begins at 5 / (5 + 1.96^2) = 0.566."""
+    found = win_rate(np.ones(5), np.array([3.0, 5, 4, 6, 5]), np.array([4.0, 4, 4, 6, 6]))
+    assert found.win_rate.low == pytest.approx(0.5655, abs=1e-4)
+    assert found.length_controlled.low < 0.6
+    assert found.length_controlled.high > found.length_controlled.value
