@@ -1,11 +1,11 @@
-"""How large a microbatch the device's memory takes: measured on the run's own pairs, not guessed.
+"""Finds the largest microbatch that fits into device memory by measuring the run's own pairs.
 
-What a step takes is near enough a line in the tokens of its microbatches, and a line in the number of layers that
-recompute their activations. So rows of two sizes are run, with no layer recomputing and, where that leaves too little
-room, with all; the rest follows.
+A step's memory is close to linear in the tokens of its microbatches and in the number of layers that recompute their
+activations. So the probe runs rows of two sizes, first with no layer recomputing and, if that leaves too little memory,
+with all of them, and interpolates.
 
-A pair that does not fit even then is given more: its layers' inputs in host memory, which saves as much as they are,
-and MLPs in tiles, which are measured on rows of several tiles.
+If the longest pair still does not fit, layer inputs move to host memory, which saves exactly their size, and then MLPs
+are computed in tiles, which is measured on rows of several tiles.
 """
 
 import math
@@ -30,12 +30,12 @@ from isopref.models.tiles import tile_mlps
 from isopref.ranks import num_ranks
 from isopref.types import Microbatch
 
-HEADROOM = 0.08  # of the device's memory: for fragments, and for what a long row does otherwise than a short one
-PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, for FSDP and DDP do not survive it
+HEADROOM = 0.08  # of device memory: for fragmentation, and for differences between long and short rows
+PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, because FSDP and DDP cannot recover from it
 LEAST_TOKENS = 8192  # a smaller microbatch leaves a GPU idle; recomputing some layers costs less
 MOST_TOKENS = 24576  # a larger one is no faster
-SHORTENED = 4096  # tokens: what rows are measured on are pairs of usual length, but no longer than this
-TILE_TOKENS = 4096  # of MLPs, where `auto` wants tiles: large enough for products of full speed
+SHORTENED = 4096  # tokens: rows are measured on pairs of typical length, but no longer than this
+TILE_TOKENS = 4096  # MLP tile that `auto` picks: large enough for matrix products at full speed
 GIB = 2.0**30
 WAYS_OUT = (
     "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every), recompute activations "
@@ -66,7 +66,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """Tokens of a microbatch, how many layers recompute, with the reason; and what a long pair needs beyond that."""
+    """Tokens per microbatch, the number of recomputing layers, why, and what a long pair needs beyond that."""
 
     tokens: int
     layers: int
@@ -77,7 +77,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class LongRows:
-    """What may be done for a pair that does not fit with all layers recomputing."""
+    """What the run may do if a pair does not fit with all layers recomputing."""
 
     offload: bool
     tile: bool
@@ -98,14 +98,14 @@ def choose(
 ) -> Fit:
     """The fewest recomputing layers with which a microbatch of enough tokens fits into `room` bytes.
 
-    `measured` is with the fewest and the most `layers` recomputing. `longest` is the pair that must fit; `tokens` is a
-    size that was asked for. Raises ConfigError where nothing fits.
+    `measured` holds results for the fewest and the most `layers` recomputing. `longest` is the pair that must fit;
+    `tokens` is a requested size. Raises ConfigError if nothing fits.
     """
     few, many = measured
     wanted = _wanted(longest, tokens)
     over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
     share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
-    # The first layer that recomputes saves nothing: it holds at once what it did not keep.
+    # The first recomputing layer saves nothing: its backward pass holds all at once what it did not keep.
     paying = max(0, layers[1] - layers[0] - 1)
     count = layers[0] if over <= 0 else min(layers[1], layers[0] + 1 + math.ceil(share * paying))
     share = max(0, count - layers[0] - 1) / max(1, paying)
@@ -132,8 +132,8 @@ def choose_for_long(
 ) -> Fit | None:
     """The least that makes `wanted` tokens fit with all `layers` recomputing; None if nothing does.
 
-    `recomputing` and `tiled`: what a step takes with MLPs that compute a row at once, and in tiles. Offloading comes
-    first, as it hides behind computing. The last layer's input stays: it is needed at once.
+    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles. Offloading comes first,
+    because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately.
     """
     most = max(0, layers - 1) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
@@ -151,7 +151,7 @@ def choose_for_long(
 
 
 def _wanted(longest: int, tokens: int | None) -> int:
-    """Tokens of a microbatch for which layers may recompute; more is welcome, but not for that."""
+    """Microbatch tokens worth recomputing layers for; larger microbatches are used only if they fit anyway."""
     return tokens or max(longest, LEAST_TOKENS)
 
 
@@ -167,18 +167,18 @@ def fit_microbatch(
     offload: bool = False,
     allowed: LongRows = NOTHING_MORE,
 ) -> Fit:
-    """Measure on this device, choose (the same on all ranks, who call this together) and set the layers that recompute.
+    """Measure on this device, choose (all ranks call this together and agree) and set up the recomputing layers.
 
-    `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of the optimizer for each byte of
-    what is trained; 2 are AdamW's averages. `offload`: all recomputing layers but the last leave their inputs in host
-    memory. `allowed`: what may be done beyond that if the longest pair does not fit.
+    `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of optimizer state per byte of
+    trained weights; 2 for AdamW's averages. `offload`: all recomputing layers but the last keep their inputs in host
+    memory. `allowed`: what else the run may do if the longest pair does not fit.
     """
     device = device_of(model)
     few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
     room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
     if layers[0] < layers[1] and few.at(_wanted(longest, tokens)) > room:
-        many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # compiles once more
+        many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # recompiles
     fit = None
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
@@ -193,14 +193,14 @@ def fit_microbatch(
 
 
 def _offloaded(layers: int) -> int:
-    """Of so many layers that recompute, all but the last: its input is needed as soon as it has left."""
+    """How many recomputing layers offload: all but the last, whose input is needed right after it would leave."""
     return max(0, layers - 1)
 
 
 def _measure_tiled(
     model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool
 ) -> StepMemory:
-    """With MLPs in tiles: on rows of more than one."""
+    """Measure with MLPs in tiles, on rows of several tiles."""
     tile_mlps(unwrap(model), TILE_TOKENS)
     return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=2 * TILE_TOKENS)
 
@@ -215,12 +215,12 @@ def _measure(
     offload: bool = False,
     tokens: int = PROBE_TOKENS,
 ) -> StepMemory:
-    """What rows take with so many layers recomputing. Raises ConfigError where not even these small ones fit."""
+    """Memory of rows with this many layers recomputing. Raises ConfigError if not even these small rows fit."""
     device = device_of(model)
     checkpoint_layers(unwrap(model), layers, offloaded=_offloaded(layers) if offload else 0)
     rows = _rows(table, kind, tokens)
     try:
-        _peak(model, rows[0][1], grad_sync)  # compiles, which takes memory of its own
+        _peak(model, rows[0][1], grad_sync)  # compiles, which itself takes memory
         sizes = [(tokens, _peak(model, row, grad_sync)) for tokens, row in rows]
     except RuntimeError as error:
         if not ran_out(error):
@@ -233,7 +233,7 @@ def _measure(
 
 
 def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Microbatch]]:
-    """Two rows of pairs of usual length, the second with twice the pairs, each with its tokens."""
+    """Two rows of pairs of typical length, each with its token count; the second has twice the pairs."""
     alone = tokens_alone(table.lengths, kind)
     order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
     count = max(1, int(tokens / min(SHORTENED, np.median(alone))))
@@ -243,7 +243,7 @@ def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Mi
 
 
 def _shortened(example: Example) -> Example:
-    """An example of about SHORTENED tokens at most, its parts cut by the same share: a longer row may not fit."""
+    """The example, shortened proportionally to at most about SHORTENED tokens: a longer row may not fit."""
     share = SHORTENED / sum(len(part) for part in example.parts)
     if share >= 1:
         return example
@@ -253,7 +253,7 @@ def _shortened(example: Example) -> Example:
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
-    """Bytes that a step of two such microbatches takes at its peak."""
+    """Peak bytes of a step of two such microbatches."""
     device = device_of(model)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -268,7 +268,7 @@ def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> floa
 
 
 def _room(model: nn.Module, device: torch.device, state_share: float) -> float:
-    """Bytes left for a step once the optimizer has its state of what is trained here."""
+    """Bytes left for a step once the optimizer state of this rank's trained weights is allocated."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.requires_grad)
@@ -277,7 +277,7 @@ def _room(model: nn.Module, device: torch.device, state_share: float) -> float:
 
 
 def _least(value: float, device: torch.device) -> float:
-    """The smallest of all ranks' values: every rank must cut a batch the same way."""
+    """The minimum over all ranks: every rank must split a batch in the same way."""
     if num_ranks() == 1:
         return value
     least = torch.tensor(value, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
 """DPOTrainModule: preference optimisation as an OLMo-core TrainModule.
 
-`train_batch` cuts nothing and divides nothing: the microbatches come planned, and every pair brings its share of the
-global batch. It accumulates gradients and leaves the optimizer step to the Trainer.
+`train_batch` neither splits nor divides: microbatches are planned in advance, and each pair carries its coefficient in
+the global batch. It accumulates gradients and leaves the optimizer step to the Trainer.
 """
 
 from collections.abc import Iterator
@@ -40,13 +40,13 @@ from isopref.ranks import num_ranks
 from isopref.score import TableLogps, score
 from isopref.types import Logps, Needs
 
-# How far policy and reference may be apart at the first step, in nats per token: rounding of the compute dtype.
+# How far policy and reference may differ at the first step, in nats per token: rounding of the compute dtype.
 FIRST_STEP_TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 1e-4,
     torch.bfloat16: 0.05,
     torch.float16: 0.02,
-    torch.float8_e4m3fn: 0.1,  # of products; a rounding of bfloat16 before one can flip a larger one in it
+    torch.float8_e4m3fn: 0.1,  # of products: a bfloat16 rounding before one can flip a larger one inside
 }
 
 
@@ -55,14 +55,14 @@ class DPOTrainModule(TrainModule):
 
     :param model: a `Policy`, or what `parallelize` made of one.
     :param objective: one loss per pair, from `isopref.pair_loss`.
-    :param rank_microbatch_size: the largest microbatch of one rank, in tokens, padding included. Padded batches need
-        it; an ExampleLoader brings its own budget.
-    :param weighting: what a pair counts for in the loss: "token", "completion" or "example", as in the loader.
-    :param reference: log-probabilities of the reference for all answers; a batch's `index` looks them up. Or one that
-        moves (moving.py). None for an objective without a reference.
+    :param rank_microbatch_size: maximum microbatch size on one rank, in tokens including padding. Required for padded
+        batches; an ExampleLoader has its own budget.
+    :param weighting: the weight of a pair in the loss: "token", "completion" or "example", as in the loader.
+    :param reference: the reference's log-probabilities of all answers, looked up by a batch's `index`, or a moving
+        reference (moving.py). None for a reference-free objective.
     :param grad_sync: reduce gradients after the "last" microbatch of a step or after "every" one.
-    :param check_first_step: stop if policy and reference differ before the first update (where there is a reference).
-    :param compute_dtype: what the model computes in, where that is not its weights' dtype.
+    :param check_first_step: stop if policy and reference differ before the first update (if there is a reference).
+    :param compute_dtype: dtype of the forward and backward pass, if it differs from the weights' dtype.
 
     Raises ConfigError for arguments that cannot work.
     """
@@ -96,7 +96,7 @@ class DPOTrainModule(TrainModule):
         )
         self.model = model
         self.optim = optim
-        for group in optim.param_groups:  # now, since a checkpoint brings back the rate it was saved at
+        for group in optim.param_groups:  # now, since loading a checkpoint restores the rate it was saved with
             group.setdefault("initial_lr", float(group["lr"]))
         self.objective = objective
         self.terms = TERMS[objective.kind]
@@ -120,11 +120,11 @@ class DPOTrainModule(TrainModule):
         self.first_pass = FirstPass(objective, self.device, self.group) if objective.first_pass else None
         self._window = MetricWindow(self.device, self.group)
         self.guard = Guard(self.device)
-        self._sums = self._window.sums  # this rank's, of the last step
-        self.oom_retry: OomRetry | None = None  # repeats a step in smaller microbatches if it runs out of memory
+        self._sums = self._window.sums  # of the last step, on this rank
+        self.oom_retry: OomRetry | None = None  # retries a step with smaller microbatches after running out of memory
 
     def on_attach(self) -> None:
-        """Refuse a loader with other settings, and have someone say which steps were skipped."""
+        """Refuse a loader with different settings, and make sure that skipped steps are reported."""
         loader = self.trainer.data_loader
         origin: dict[str, Any] = {}
         if isinstance(loader, ExampleLoader):
@@ -256,19 +256,19 @@ class DPOTrainModule(TrainModule):
             return microbatch_sums(scored, loss, objective=self.objective, work=work)
 
     def _suspect(self, scored: Scored) -> Tensor:
-        """What tells which term is not finite if one bad term may spoil the whole batch: T."""
+        """Values that identify the non-finite term if one bad term can spoil the whole batch: T."""
         logps_KT = torch.cat([self.terms.logps(scored.policy), self.terms.logps(scored.ref)])
         return logps_KT.abs().sum(dim=0)
 
     def _score(self, work: Work) -> Scored:
-        """What the policy says of a microbatch, and what it is compared with."""
+        """The policy's scores of a microbatch, and the reference's."""
         policy = score(self.model, work.microbatch, self.objective.needs)
         ref = self.reference.logps(work, policy)
         view = self.objective.view
         return Scored(view(policy, work.microbatch), view(ref, work.microbatch), policy, ref)
 
     def _mismatched_gain(self, work: MismatchedWork) -> Tensor:
-        """log(policy / reference) of prompts with other examples' answers: E."""
+        """log(policy / reference) of prompts paired with other examples' answers: E."""
         policy = score(self.model, work.microbatch)
         gain = policy.logp - self.reference.mismatched(work, policy)
         self.guard.look(work.index, gain)
@@ -289,7 +289,7 @@ class DPOTrainModule(TrainModule):
         self.record_metric("train/padding_fraction", step.padding_fraction)
 
     def _check_first_step(self, sums: Tensor) -> None:
-        """Before the first update the policy is the reference: the loss is that of a zero margin, rewards are 0."""
+        """Before the first update the policy equals the reference: the loss is that of a zero margin, rewards are 0."""
         window = MetricWindow(self.device, self.group)
         window.add(sums)
         means = {name: float(value) for name, value in window.reduce().items()}
@@ -305,7 +305,7 @@ class DPOTrainModule(TrainModule):
             )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[Logps]:
-        """Log-probabilities of a batch, by microbatch, without gradients, as the objective takes them."""
+        """Log-probabilities of a batch, by microbatch, without gradients, in the form the objective takes."""
         self.model.eval()
         needs = Needs(heads=self.objective.needs.heads)
         with torch.no_grad():
@@ -315,14 +315,14 @@ class DPOTrainModule(TrainModule):
         return scored
 
     def is_finite(self, step: Step) -> bool:
-        """Whether the gradient of a batch is finite; it is not kept. All ranks call this together."""
+        """Whether the gradient of a batch is finite; the gradient is discarded. All ranks call this together."""
         self._accumulate(step)
         norm = _total_norm([p.grad for p in self._with_gradient() if p.grad is not None])
         self.zero_grads()
         return bool(torch.isfinite(norm))
 
     def optim_step(self) -> None:
-        """Clip, set the learning rate, and step; a gradient that is not finite leaves the weights as they are."""
+        """Clip, set the learning rate, and step; a non-finite gradient leaves the weights unchanged."""
         parameters = self._with_gradient()
         if not parameters:
             raise RunError(
@@ -355,16 +355,16 @@ class DPOTrainModule(TrainModule):
         self.optim.zero_grad(set_to_none=True)
 
     def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
-        """What training changes: a frozen weight is not in a checkpoint."""
+        """The trained weights: frozen ones are not part of a checkpoint."""
         options = checkpoint_state.StateDictOptions(cpu_offload=True, ignore_frozen_params=True)
         found = checkpoint_state.get_model_state_dict(self.model, options=options)
-        frozen = self._names(trained=False)  # once more: a tied weight has two names, of which torch leaves one out
+        frozen = self._names(trained=False)  # again: a tied weight has two names, and torch omits one of them
         state: dict[str, Any] = {
             "model": {name: value for name, value in found.items() if name not in frozen},
             "metrics": self._window.state_dict(),
         }
         if self.first_pass is not None:
-            state["coupling"] = self.first_pass.state_dict()  # named so in every checkpoint
+            state["coupling"] = self.first_pass.state_dict()  # the name used in every checkpoint
         if self.moving is not None:
             state["reference"] = self.moving.state_dict()
         if optim is not False:
@@ -374,7 +374,7 @@ class DPOTrainModule(TrainModule):
         return state
 
     def _optim_state(self, options: checkpoint_state.StateDictOptions) -> dict[str, Any]:
-        """The optimizer's state. Before its first step torch makes one, by a step of zeros, which must not count."""
+        """The optimizer's state. Before the first step torch creates it with a step on zeros, which must not count."""
         if not self.optim.state:
             checkpoint_state.get_optimizer_state_dict(self.model, self.optim, options=options)
             for one in self.optim.state.values():
@@ -408,7 +408,7 @@ class DPOTrainModule(TrainModule):
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """The gradient's norm, added up in float32 or wider: in bfloat16 it would depend on the order of the sum."""
+    """The gradient norm, summed in float32 or wider: in bfloat16 it would depend on the order of summation."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(grad, dtype=wide) for grad in grads])
     norm: Tensor = torch.linalg.vector_norm(norms)

@@ -1,7 +1,7 @@
-"""Between Hugging Face models and OLMo-core's: whole models converted, OLMo-core checkpoints read and written.
+"""Converts models between Hugging Face and OLMo-core, and reads and writes OLMo-core checkpoints.
 
-OLMo-core renames weights but has no way from a Hugging Face config to its own; the mapping here is for the
-architectures it converts exactly, and what comes out is only used once its logits are those of the original.
+OLMo-core converts weights but not configs. The mapping here covers the architectures that convert exactly, and a
+converted model is used only after its logits have been shown to match the original's.
 """
 
 import copy
@@ -49,7 +49,7 @@ BLOCKS = {
     "olmo3": TransformerBlockType.reordered_norm,
     "gemma3_text": TransformerBlockType.peri_norm,
 }
-# Where the weight of a norm is multiplied: before or after rounding to the input's number type.
+# Where a norm multiplies by its weight: before or after rounding to the input's dtype.
 NORMS = {"llama": LayerNormType.qwen_rms, "qwen3": LayerNormType.qwen_rms}
 ACTIVATIONS = {"silu": ActivationFunction.silu, "gelu_pytorch_tanh": ActivationFunction.gelu_tanh}
 
@@ -66,19 +66,19 @@ ROPE_KEYS = (
     "beta_slow",
 )
 
-# What logits of two right computations may differ by, as a share of their norm.
+# How much the logits of two correct computations may differ, relative to their norm.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 PROOF_TOKENS = 80
-HF_CONFIG = "hf_config"  # of a checkpoint that isopref wrote: what OLMo-core's own config cannot say
+HF_CONFIG = "hf_config"  # in a checkpoint written by isopref: what OLMo-core's own config cannot express
 THIN_WORDS = 128
-FAR = 32768  # positions looked at, at most
+FAR = 32768  # maximum number of positions compared
 
 
 def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeModel:
-    """The model with OLMo-core's modules; `model` is left without weights. Raises ModelError where it is not exact."""
+    """The model with OLMo-core's modules; `model` loses its weights. Raises ModelError if the conversion is inexact."""
     disable_dropout(model)
     config = transformer_config(model, setting)
-    if model.dtype not in EXACT:  # where rounding would hide a small difference
+    if model.dtype not in EXACT:  # in half precision rounding would hide a small difference
         thin = _thin(model)
         _prove(_built(transformer_config(thin, setting), _to_native(thin, thin.state_dict(), setting), thin), setting)
     state = model.state_dict()
@@ -92,9 +92,9 @@ def from_hf(model: PreTrainedModel, *, setting: str = "model.path") -> NativeMod
 def read_checkpoint(
     path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, setting: str = "model.path"
 ) -> PreTrainedModel:
-    """The Hugging Face model of an OLMo-core checkpoint, proven to give its logits.
+    """The Hugging Face model of an OLMo-core checkpoint, verified to give the same logits.
 
-    Raises ModelError for one that has no Hugging Face form: those of OLMo 2 and 3, and what isopref wrote, have one.
+    Raises ModelError if there is no Hugging Face form. OLMo 2, OLMo 3 and checkpoints written by isopref have one.
     """
     folder = Path(path).expanduser()
     with _named_faults(path, setting):
@@ -125,7 +125,7 @@ def checkpoint_config(path: str, *, setting: str = "model.path") -> PreTrainedCo
 
 
 def empty_checkpoint(path: str, *, setting: str = "model.path") -> PreTrainedModel:
-    """The same as a model without its weights, on the meta device. Raises ModelError."""
+    """The same model without weights, on the meta device. Raises ModelError."""
     config = checkpoint_config(path, setting=setting)
     with _named_faults(path, setting), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -134,7 +134,7 @@ def empty_checkpoint(path: str, *, setting: str = "model.path") -> PreTrainedMod
 
 @contextmanager
 def _named_faults(path: str, setting: str) -> Iterator[None]:
-    """OLMo-core fails in many ways on what it does not expect."""
+    """Turns OLMo-core's many kinds of errors on unexpected input into a ModelError."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -147,7 +147,7 @@ def _named_faults(path: str, setting: str) -> Iterator[None]:
 
 
 def _read_configs(folder: Path) -> tuple[TransformerConfig, PreTrainedConfig]:
-    """The config of a checkpoint, and that of its Hugging Face form."""
+    """A checkpoint's config, and the config of its Hugging Face form."""
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_classes(told["model"])
     config = TransformerConfig.from_dict(told["model"])
@@ -186,9 +186,9 @@ def write_checkpoint(
     is_first: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write an OLMo-core checkpoint that `read_checkpoint` takes, and OLMo-core its `model_and_optim`.
+    """Write an OLMo-core checkpoint that `read_checkpoint` reads, and whose `model_and_optim` OLMo-core reads.
 
-    All ranks call this together. Written beside its place and renamed, so that a folder of that name is always whole.
+    All ranks call this together. Written to a temporary folder and renamed, so a folder of that name is complete.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     if is_first:
@@ -206,12 +206,12 @@ def write_checkpoint(
     save_model_and_optim_state(partial / WEIGHTS, model.transformer)
     barrier()
     if is_first:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended between this and its Hugging Face form
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed before it wrote the Hugging Face form
         partial.rename(folder)
 
 
 def _use_torch_attention(config: Any) -> None:
-    """Its kernels need not be here: packed rows have ours."""
+    """OLMo-core's kernels need not be installed: packed rows use isopref's own."""
     if isinstance(config, AttentionConfig):
         config.backend, config.use_flash = AttentionBackendName.torch, None
 
@@ -226,7 +226,7 @@ def _context(told: dict[str, Any]) -> int:
 
 
 def transformer_config(model: PreTrainedModel, setting: str = "model.path") -> TransformerConfig:
-    """OLMo-core's config of a Hugging Face model. Raises ModelError for what has none."""
+    """The OLMo-core config of a Hugging Face model. Raises ModelError if there is none."""
     config: Any = model.config
     if config.model_type not in BLOCKS:
         raise _refusal(model, f"only {', '.join(BLOCKS)} convert exactly, and it is {config.model_type}", setting)
@@ -286,7 +286,7 @@ def _block(
 def _rope(model: PreTrainedModel, kind: str, setting: str) -> RoPEConfig:
     config: Any = model.config
     told = config.rope_parameters
-    told = told.get(kind, told)  # some models have angles for each kind of layer
+    told = told.get(kind, told)  # some models have separate rotary angles for each kind of layer
     name = told.get("rope_type", "default")
     extra = [key for key, value in told.items() if key not in ROPE_KEYS and value is not None]
     if extra:
@@ -325,13 +325,13 @@ def _built(config: TransformerConfig, state: dict[str, Tensor], twin: PreTrained
 def _to_native(model: PreTrainedModel, state: dict[str, Tensor], setting: str) -> dict[str, Tensor]:
     try:
         native: dict[str, Tensor] = convert_state_from_hf(model.config, state, model_type=model.config.model_type)
-    except RuntimeError as error:  # a weight that has no place there, such as a bias
+    except RuntimeError as error:  # a weight without a counterpart, such as a bias
         raise _refusal(model, " ".join(str(error).split())[:200], setting) from error
     return native
 
 
 def _thin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same config in float32, random, with one layer of each kind and a few words."""
+    """A random float32 model of the same config, with one layer of each kind and a small vocabulary."""
     config: Any = copy.deepcopy(model.config)
     kinds = sorted(set(_kinds(config)))
     config.num_hidden_layers, config.vocab_size = len(kinds), THIN_WORDS
@@ -346,7 +346,7 @@ def _thin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_round_trip(native: NativeModel, state: dict[str, Tensor], setting: str) -> None:
-    """Raise ModelError where weights would not come back: Gemma's norms have one added, which bfloat16 rounds away."""
+    """Raise ModelError if weights would not survive a round trip: adding 1 to Gemma's norms rounds in bfloat16."""
     back = convert_state_to_hf(native.config, dict(native.transformer.state_dict()))
     for name, tensor in back.items():
         off = float((tensor.float() - state[name].float()).abs().max())
@@ -357,10 +357,10 @@ def _check_round_trip(native: NativeModel, state: dict[str, Tensor], setting: st
 
 @torch.no_grad()
 def _prove(native: NativeModel, setting: str) -> None:
-    """Raise ModelError unless a model and its twin, which has its weights still, look at and say the same.
+    """Raise ModelError unless a model and its twin, which still has its weights, attend to the same and agree.
 
-    Logits are compared with positions one apart and with positions far apart: those show angles that are scaled
-    otherwise; transformers takes them for one sequence if it has a mask. They are too few to show a window.
+    Logits are compared at adjacent positions and at positions far apart, which reveal differently scaled rotary angles;
+    transformers treats them as one sequence if it gets a mask. There are too few of them to reveal a window.
     """
     model, config = native.twin, native.config.get_text_config()
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _kinds(config)]
@@ -379,7 +379,7 @@ def _prove(native: NativeModel, setting: str) -> None:
 
 
 def _kinds(config: Any) -> list[str]:
-    """What each layer attends to, by transformers' names."""
+    """The attention type of each layer, in transformers' terms."""
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 

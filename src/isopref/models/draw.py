@@ -1,4 +1,4 @@
-"""The next token of an answer: the most likely one, or a draw that depends on nothing but its seed and its place.
+"""The next token of an answer: the most likely one, or a draw that depends only on its seed and position.
 
 Every answer has a seed, and the draw of its n-th token uses the n-th number of a counter-based generator with that
 seed. So an answer does not depend on what else is in the batch, beyond the rounding of the logits.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isopref.types import FloatArray
 
-MOST = 1 - 2.0**-23  # below 1 in float32 as well, also after it is multiplied by a sum of probabilities
+MOST = 1 - 2.0**-23  # below 1 in float32 too, even after multiplication by a sum of probabilities
 
 
 def noise(seed: int, count: int) -> FloatArray:
@@ -36,6 +36,6 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, *, temperature: float, top_p: flo
         probability = probability.where(before < top_p, 0)
     upto = probability.cumsum(dim=-1)
     target = uniform_R.to(wide)[:, None] * upto[:, -1:]
-    # The first token whose cumulated probability is larger: never one of probability zero.
+    # The first token whose cumulative probability is larger: never one with probability zero.
     found = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[-1] - 1)
     return (found if order is None else order.gather(1, found))[:, 0]

@@ -1,9 +1,9 @@
 """Linear layers that multiply in float8, by torchao: about a quarter faster on Hopper GPUs and newer.
 
 Every token and every output row of a weight has its own scale, so the product of a token does not depend on what else
-is in the batch, and the layout cannot change it. (One scale per tensor would be faster still, but another cut of the
-batch would give other scales.) Gradients of weights are computed in the compute dtype. Weights stay what they are:
-layers cast them for each product, so sharding, checkpoints and export do not know of float8.
+is in the batch, and the layout cannot change it. (One scale per tensor would be faster still, but would depend on how
+the batch is split.) Weight gradients are computed in the compute dtype. Weights keep their dtype: layers cast them for
+each product, so sharding, checkpoints and export are unaware of float8.
 """
 
 import logging
@@ -21,14 +21,14 @@ from isopref.models.parts import decoder_of
 from isopref.models.unused import is_inside, without_gradient
 
 RECIPE = "rowwise_with_gw_hp"
-CAPABILITY = (9, 0)  # the first with kernels for a scale per row: Hopper
+CAPABILITY = (9, 0)  # Hopper: the first generation with kernels for one scale per row
 MULTIPLE = 16  # of both sides of a matrix, for those kernels
-ROUTERS = ("router", "gate")  # parts of their names; experts are chosen by small differences
+ROUTERS = ("router", "gate")  # parts of their names; routers choose experts by small differences
 ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ConfigError where there are no float8 kernels, or no package that calls them."""
+    """Raise ConfigError if the GPU has no float8 kernels or torchao is missing."""
     if device.type != "cuda":
         raise ConfigError(
             f"model.compute_dtype: float8 needs an NVIDIA GPU of the Hopper generation or newer, and this run is on "
@@ -45,9 +45,9 @@ def check_device(device: torch.device) -> None:
 
 
 def compute_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> int:
-    """Have the decoder's linear layers multiply in float8. Returns how many weights they hold. Raises ConfigError.
+    """Make the decoder's linear layers multiply in float8. Returns how many weights they hold. Raises ConfigError.
 
-    An adapter must be there already: its own matrices keep the compute dtype, the frozen layers below do not.
+    An adapter must already be in place: its own matrices keep the compute dtype, the frozen layers under it do not.
     `emulate` rounds to float8 and multiplies in float32, on any device: for tests.
     """
     chosen = {id(layer): layer.weight.numel() for layer in float8_layers(model)}
@@ -67,7 +67,7 @@ def compute_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> int:
 
 
 def float8_layers(model: PreTrainedModel) -> Iterator[nn.Linear]:
-    """The decoder's plain linear layers: no head, no router, no matrix of an adapter, nothing that is not trained on.
+    """The decoder's plain linear layers, without the head, routers, adapter matrices and parts that text does not use.
 
     A subclass of nn.Linear may compute something else, so it is left alone.
     """
@@ -83,11 +83,11 @@ def float8_layers(model: PreTrainedModel) -> Iterator[nn.Linear]:
 
 
 def _in_router(model: nn.Module, names: list[str]) -> bool:
-    """Whether a module's class, or that of one around it, is called a router's."""
+    """Whether a module, or one that contains it, has a router's class name."""
     parents = (model.get_submodule(".".join(names[:count])) for count in range(1, len(names)))
     return any("Router" in type(parent).__name__ for parent in parents)
 
 
 def _torchao() -> Any:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for other machines, which are not used here
     return optional.require("torchao.float8", extra="adapters", why="model.compute_dtype is float8")

@@ -1,12 +1,12 @@
-"""Layers with a state that follow the tree of a packed row: a prompt is computed once for all its answers.
+"""Recurrent layers that follow the tree of a packed row, so a prompt is computed once for all its answers.
 
-Two things in these layers reach beyond a token: a short convolution and, in a Gated DeltaNet, the state. Both are
-replaced by ops that start a branch from where its sequence was (ops/convolution.py, ops/delta.py); projections, gates
-and norms are the layer's own modules. Each kind of layer needs a few lines that say how it makes its inputs, so only
-those in `KINDS` follow; others are unfolded (unfold.py). The forward of such a layer is set on the instance, as torch's
-own `register_fsdp_forward_method` does: classes and weights are untouched, and whatever is not a packed row (padded
-batches, generation) runs the class's own forward. The probe (probe.py) holds the result against the model itself; a
-layer that fails there is unfolded instead.
+Two operations in these layers look beyond a single token: a short convolution and, in a Gated DeltaNet, the state. Both
+are replaced by ops that start each branch where its own sequence left off (ops/convolution.py, ops/delta.py);
+projections, gates and norms remain the layer's own modules. Each kind of layer needs a few lines that define its
+inputs, so only the kinds in `KINDS` follow; others are unfolded (unfold.py). The new forward is set on the instance, as
+torch's own `register_fsdp_forward_method` does: classes and weights are untouched, and anything that is not a packed
+row (padded batches, generation) runs the class's own forward. The probe (probe.py) compares the result with the model
+itself and unfolds a layer that fails.
 
 Dimensions: T tokens of the row, D hidden width, H heads, K and V widths of a head's keys and values.
 """
@@ -33,13 +33,13 @@ def can_follow(layer: nn.Module) -> bool:
 
 
 def follow(layers: Iterable[nn.Module]) -> None:
-    """Have these layers follow the tree of a packed row. Harmless when repeated."""
+    """Make these layers follow the tree of a packed row. Idempotent."""
     for layer in layers:
         layer.forward = MethodType(KINDS[type(layer).__name__], layer)
 
 
 def unfollow(layers: Iterable[nn.Module]) -> None:
-    """Give the layers their own forward back."""
+    """Restore the layers' own forward."""
     for layer in layers:
         del layer.forward
 
@@ -71,7 +71,7 @@ def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
 
 
 def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_proj: str) -> Callable[..., Tensor]:
-    """The forward of a Gated DeltaNet, from how it makes its inputs and the names of its last two modules."""
+    """The forward of a Gated DeltaNet, given how it computes its inputs and the names of its last two modules."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         taps: Taps | None = _taps(self.conv_kernel_size)

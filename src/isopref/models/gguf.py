@@ -1,7 +1,7 @@
-"""The tokenizer and config of a GGUF file, kept in transformers' own form: reading them from the file takes seconds.
+"""Caches the tokenizer and config of a GGUF file in transformers' own format: reading them from the file takes seconds.
 
-They are in a folder of the cache that is named after the file's content. They are kept only if they come back as they
-were: read from that folder and saved again, they must give the same files.
+The cache folder is named after the file's content. An entry is kept only if it survives a round trip: loading it and
+saving it again must give the same files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from isopref.places import cache_folder
 
-HEAD = 2**26  # bytes of a file that are looked at: its tokenizer and config come first, and take less
+HEAD = 2**26  # bytes of the file to hash: its tokenizer and config come first and are smaller
 READERS = ("transformers", "tokenizers", "gguf")
 
 
@@ -36,7 +36,7 @@ def is_kept(file: Path, what: str) -> bool:
 
 
 def kept(kind: Any, file: Path, what: str, read: Callable[[], Any]) -> Any:
-    """What `read` gives, from the cache if it is there. `kind`: the class of transformers that loads a folder."""
+    """The result of `read`, from the cache if possible. `kind`: the transformers class that loads a folder."""
     folder = kept_folder(file, what)
     if folder.is_dir():
         try:
@@ -44,13 +44,13 @@ def kept(kind: Any, file: Path, what: str, read: Callable[[], Any]) -> Any:
         except (OSError, ValueError):  # damaged
             shutil.rmtree(folder, ignore_errors=True)
     made = read()
-    with suppress(OSError):  # a full or read-only cache costs time, and nothing else
+    with suppress(OSError):  # a full or read-only cache only costs time
         _keep(kind, made, folder)
     return made
 
 
 def _keep(kind: Any, made: Any, folder: Path) -> None:
-    """Write it beside its place, and move it there if it comes back as the same."""
+    """Write it to a temporary folder, and move it into place if it survives a round trip."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         first, second = Path(beside) / "first", Path(beside) / "second"
@@ -66,5 +66,5 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def _named(loaded: Any, file: Path) -> Any:
-    loaded.name_or_path = str(file.parent)  # as if it came from there
+    loaded.name_or_path = str(file.parent)  # as if loaded from there
     return loaded

@@ -1,4 +1,4 @@
-"""Passes over one token per slot, recorded as CUDA graphs: without them the CPU cannot start kernels fast enough."""
+"""Passes over one token per slot, recorded as CUDA graphs: the CPU cannot launch kernels fast enough otherwise."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ class _Recorded(NamedTuple):
 
 
 class Graphs:
-    """Recorded passes by the number of tokens that they look at. They share one pool of memory."""
+    """Recorded passes, keyed by the number of tokens they attend to. They share one memory pool."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, _Recorded] = {}
         self._pool: Any = None
 
     def run(self, length: int, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """What `compute` gives for these inputs. The same `length` must always come with the same computation.
+        """The result of `compute` for these inputs. The same `length` must always mean the same computation.
 
         The result is overwritten by the next call.
         """
@@ -37,7 +37,7 @@ class Graphs:
         places = tuple(one.clone() for one in inputs)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are chosen and compiled before the recording
+        with torch.cuda.stream(stream):  # kernels are selected and compiled before recording
             compute(*places)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

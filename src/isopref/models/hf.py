@@ -2,8 +2,8 @@
 
 The folder of an adapter stands for its base model with the adapter merged into it.
 
-Owns what must hold for every model that is trained: all weights present, no dropout, a tokenizer with a way to end,
-nothing left of a quantised file. It knows nothing of layouts.
+Ensures what must hold for every trained model: all weights present, no dropout, a tokenizer with an end token, no trace
+of a quantised file. It knows nothing about layouts.
 """
 
 import json
@@ -56,7 +56,7 @@ class Origin:
 def locate(path: str, *, setting: str = "model.path") -> Origin:
     """Resolve a model's path: a folder, a hub name, a .gguf file or `package:PACKAGE/FILE`. Raises ModelError.
 
-    `setting` is where the path was given, for messages; here and below.
+    `setting` names where the path was given, for error messages; here and below.
     """
     in_package = path.startswith(optional.IN_PACKAGE)
     if in_package and path.endswith(".gguf"):
@@ -85,7 +85,7 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
 
 
 def is_olmo_core(path: str) -> bool:
-    """Whether the path is a checkpoint of OLMo-core, which conversion.py reads."""
+    """Whether the path is an OLMo-core checkpoint, which conversion.py reads."""
     folder = Path(path).expanduser()
     return (folder / WEIGHTS).is_dir() and (folder / "config.json").exists()
 
@@ -106,16 +106,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
 
 
 def is_slow_to_read(path: str) -> bool:
-    """Whether a model's tokenizer comes from a GGUF file for the first time, which takes seconds."""
+    """Whether a model's tokenizer has to be converted from a GGUF file, which takes seconds."""
     try:
         origin = locate(path)
-    except UserError:  # whoever loads it says why
+    except UserError:  # loading it reports the reason
         return False
     return origin.gguf_file is not None and not is_kept(Path(origin.name) / origin.gguf_file, KEPT[AutoTokenizer])
 
 
 def stop_tokens(path: str) -> tuple[int, ...]:
-    """The tokens at which a model's generation stops, as the folder of its tokenizer says; none where it does not."""
+    """The stop tokens in the generation config beside a model's tokenizer; empty if there is none."""
     if is_adapter(Path(path)):
         path = base_of(path, setting="model.path")
     try:
@@ -128,26 +128,26 @@ def stop_tokens(path: str) -> tuple[int, ...]:
 def load_narrow(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path", kind: Any = AutoModelForCausalLM
 ) -> PreTrainedModel | None:
-    """The model as its files have it, mapped into memory that all processes share, if float32 loses nothing of it.
+    """The model in the dtype of its files, memory-mapped and shared by all processes, if float32 represents it exactly.
 
-    `model.float()` is then what `load_model` gives in float32. None where it would not be. Raises ModelError.
+    `model.float()` then equals what `load_model` gives in float32; otherwise None. Raises ModelError.
     """
     dtype = _half_type(path, setting)
     if dtype is None:
         return None
     config = read_config(path, trust_remote_code=trust_remote_code, setting=setting)
-    if getattr(config, "transformers_weights", None) is not None:  # it names other files
+    if getattr(config, "transformers_weights", None) is not None:  # it refers to other files
         return None
     model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting, kind=kind)
-    # One with fewer bits was computed with them, such as the factor of Gemma's embedding.
+    # A narrower buffer was computed in that dtype, such as the factor of Gemma's embedding.
     exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
-    # Some models keep a few weights in float32 whatever is asked for; FSDP wants one type.
+    # Some models keep a few weights in float32 regardless of the requested dtype; FSDP needs a single one.
     uniform = all(parameter.dtype == dtype for parameter in model.parameters())
     return model if exact and uniform else None
 
 
 def _half_type(path: str, setting: str) -> torch.dtype | None:
-    """The number type of all weights in a model's safetensors files, where that is one of 16 bits."""
+    """The dtype of all weights in a model's safetensors files if it is a single 16-bit dtype, else None."""
     origin = locate(path, setting=setting)
     if origin.gguf_file is not None or is_adapter(Path(path)):
         return None
@@ -156,13 +156,13 @@ def _half_type(path: str, setting: str) -> torch.dtype | None:
         for file in _weight_files(origin.name):
             with safe_open(file, "pt") as tensors:
                 types.update(tensors.get_slice(key).get_dtype() for key in tensors.keys())  # noqa: SIM118
-    except (OSError, ValueError, KeyError, SafetensorError):  # `load_model` says what is wrong
+    except (OSError, ValueError, KeyError, SafetensorError):  # `load_model` reports what is wrong
         return None
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(types.pop()) if len(types) == 1 else None
 
 
 def _weight_files(name: str) -> list[str | None]:
-    """Where transformers looks: for one file, then for an index of several."""
+    """The files transformers looks for: a single file, then an index of several."""
     find = partial(cached_file, name, local_files_only=_needs_cache(name))
     try:
         return [find(SAFE_WEIGHTS_NAME)]
@@ -173,7 +173,7 @@ def _weight_files(name: str) -> list[str | None]:
 
 
 def _needs_cache(name: str) -> bool:
-    """Whether a name is one on the hub, which cannot be reached."""
+    """Whether this is a hub name and the hub cannot be reached."""
     return not Path(name).exists() and unreachable() is not None
 
 
@@ -185,7 +185,7 @@ def load_model(
     setting: str = "model.path",
     kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """The model in `dtype` (auto: the one it was saved in) on the CPU, of one of transformers' kinds.
+    """The model on the CPU in `dtype` (auto: the one it was saved in), as one of transformers' auto classes.
 
     Raises ModelError.
     """
@@ -235,10 +235,10 @@ def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "mo
 
 
 def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
-    """Switch off every dropout: layers, rates that modules keep as numbers, those they read from the config.
+    """Disable all dropout: layers, rates stored in modules, and rates read from the config.
 
-    Dropout would draw its masks by position in the row, and so make the gradient depend on the layout. `own_rates`
-    gives the rates back.
+    Dropout masks depend on a token's position in the row, so the gradient would depend on the layout. `own_rates`
+    restores the rates.
     """
     rates: list[tuple[object, str, float]] = vars(model).setdefault("dropout_rates", [])
     for holder in (model.config.get_text_config(), *model.modules()):
@@ -251,7 +251,7 @@ def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
 
 @contextmanager
 def own_rates(model: PreTrainedModel) -> Iterator[None]:
-    """The model with the dropout that it came with, as long as the context is open."""
+    """The model with its original dropout rates, as long as the context is open."""
     rates: list[tuple[object, str, float]] = vars(model).get("dropout_rates", [])
     for holder, name, rate in rates:
         setattr(holder, name, rate)
@@ -263,24 +263,24 @@ def own_rates(model: PreTrainedModel) -> Iterator[None]:
 
 
 def noisy_modules(model: "PreTrainedModel | NativeModel") -> list[nn.Module]:
-    """Modules that draw in training mode, as the routers of Mixtral and Phi-MoE: those with a jitter.
+    """Modules that add noise in training mode, such as the routers of Mixtral and Phi-MoE: those with a jitter.
 
-    It cannot be set to 0, since Phi-MoE's is a threshold in eval mode too, and its routers draw without one.
+    The jitter cannot simply be set to 0: Phi-MoE also uses it as a threshold in eval mode, and samples without it too.
     """
     return [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest sequence that a model takes; None where its config names no limit."""
+    """The longest sequence a model supports, in tokens; None if its config sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
 def check_fits(
     model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths: Lengths, name: Callable[[int], str]
 ) -> None:
-    """Raise ModelError if the model cannot take the tokens, or would score a sequence by the others beside it.
+    """Raise ModelError if the model cannot take the tokens, or if a sequence's score would depend on its batch.
 
-    `name` is what an example is called in the message.
+    `name` is what messages call an example.
     """
     config = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
@@ -323,13 +323,13 @@ def check_same_vocabulary(tokenizer: Any, path: str, other: Any, *, setting: str
 def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, folder: Path, *, base: str = "") -> None:
     """Write a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer, chat template.
 
-    Of a model with an adapter, that of the adapter: `base` is where the model below is. Written beside its place and
-    renamed, so that a folder of that name is always whole.
+    For a model with an adapter, this is the adapter's folder, and `base` is the path of the base model. Written to a
+    temporary folder and renamed, so a folder of that name is always complete.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     if has_adapter(model):
         local = Path(base).expanduser()
         save_adapter(model, state, str(local.absolute()) if local.exists() else base, partial)
@@ -345,14 +345,14 @@ def _save_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) 
     if generation is None:  # a reward model writes no text
         model.save_pretrained(folder, state_dict=state)
         return
-    model.generation_config = GenerationConfig()  # one with sampling flags, but no sampling, would not be saved
+    model.generation_config = GenerationConfig()  # transformers refuses to save sampling flags without sampling
     model.save_pretrained(folder, state_dict=state)
     model.generation_config = generation
     generation.to_json_file(folder / "generation_config.json")
 
 
 def _dequantised(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that knows nothing of the quantised file, so that it can be saved."""
+    """The same weights in a model without any trace of the quantised file, so that it can be saved."""
     config = model.config
     del config.quantization_config
     # Built in its dtype rather than cast to it: a cast would round the rotary frequencies, which stay in float32.

@@ -1,4 +1,4 @@
-"""What to say of a model that cannot be loaded: without a network, with code of its own, in a pickle."""
+"""Error messages for models that cannot be loaded: no network, custom code, pickled weights."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from huggingface_hub import constants
 
 
 def no_network(path: str, reason: str) -> str:
-    """What to say of a hub name without a network."""
+    """The message for a hub name without network access."""
     return (
         f"there is no folder {Path(path).absolute()}, {path} is not in the local cache, and the hub "
         f"({constants.ENDPOINT}) cannot be reached ({reason}). Check the name and the network, or give a local "
@@ -15,7 +15,7 @@ def no_network(path: str, reason: str) -> str:
 
 
 def own_code(path: str) -> str:
-    """What to say of a model that comes with Python code."""
+    """The message for a model that ships Python code."""
     return (
         f"{path} requires custom Python code, which isopref does not run by default. Review it; if you trust it, set "
         "model.trust_remote_code: true (isopref merge: --trust-remote-code)"
@@ -23,7 +23,7 @@ def own_code(path: str) -> str:
 
 
 def only_pickle(path: str) -> str:
-    """What to say of weights that could only be unpickled."""
+    """The message for weights that exist only as pickles."""
     folder = f"{Path(path).name}-safetensors"
     convert = (
         f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; M.from_pretrained({path!r}, "

@@ -1,10 +1,10 @@
 """OLMo-core's own Transformer as the model of a policy.
 
-It answers to the part of transformers' interface that isopref uses, so that everything above a policy is the same for
-both. Converting and checkpoints are conversion.py's.
+It implements the part of transformers' interface that isopref uses, so everything above a policy works with both.
+conversion.py handles conversion and checkpoints.
 
-Packed rows need two things of OLMo-core's attention: positions that restart inside a row, which its blocks take as
-tables of rotary angles; and who sees whom, for which a backend of ours stands in front of its own.
+Packed rows need two things from OLMo-core's attention: positions that restart inside a row, which its blocks accept as
+tables of rotary angles, and the mask of a row's segments, for which isopref's backend is placed in front of its own.
 
 Dimensions: B sequences, T tokens, D hidden width.
 """
@@ -28,13 +28,13 @@ from isopref.types import Segments
 
 
 class Hidden(NamedTuple):
-    """What transformers' decoders return, as far as it is used."""
+    """The part of transformers' decoder output that is used."""
 
     last_hidden_state: Tensor  # B, T, D
 
 
 class SegmentBackend(nn.Module):
-    """An attention backend that follows a packed row's segments, and leaves all else to the one it stands for."""
+    """An attention backend that follows a packed row's segments and delegates everything else to the original."""
 
     cp_enabled = False
 
@@ -60,7 +60,7 @@ class SegmentBackend(nn.Module):
 class NativeModel(nn.Module):
     """A Transformer that computes what the Hugging Face model `twin` computes with the same weights.
 
-    The twin is the form in which the model is proven, asked for answers and saved; between those it has no weights.
+    The twin is used to verify the model, to generate answers and to export; in between it has no weights.
     """
 
     supports_gradient_checkpointing = True
@@ -70,7 +70,7 @@ class NativeModel(nn.Module):
         self.transformer = transformer
         self.native_config = config
         self.config: Any = twin.config
-        vars(self)["_twin"] = twin  # not as a part of this module, whose weights would then be there twice
+        vars(self)["_twin"] = twin  # not as a submodule, which would register its weights twice
         self._no_split_modules = sorted({type(block).__name__ for block in transformer.blocks.values()})
         for attention in self._attentions():
             attention.backend = SegmentBackend(attention.backend)  # type: ignore[assignment]
@@ -87,7 +87,7 @@ class NativeModel(nn.Module):
 
     @property
     def windows(self) -> list[int | None]:
-        """How far back each layer looks, itself included; None: to the start."""
+        """How many tokens each layer attends to, including the token itself; None: all before it."""
         return [attention.backend.window for attention in self._attentions()]  # type: ignore[misc]
 
     @property
@@ -142,7 +142,7 @@ class NativeModel(nn.Module):
     def as_hf(self, state: dict[str, Tensor] | None = None) -> Iterator[PreTrainedModel]:
         """The Hugging Face model with a copy of these weights, as long as the context is open.
 
-        `state` has them by this module's names where they are not whole on this rank.
+        `state` holds them by this module's names if this rank has only shards.
         """
         named = self.state_dict() if state is None else state
         converted = convert_state_to_hf(
@@ -159,7 +159,7 @@ class NativeModel(nn.Module):
 
 
 def drop_weights(model: PreTrainedModel) -> None:
-    """Leave a model without memory for its weights. Its buffers stay."""
+    """Free the memory of a model's weights. Its buffers stay."""
     nothing = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     model.load_state_dict(nothing, assign=True)
 
@@ -167,7 +167,7 @@ def drop_weights(model: PreTrainedModel) -> None:
 def _angles(
     attention: Attention, position_T: Tensor, segments: Segments, known: dict[str, dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The rotary angles of a row's positions, none of which is as large as its longest segment."""
+    """The rotary angles of a row's positions, all smaller than the length of its longest segment."""
     rope = attention.rope
     if rope is None:
         return {}

@@ -1,11 +1,11 @@
-"""Checkpoints in host memory: what a layer that recomputes keeps between forward and backward, its input.
+"""Activation checkpoints in host memory: the inputs that recomputing layers keep between forward and backward.
 
-A layer's input leaves the device on a stream of its own while the layer computes. In the backward pass it returns while
-the layer after it is at work: whoever asks for a checkpoint has the one before it fetched. Both directions share one
-stream, so a block of host memory is never written before it has been read.
+A layer's input is copied to the host on a separate stream while the layer computes. In the backward pass it is copied
+back while the layer after it computes: fetching one checkpoint prefetches the one before it. Both directions share one
+stream, so a host block is never overwritten before it has been read.
 
-Host memory is taken in blocks of one size, page-locked on CUDA: rows of all lengths use the same ones, and none is
-allocated twice. On a CPU the same code copies within its memory.
+Host memory is allocated in blocks of one size, page-locked on CUDA, so rows of all lengths reuse the same blocks. On a
+CPU the same code copies within host memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from isopref.models.row import contexts
 
-BLOCK = 2**25  # bytes: torch rounds what it page-locks up to a power of two
+BLOCK = 2**25  # bytes: torch rounds page-locked allocations up to a power of two
 
 
 def recompute(layer: Callable[..., Any], *args: Any) -> Any:
-    """Call a layer that keeps only its inputs, and computes the rest again in the backward pass."""
+    """Call a layer, keeping only its inputs and recomputing the rest in the backward pass."""
     return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -46,7 +46,7 @@ class HostCheckpoints:
             return recompute(layer, *args)
 
     def recompute_on_device(self, layer: Callable[..., Any], *args: Any) -> Any:
-        """Call a layer after those that offload, with its inputs on the device. What the last of them left may go."""
+        """Call a layer after the offloading ones, with its inputs on the device; release the last offloaded input."""
         self._let_go()
         return recompute(layer, *args)
 
@@ -86,7 +86,7 @@ class HostCheckpoints:
         return tensor
 
     def _let_go(self) -> None:
-        """Let the device reuse the memory of what was copied last, once it is copied: by now a layer has computed."""
+        """Let the device reuse the memory of the last copied input once it is copied; a layer has computed since."""
         if self._leaving is not None:
             tensor, event = self._leaving
             torch.cuda.current_stream(tensor.device).wait_event(event)
@@ -94,7 +94,7 @@ class HostCheckpoints:
 
 
 class _Kept:
-    """One tensor in blocks of host memory, which are free again when nobody wants it any more."""
+    """One tensor in blocks of host memory, which are freed when the tensor is no longer needed."""
 
     def __init__(self, store: HostCheckpoints, tensor: Tensor, before: Callable[[], _Kept | None]):
         self.store, self.before = store, before
@@ -107,7 +107,7 @@ class _Kept:
         self._copy([(block[: len(piece)], piece) for piece, block in zip(pieces, self.blocks, strict=True)])
 
     def fetch(self) -> None:
-        """Start to copy it back, unless that has begun."""
+        """Start copying it back, unless that has already begun."""
         if self.fetched is None:
             self.fetched = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             pairs = zip(_pieces(self.fetched), self.blocks, strict=True)
@@ -127,7 +127,7 @@ class _Kept:
                 to.copy_(source)
             return
         stream = self.store.stream(self.device)
-        # Not before the source is computed, nor while the memory of the target is still read by what was queued before.
+        # Not before the source is computed, nor while earlier work on the queue still reads the target's memory.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for to, source in pairs:
@@ -139,7 +139,7 @@ class _Kept:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def __del__(self) -> None:
-        if self.fetched is not None:  # of a pass that failed: nobody may get its memory during the copy
+        if self.fetched is not None:  # from a failed pass: its memory must not be reused during the copy
             self._wait()
         self.store.give_blocks(self.blocks)
 

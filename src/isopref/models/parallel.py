@@ -49,11 +49,11 @@ def parallelize(
 ) -> nn.Module:
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
-    FSDP takes the weights from where they are, layer by layer: from the host's memory, a model never is whole on a GPU.
-    Narrow ones are made float32 when they are where they belong.
-    `compute_dtype` other than the weights' own keeps those as master weights and reduces gradients in their dtype.
-    `offload` keeps the shards and their gradients in the host's memory, and so the optimizer's state.
-    `tensor_parallel` ranks, next to each other, compute every layer together: OLMo-core's models, under FSDP or HSDP.
+    FSDP takes the weights layer by layer from where they are: from host memory, no GPU ever holds the full model.
+    Narrow weights become float32 once their shards are in place.
+    If `compute_dtype` differs from the weights' dtype, these are master weights, and gradients are reduced in it.
+    `offload` keeps shards, gradients and optimizer state in host memory.
+    `tensor_parallel` neighbouring ranks compute every layer together: OLMo-core's models only, under FSDP or HSDP.
     """
     if mode in ("single", "ddp") or tensor_parallel > 1:
         policy.move_to(device)
@@ -69,7 +69,7 @@ def parallelize(
             device_ids=[device.index] if device.type == "cuda" else None,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            # To send a weight in four bits it would be quantised a second time, to other numbers.
+            # Broadcasting a 4-bit weight would quantise it a second time, to different values.
             init_sync=not any(is_quantised(parameter) for parameter in policy.parameters()),
         )
     data_size = world_size // tensor_parallel
@@ -77,7 +77,7 @@ def parallelize(
     data = (("shard", shard),) if mode == "fsdp" else (("replicate", data_size // shard), ("shard", shard))
     mesh = _mesh(device.type, data if tensor_parallel == 1 else (*data, ("tensor", tensor_parallel)), dist.group.WORLD)
     if tensor_parallel > 1 and policy.native is not None:
-        mesh._flatten()  # so that a norm is one sum over all ranks, and the same to the last bit on each
+        mesh._flatten()  # so that a norm is one sum over all ranks, bitwise the same on each
         policy.native.transformer.apply_tp(mesh["tensor"])
         policy.tensor_mesh = mesh["tensor"]
         mesh = mesh[tuple(name for name, _ in data)]
@@ -93,7 +93,7 @@ def _shard(
     compute_dtype: torch.dtype | None,
     offload: bool,
 ) -> None:
-    """Shard each decoder layer, then what is around them. FSDP moves them to the device, not what it leaves whole."""
+    """Shard each decoder layer, then the rest. FSDP moves what it shards to the device, but not what it ignores."""
     trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
     whole = {p for p in policy.parameters() if _stays_whole(p, world_size, offload)}
     for parameter in whole:
@@ -108,10 +108,10 @@ def _shard(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # With a dtype to reduce in, FSDP would look for the gradient of what was gathered: these are not, or have none.
+    # With a reduce dtype, FSDP would look for gradients of gathered weights: these are not gathered or have none.
     unused = [(part, {**options, "mp_policy": MixedPrecisionPolicy()}) for part in _unused_modules(policy)]
     for module, settings in (*unused, *((module, options) for module in (*decoder_layers(policy), policy))):
-        if offload and policy.narrow:  # before it is pinned, which it would be twice
+        if offload and policy.narrow:  # before pinning, or it would be pinned twice
             module.float()
         fully_shard(module, **settings)
     policy.widen()
@@ -124,19 +124,19 @@ def _unused_modules(policy: Policy) -> list[nn.Module]:
 
 
 def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> bool:
-    """Whether FSDP leaves a frozen weight as it is: in four bits it is small, and one rank has nobody to share with."""
+    """Whether FSDP leaves frozen weights unsharded: 4-bit weights are small, and one rank has nothing to shard with."""
     return not parameter.requires_grad and (is_quantised(parameter) or (world_size == 1 and not offload))
 
 
 @cache
 def _mesh(device_type: str, named: tuple[tuple[str, int], ...], _world: dist.ProcessGroup | None) -> DeviceMesh:
-    """One mesh for each shape and default group: every mesh makes process groups, whose threads stay."""
+    """One mesh per shape and default group: every mesh creates process groups, whose threads never end."""
     names, sizes = zip(*named, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_size: int) -> None:
-    """Raise ConfigError where so many ranks cannot compute a layer together."""
+    """Raise ConfigError if this many ranks cannot compute a layer together."""
     what = f"layout.tensor_parallel: {tensor_parallel}"
     if policy.native is None:
         raise ConfigError(f"{what} is for OLMo-core's own modules. Set model.native: true, or tensor_parallel: 1.")
@@ -152,7 +152,7 @@ def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_siz
 
 
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that share out pairs: one of each tensor-parallel group, this rank among them. None: all ranks."""
+    """The ranks that divide pairs among them: one per tensor-parallel group, including this one. None: all ranks."""
     mesh = _tensor_mesh(model)
     if mesh is None:
         return None
@@ -162,7 +162,7 @@ def data_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def speaks(model: nn.Module) -> bool:
-    """Whether this rank is the one of its tensor-parallel group that tells what all of them know."""
+    """Whether this rank reports for its tensor-parallel group."""
     mesh = _tensor_mesh(model)
     return mesh is None or mesh.get_local_rank() == 0
 
@@ -172,7 +172,7 @@ def _tensor_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def check_shard(hsdp_shard: int | None, world_size: int, *, tensor_parallel: int = 1) -> int:
-    """Ranks in one shard group of HSDP. Raises ConfigError where they do not divide the ranks that share out pairs."""
+    """Ranks per HSDP shard group. Raises ConfigError if they do not divide the number of data-parallel ranks."""
     if hsdp_shard is None or hsdp_shard < 1 or world_size % hsdp_shard:
         fitting = ", ".join(str(n) for n in range(2, world_size + 1) if world_size % n == 0)
         what = "processes" if tensor_parallel == 1 else f"groups of {tensor_parallel} processes (tensor_parallel)"
@@ -184,17 +184,17 @@ def check_shard(hsdp_shard: int | None, world_size: int, *, tensor_parallel: int
 
 
 def has_layers(policy: Policy) -> bool:
-    """Whether the model says which of its blocks are its layers, and can recompute them."""
+    """Whether the model declares which blocks are its layers and can recompute them."""
     return bool(policy.model._no_split_modules) and policy.model.supports_gradient_checkpointing
 
 
 def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -> list[nn.Module]:
-    """The blocks that transformers says must stay whole, without parts of others: units of sharding and compilation.
+    """The outermost blocks that transformers says must not be split: the units of sharding and compilation.
 
-    Those that text does not use are none of them.
+    Blocks that text does not use are excluded.
     """
     names = set(policy.model._no_split_modules or ())
-    # FSDP gives a sharded block a class of its own, derived from the block's.
+    # FSDP gives a sharded block a new class derived from the block's.
     whole = [module for module in policy.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     inner = {id(part) for module in whole for part in module.modules() if part is not module}
     inner |= {id(part) for module in _unused_modules(policy) for part in module.modules()}
@@ -207,23 +207,23 @@ def decoder_layers(policy: Policy, way_out: str = "Set layout.parallel: ddp.") -
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each decoder layer by itself. What two rows differ in becomes a variable, and then one code serves all.
+    """Compile each decoder layer separately. Sizes that differ between two rows become symbolic; one graph serves all.
 
-    (Everything variable from the start, dynamic=True, makes a variable of a head's width under FSDP: slow kernels.)
+    (With dynamic=True, everything is symbolic from the start, including the head width under FSDP: slow kernels.)
     """
     for layer in decoder_layers(policy, "Set layout.compile: false."):
         layer.compile()
 
 
 def can_offload(policy: Policy) -> bool:
-    """Whether layers recompute by a function that they are given, which can keep their inputs elsewhere."""
+    """Whether layers recompute through a function they are given, which can keep their inputs elsewhere."""
     if policy.native is not None or not has_layers(policy):
         return policy.native is not None
     return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(policy))
 
 
 def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None:
-    """Have the first `count` decoder layers keep only their inputs, and compute the rest again in the backward pass.
+    """Make the first `count` decoder layers keep only their inputs and recompute the rest in the backward pass.
 
     The first `offloaded` of them keep their inputs in host memory.
     """
@@ -240,7 +240,7 @@ def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None
     policy.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     host = HostCheckpoints()
     for number, layer in enumerate(layers):
-        # As transformers itself sets them.
+        # As transformers itself does.
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]
         how = host.recompute if number < offloaded else host.recompute_on_device
         layer._gradient_checkpointing_func = how  # type: ignore[assignment]
@@ -248,11 +248,11 @@ def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None
 
 @contextmanager
 def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[None]:
-    """Around one microbatch's forward and backward: reduce gradients after it, or leave that to a later one.
+    """Wraps one microbatch's forward and backward: reduce gradients after it, or leave that to a later microbatch.
 
-    `last` keeps the whole gradient, and FSDP's gathered weights, on every rank until the step's last microbatch;
-    `every` gathers and reduces for each, which costs communication and saves memory under FSDP. Across HSDP's replicas
-    only the last microbatch ever reduces.
+    `last` keeps the full gradient, and FSDP's gathered weights, on every rank until the step's last microbatch; `every`
+    gathers and reduces for each one, which costs communication but saves memory under FSDP. Across HSDP replicas, only
+    the last microbatch ever reduces.
     """
     now = last or mode == "every"
     if isinstance(model, DistributedDataParallel) and not now:
@@ -269,9 +269,9 @@ def gradient_sync(model: nn.Module, mode: GradSync, *, last: bool) -> Iterator[N
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP gathered for a forward pass without a backward, which would have done it.
+    """Free what FSDP gathered for a forward pass that has no backward pass to free it.
 
-    Until then `model.parameters()` are the gathered copies: an optimizer built on them would train nothing.
+    Until then `model.parameters()` are the gathered copies, and an optimizer built on them would train nothing.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -286,7 +286,7 @@ def unwrap(model: nn.Module) -> Policy:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes, which is not where its weights are if those are offloaded."""
+    """The device a model computes on, which differs from its weights' device if they are offloaded."""
     first = next(model.parameters())
     if isinstance(first, DTensor) and first.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())

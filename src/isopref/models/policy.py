@@ -1,4 +1,4 @@
-"""A causal LM as a policy: the module that is sharded or wrapped, whose forward takes a microbatch.
+"""A causal LM as a policy: the module that is sharded or wrapped, and whose forward takes a microbatch.
 
 FSDP gathers the parameters outside the decoder layers (embedding, final norm, head) only around the forward of the
 module it wraps, so that forward must be ours and include the head.
@@ -36,40 +36,40 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """A causal LM that scores microbatches, packed or padded. All its dropout is switched off.
+    """A causal LM that scores microbatches, packed or padded. All dropout is disabled.
 
-    Parts without a gradient are frozen (unused.py). `unused`: names of those that text does not use.
-    The model is a Hugging Face one, or one of OLMo-core's (native.py) with the Hugging Face form that it converts to.
-    With `narrow`, its weights have 16 bits until `widen` makes them float32.
+    Parts without a gradient are frozen (unused.py); `unused` names those that text does not use.
+    The model is a Hugging Face model, or an OLMo-core model (native.py) with its Hugging Face twin.
+    With `narrow`, weights have 16 bits until `widen` makes them float32.
     """
 
-    scores: ClassVar[str] = "log-probabilities"  # what it gives answers, in words
+    scores: ClassVar[str] = "log-probabilities"  # what it assigns to answers, in words
 
     def __init__(self, model: PreTrainedModel | NativeModel, *, narrow: bool = False):
         super().__init__()
         self.narrow = narrow
         register()
         disable_dropout(model)
-        # Else the pad token's embedding has no gradient, and that token often is the one that ends every turn.
+        # Otherwise the pad token's embedding gets no gradient, and that token often ends every turn.
         embedding: Any = model.get_input_embeddings()
         embedding.padding_idx = None
         self._noisy = noisy_modules(model)
         self.unused = unused_parts(model)
         for name in (*self.unused, *indexers(model)):
             attrgetter(name)(model).requires_grad_(False)
-        self.tensor_mesh: DeviceMesh | None = None  # the ranks that compute every layer together, where there are some
+        self.tensor_mesh: DeviceMesh | None = None  # the tensor-parallel ranks, if any
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation
         self.packed_attention = NAME
         assert self.own_attention not in (NAME, RECORDED), "the model is in a policy already"
-        decoder_of(model)  # which fails if there is none
+        decoder_of(model)  # raises if there is none
         self.following, self.unfolded = adapt_layers(model)  # names of layers with a state, and others (unfold.py)
         config = model.config.get_text_config()
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 0
         self.logits = logit_changes(config)
 
     def move_to(self, device: torch.device) -> None:
-        """Put the whole policy on a device, weights that are still narrow as float32: made so there, one by one."""
+        """Move the policy to a device. Narrow weights become float32 there, one by one."""
         if self.narrow:
             self._apply(lambda one: one.to(device).float() if one.is_floating_point() else one.to(device))  # type: ignore[no-untyped-call]
             self.narrow = False
@@ -77,13 +77,13 @@ class Policy(nn.Module):
             self.to(device)
 
     def widen(self) -> None:
-        """Make weights that are still narrow float32, or what of them is on this rank."""
+        """Make narrow weights float32, or this rank's shards of them."""
         if self.narrow:
             self.float()
             self.narrow = False
 
     def unfold_all(self) -> None:
-        """Unfold the layers that follow a row's tree, too: their prompts are computed once per answer from now on."""
+        """Also unfold the layers that follow a row's tree: from now on they compute a prompt once per answer."""
         layers = [attrgetter(name)(self.model) for name in self.following]
         unfollow(layers)
         unfold(layers)
@@ -91,7 +91,7 @@ class Policy(nn.Module):
 
     @property
     def name(self) -> str:
-        """What the model is called, in transformers' words."""
+        """The model's type in transformers' terms."""
         return type(self.model if self.native is None else self.native.twin).__name__
 
     @property
@@ -101,19 +101,19 @@ class Policy(nn.Module):
 
     @property
     def native(self) -> NativeModel | None:
-        """The model, where it is one of OLMo-core's."""
+        """The model if it is one of OLMo-core's, else None."""
         model: Any = self.model
         return None if isinstance(model, PreTrainedModel) else model
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, in which the model computes what it does in eval mode."""
+        """Training mode, in which the model computes the same as in eval mode."""
         super().train(mode)
         for module in self._noisy:
             module.training = False
         return self
 
     def forward(self, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
-        """Log-probabilities of the microbatch's answers, and what else is needed."""
+        """Log-probabilities of the microbatch's answers, and whatever else was requested."""
         num_answers = microbatch.num_answers
         logp_A = confidence_A = head_2M = routes = None
         for one in microbatch.passes:
@@ -134,7 +134,7 @@ class Policy(nn.Module):
         return Readout(logp_A, head_2M, confidence_A, routes)
 
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
-        """Of each trained token the log-probability and, if wanted, how far it is above the mean of a sample."""
+        """The log-probability of each trained token and, if requested, how far it is above the mean of a sample."""
         head = self.model.get_output_embeddings()
         weight, bias = full(head.weight), getattr(head, "bias", None)
         scale, softcap, vocabulary = self.logits
@@ -147,7 +147,7 @@ class Policy(nn.Module):
         return logp_C, logp_C.detach() - collision_C
 
     def _hidden(self, one: Pass, routed: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The last hidden states (B, T, D), and what the routers of experts said, where that is asked for."""
+        """The last hidden states (B, T, D) and, if requested, the router logits of the experts."""
         packed = one.segments is not None
         if self.native is None:
             self._use_attention(self.packed_attention if packed else self.own_attention)
@@ -159,13 +159,13 @@ class Policy(nn.Module):
         return output.last_hidden_state, output.router_logits if routed else ()
 
     def own_logits(self, input_ids_BT: Tensor) -> Tensor:
-        """What the model itself says, with its own attention and head: B, T, V."""
+        """The model's own logits, with its own attention and head: B, T, V."""
         with self.plain() as model, own_rates(model):
             logits: Tensor = model(input_ids=input_ids_BT, use_cache=False).logits
         return logits
 
     def own_score(self, prompt_T: Tensor, answer_C: Tensor) -> Tensor:
-        """The log-probability that the model itself gives an answer."""
+        """The log-probability of an answer by the model's own forward pass."""
         logits_TV = self.own_logits(torch.cat([prompt_T, answer_C])[None])[0]
         logp_CV = logits_TV[len(prompt_T) - 1 : -1].float().log_softmax(dim=-1)
         logp: Tensor = logp_CV.gather(1, answer_C[:, None]).sum()
@@ -177,7 +177,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def plain(self) -> Iterator[PreTrainedModel]:
-        """The model in Hugging Face's form with its own attention, for generation and whatever is not a microbatch."""
+        """The Hugging Face model with its own attention, for generation and anything that is not a microbatch."""
         if self.native is not None:
             with self.native.as_hf() as model:
                 yield model
@@ -191,10 +191,10 @@ class Policy(nn.Module):
 
     @contextmanager
     def saved_form(self, state: dict[str, Tensor]) -> Iterator[tuple[PreTrainedModel, dict[str, Tensor]]]:
-        """What a Hugging Face folder is written from: `state` has this module's weights, gathered from all ranks."""
+        """The model and state that are exported; `state` holds this module's weights, gathered from all ranks."""
         named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         if self.native is None:
-            with self.plain() as model:  # the folder must not name our attention
+            with self.plain() as model:  # the exported config must not name our attention
                 yield model, _tied_again(model, named)
         else:
             with self.native.as_hf(named) as model:
@@ -202,7 +202,7 @@ class Policy(nn.Module):
 
 
 def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for all names of a tied weight, which a state gathered from shards has a copy of for each name."""
+    """One tensor for all names of a tied weight; a state gathered from shards has a copy for each name."""
     first: dict[int, str] = {}
     tied = dict(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -212,7 +212,7 @@ def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _head_logps(logp_C: Tensor, one: Pass, microbatch: Microbatch) -> Tensor:
-    """Summed log-probabilities of the first trained tokens of better and worse, as many as the shorter has: 2, M."""
+    """Log-probabilities of better and worse, each summed over as many trained tokens as the shorter has: 2, M."""
     length_2M = microbatch.num_tokens[microbatch.compared].view(2, -1)
     shorter_M = length_2M.amin(dim=0)
     of_side = one.answer[None] == microbatch.compared[:, None]  # 2 M, C
@@ -225,5 +225,5 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered; others as they are."""
+    """Gather a sharded tensor; return any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,8 @@
-"""A numerical proof, on a tiny input, that a layout scores a model the way the model itself does.
+"""Verifies numerically, on a tiny input, that a layout gives the same scores as the model's own forward pass.
 
-A model may ignore our attention (its rejected answers would then see the chosen ones), place its positions by other
-rules, or change its logits after the head. No list of names can know; so two small pairs are scored both ways.
+A model may ignore our attention (its rejected answers would then see the chosen ones), number its positions
+differently, or change its logits after the head. No list of model names can cover that, so two small pairs are scored
+both ways.
 """
 
 import sys
@@ -27,24 +28,24 @@ from isopref.models.unfold import unknown_layers
 from isopref.types import Readout
 
 PACKED = ("shared", "packed")
-# What two right computations may differ by: nats per completion token, and a share of the log-probability; of rewards,
-# which have no scale, that much of the largest. In half precision that is too wide to see a small leak; what a rejected
-# answer does when only the chosen one changes shows it.
+# How much two correct computations may differ: nats per completion token, plus a share of the log-probability; for
+# rewards, which have no scale, a share of the largest. In half precision this is too wide to reveal a small leak, but a
+# rejected answer whose score moves when only the chosen one changes does.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.float16: 0.01}
-# Of products in float8, which the model itself is scored without.
+# With float8 products; the model's own forward pass has none.
 TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 
-# Masks, which transformers cuts where positions start again, tokens sorted by their experts, and our own tables.
+# Masks, which transformers splits where positions restart; tokens sorted by expert; and our own tables.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.", "isopref.models.tree")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
 PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
-LONGEST_WINDOW = 64  # windows up to here are probed by sequences longer than they are
+LONGEST_WINDOW = 64  # sliding windows up to this size are probed with sequences longer than the window
 
 
 @torch.no_grad()
 def own_logps(policy: Policy) -> Tensor:
-    """What the model itself gives the probe's pairs in eval mode, one sequence at a time: 2, P. Raises ModelError."""
+    """Scores of the probe's pairs by the model itself in eval mode, one sequence at a time: 2, P. Raises ModelError."""
     pairs = _pairs(policy, seed=1)
     was_training = policy.training
     policy.eval()
@@ -70,11 +71,11 @@ def own_logps(policy: Policy) -> Tensor:
 def check_layout(
     model: nn.Module, kind: RowKind, *, own: Tensor | None = None, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Raise ModelError if `kind` rows do not give the model's own scores, as it trains.
+    """Raise ModelError if `kind` rows, in training mode, do not give the model's own scores.
 
-    All ranks call this together. `own` is from before the model was spread over them; without it, what spreading did to
-    the weights is not seen. Layers that follow a row's tree and are found wrong are unfolded, which `policy.unfolded`
-    tells.
+    All ranks call this together. `own` was computed before the model was distributed; without it, damage done to the
+    weights by distributing them goes unnoticed. Layers that follow a row's tree and fail are unfolded and then listed
+    in `policy.unfolded`.
     """
     policy = unwrap(model)
     try:
@@ -92,7 +93,7 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     own = own_logps(policy) if own is None else own.to(device)
     pairs = _pairs(policy, seed=1)
     other = _pairs(policy, seed=2)
-    # Other chosen answers of the same lengths: the kernels are the same, so that rounding is too.
+    # Different chosen answers of the same lengths: same kernels, so the same rounding.
     changed = [a._replace(chosen=b.chosen) for a, b in zip(pairs, other, strict=True)]
     if kind in PACKED and (unknown := unknown_layers(policy.model)):
         raise ModelError(_refusal(policy, kind, f"layers of type {min(unknown)} do not know of segments"))
@@ -101,14 +102,14 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     try:
         found = _logps(model, pairs, kind, device)
         again = float((_logps(model, pairs, kind, device) - found).abs().max())
-        # What the rejected answers get may not move when the chosen ones change.
+        # Scores of rejected answers must not move when the chosen ones change.
         moved = float((_logps(model, changed, kind, device) - found)[1].abs().max())
-        # Longer answers, and one pair more: a compiled layer learns what may change from row to row.
+        # Longer answers and one more pair: a compiled layer learns which sizes vary between rows.
         _logps(model, [*_pairs(policy, seed=3, more=1), *other[:1]], kind, device)
         seen = _look(model, pairs, kind) if kind in PACKED else None
     except ModelError as error:
         raise ModelError(f"{policy.name} cannot be trained with layout.rows: {kind}. {error}") from error
-    except Exception as error:  # a model is foreign code: it fails as it likes on what it does not expect
+    except Exception as error:  # a model is third-party code and may raise anything
         raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
     finally:
         model.train(was_training)
@@ -132,7 +133,7 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
 
 @torch.no_grad()
 def check_tiles(model: nn.Module, kind: RowKind, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Raise ModelError if MLPs in tiles do not give the scores that they give all tokens at once.
+    """Raise ModelError if MLPs give different scores in tiles than for all tokens at once.
 
     All ranks call this together.
     """
@@ -171,7 +172,7 @@ class _Seen(NamedTuple):
     """What the layers of a model did in a row."""
 
     asked: list[Asked]
-    counted: set[str]  # modules of code that counted the tokens of the row
+    counted: set[str]  # modules whose code counted the tokens of the row
 
 
 def _look(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind) -> _Seen:
@@ -187,7 +188,7 @@ def _look(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind) -> _Seen
 
 
 def _strange(policy: Policy, seen: _Seen) -> str | None:
-    """What a model does that packed rows do not know, even if only rows longer than the probe's would show it."""
+    """What a model does that packed rows do not support, even if only rows longer than the probe's would show it."""
     for one in seen.asked:
         if one.mask is not None and one.mask.window != one.window:
             return f"{one.layer} masks keys by a window or chunks of {one.mask.window}, but does not tell its attention"
@@ -201,9 +202,9 @@ def _strange(policy: Policy, seen: _Seen) -> str | None:
 
 
 class _Counting(TorchFunctionMode):
-    """Notices code that counts the tokens of a row instead of using the positions it is given.
+    """Detects code that counts the tokens of a row instead of using the positions it is given.
 
-    Llama 4 scales queries that way from position 8,192 on: a row that long is no probe.
+    Llama 4 does so to scale queries from position 8,192 on, and a row that long is too long for a probe.
     """
 
     def __init__(self, num_tokens: int):
@@ -227,7 +228,7 @@ def _logps(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind, device:
 
 
 def _window(policy: Policy) -> int | None:
-    """The sliding window of the model's config, if some layer has it."""
+    """The sliding window in the model's config, if any layer uses it."""
     config = policy.model.config.get_text_config()
     layers = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None

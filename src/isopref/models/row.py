@@ -1,9 +1,9 @@
-"""The packed row that a model is computing, for the parts of it that are not handed the row's segments.
+"""The packed row that a model is computing, for modules that are not passed the row's segments.
 
-Most models pass keyword arguments through to their attention, and `segments` with them. Some drop them on the way
-(StableLM, Nemotron), and layers with a state need other tables than attention does. Both ask here. Activation
-checkpointing runs layers again in the backward pass, outside the forward pass and often in another thread: `contexts`
-gives them the row that they had the first time.
+Most models pass keyword arguments, including `segments`, through to their attention. Some drop them on the way
+(StableLM, Nemotron), and recurrent layers need other tables than attention does. Both look them up here. Activation
+checkpointing runs layers again in the backward pass, outside the forward pass and often in another thread; `contexts`
+gives them the row they had the first time.
 
 Dimensions: S sequences of a bucket, L their padded length, T tokens of the row, K gathered keys.
 """
@@ -26,7 +26,7 @@ from isopref.types import IntArray, Segments
 
 
 class Bucket(NamedTuple):
-    """Segments of similar length, each with all that comes before it in its own sequence."""
+    """Segments of similar length, each with everything before it in its own sequence."""
 
     shape: tuple[int, int]  # S, L
     source: Tensor  # N: which of the K keys
@@ -35,7 +35,7 @@ class Bucket(NamedTuple):
 
 
 class Row:
-    """A packed row. What layers have to know of it is made when the first of them asks, and kept for the others."""
+    """A packed row. Tables for layers are built when the first layer asks, and cached for the others."""
 
     def __init__(self, segments: Segments):
         self.segments = segments
@@ -49,12 +49,12 @@ class Row:
 
     @cached_property
     def levels(self) -> Levels:
-        """The row cut where its sequences part."""
+        """The row, cut where its sequences branch."""
         return levels_of(self.segments)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The row's segments by length: at least half of the places in each bucket are taken."""
+        """The row's segments, bucketed by length so that at most half of each bucket is padding."""
         own = np.diff(self.segments.query_bounds)
         length = np.diff(self.segments.key_bounds)
         order = np.argsort(length, kind="stable")[::-1]
@@ -74,7 +74,7 @@ class Row:
 
     @cached_property
     def order(self) -> Tensor:
-        """Where each token of the row is in what the buckets give, one after the other: T."""
+        """The index of each token of the row in the concatenated output of the buckets: T."""
         length = np.diff(self.segments.key_bounds)
         by_length = np.argsort(length, kind="stable")[::-1]
         bounds = self.segments.query_bounds
@@ -85,12 +85,12 @@ class Row:
         return torch.from_numpy(np.concatenate(parts)).to(self.segments.query_offsets.device, non_blocking=True)
 
     def keys(self, x: Tensor) -> Tensor:
-        """What a row has for each of its tokens (1, T, ...), for each of the K keys."""
+        """Per-token values of a row (1, T, ...), gathered for each of the K keys."""
         index, copies = self.segments.key_index, self.segments.key_copies
         return x[0] if index is None or copies is None else take(x[0], index, copies)
 
     def unfold(self, keys: Tensor, bucket: Bucket) -> Tensor:
-        """Those of `keys` that a bucket has, as a padded batch: S, L, ..."""
+        """A bucket's share of `keys`, as a padded batch: S, L, ..."""
         num_places = bucket.shape[0] * bucket.shape[1]
         padded = keys.new_zeros(num_places, *keys.shape[1:])
         return padded.index_copy(0, bucket.slot, keys.index_select(0, bucket.source)).view(
@@ -98,7 +98,7 @@ class Row:
         )
 
     def fold(self, batches: list[Tensor]) -> Tensor:
-        """What the segments' own tokens got in the padded batches of all buckets, in the row's order: 1, T, ..."""
+        """The outputs of the segments' own tokens in all buckets' padded batches, in row order: 1, T, ..."""
         parts = [
             batch.flatten(0, 1).index_select(0, bucket.answer)
             for batch, bucket in zip(batches, self.buckets, strict=True)
@@ -120,15 +120,15 @@ def computing(row: Row | None) -> Iterator[None]:
 
 
 def enter_row(row: Row | None) -> None:
-    """Go on with another row, until the end of the pass that is `computing`."""
+    """Switch to another row until the end of the enclosing `computing` pass."""
     _row.set(row)
 
 
 def current_row() -> Row | None:
-    """The packed row that is being computed; None for a padded batch."""
+    """The packed row being computed; None for a padded batch."""
     return _row.get()
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Torch's `checkpoint` asks for these when it first computes a layer: for that, and for the computation after."""
+    """The contexts that torch's `checkpoint` uses for a layer's first computation and for its recomputation."""
     return nullcontext(), computing(_row.get())

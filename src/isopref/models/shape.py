@@ -1,4 +1,4 @@
-"""The size of a model, from its config alone: what memory and time follow from."""
+"""The size of a model, from its config alone: the basis for estimates of memory and time."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from isopref.models.unused import is_inside
 
 
 class Float8Size(NamedTuple):
-    """The layers that multiply in float8 where that is asked for."""
+    """The layers that multiply in float8 if requested."""
 
     parameters: int
     trained: int
-    sides: int  # numbers in and out of them, for one token
+    sides: int  # numbers in and out of them, per token
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class ModelShape:
     """Parameters and widths of a causal language model. Tied weights count once."""
 
     parameters: int
-    unused_parameters: int  # of the parts that text does not use: held, but never gathered nor trained
+    unused_parameters: int  # of parts that text does not use: held, but never gathered or trained
     trained_parameters: int
-    trained_in_matrices: int  # of decoder layers; what experts are fused into is none
+    trained_in_matrices: int  # of decoder layers, without fused experts
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
-    frozen_in_maps: int  # numbers of all those that are not trained; what experts are fused into is no linear map
-    summed_parameters: int  # that have an adapter, and are held a second time, with its update
+    frozen_in_maps: int  # numbers of all that are not trained; fused experts do not count as linear maps
+    summed_parameters: int  # with an adapter: held a second time, with its update
     layers: int
-    has_layers: bool  # the model says which blocks they are, so that they can compile and recompute
+    has_layers: bool  # the model declares which blocks they are, so they can compile and recompute
     width: int
     heads: int
-    key_width: int  # of the keys of one token and layer, all key heads together
+    key_width: int  # of the keys of one token in one layer, over all key heads
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -63,12 +63,12 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """Matrix entries of one decoder layer that one token meets."""
+        """Matrix entries of one decoder layer that one token is multiplied by."""
         return self.flops.per_token / 2 / self.layers
 
     @property
     def inner_width(self) -> float:
-        """Of the MLP, as if it had three matrices like Llama's; of all experts that one token meets."""
+        """Width of the MLP as if it had three matrices like Llama's; with experts, summed over those one token uses."""
         return max(0.0, (self.active_parameters / self.width - 2 * self.width - 2 * self.key_width) / 3)
 
 

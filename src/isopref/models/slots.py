@@ -1,9 +1,9 @@
-"""Keys and values of sequences that a model is writing, one slot for each, and the attention that reads them.
+"""The KV cache of sequences that a model is generating, one slot per sequence, and the attention that reads it.
 
 A prompt is computed once, in a packed row with others, and its keys and values are copied to the slots of all its
-answers. From then on a pass has one token per slot. Slots are independent: one can be given to another answer at any
-time, and nothing is padded to the longest prompt of a batch. The attention is registered with transformers, as that of
-packed rows is (attention.py); whether a model really writes what it would write alone is decided by `check_slots`.
+answers. After that, each pass has one token per slot. Slots are independent: one can be reassigned to another answer at
+any time, and nothing is padded to the longest prompt of a batch. The attention is registered with transformers, like
+that of packed rows (attention.py); `check_slots` verifies that a model generates in slots what it would alone.
 
 Dimensions: R slots, G key heads, Q queries per key head, L tokens that a slot has room for, E width of a head, T tokens
 of a packed row, P prompts, N tokens to copy.
@@ -33,12 +33,12 @@ from isopref.types import IntArray, Segments
 log = logging.getLogger(__name__)
 
 NAME = "isopref_slots"
-ROUND = 128  # room grows in steps of so many tokens, so that kernels and graphs see few different lengths
+ROUND = 128  # capacity grows in steps of this many tokens, so that kernels and graphs see few different lengths
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """A pass over prompts: where each token of the packed row is copied to."""
+    """A pass over prompts: where to copy each token of the packed row."""
 
     segments: Segments
     source: Tensor  # N: its place in the row
@@ -48,14 +48,14 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A pass over one token per slot: the position of each token, and how many places of the slots are looked at."""
+    """A pass over one token per slot: the position of each token, and how many places of each slot are read."""
 
     position: Tensor  # R
     length: int
 
     @cached_property
     def sees(self) -> dict[int | None, Tensor]:
-        """Masks (R, 1, 1, L) by the window of a layer."""
+        """Masks (R, 1, 1, L), keyed by a layer's window."""
         return {}
 
     def mask(self, window: int | None) -> Tensor:
@@ -80,7 +80,7 @@ class Slots:
         self._graphs: Graphs | None = Graphs() if graphs and self.device.type == "cuda" else None
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for so many tokens in every slot."""
+        """Make room for this many tokens in every slot."""
         if num_tokens > self.room:
             self.room = -(-num_tokens // ROUND) * ROUND
             self.kept = {layer: (self._grown(k), self._grown(v)) for layer, (k, v) in self.kept.items()}
@@ -92,7 +92,7 @@ class Slots:
         return new
 
     def keep_only(self, slots: Sequence[int]) -> None:
-        """Drop all slots but these, which are then numbered in this order."""
+        """Drop all other slots and renumber these in the given order."""
         index = torch.tensor(slots, device=self.device)
         self.kept = {layer: (k[index], v[index]) for layer, (k, v) in self.kept.items()}
         self.num_slots = len(slots)
@@ -100,7 +100,7 @@ class Slots:
         self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        """Recorded passes read and write the tensors that were there when they were recorded."""
+        """Discard recorded passes: they read and write the tensors that existed when they were recorded."""
         if self._graphs is not None:
             self._graphs = Graphs()
 
@@ -130,7 +130,7 @@ class Slots:
     def next_logits(self, token_R: Tensor, position_R: Tensor, length: int) -> Tensor:
         """Write one token into each slot and return the logits of the one after it: R, V.
 
-        `length`: no slot has more tokens than that, this one included.
+        `length`: the maximum number of tokens in any slot, including this one.
         """
         length = min(self.room, -(-length // ROUND) * ROUND)
 
@@ -202,7 +202,7 @@ def _attention(
     position_ids: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """The signature transformers calls; B, heads, T, width in and B, T, heads, width out."""
+    """Has the signature that transformers calls; B, heads, T, width in and B, T, heads, width out."""
     names = [name for name, one in unknown.items() if isinstance(one, Tensor)]
     current = _current.get()
     number = getattr(module, "layer_idx", None)
@@ -250,7 +250,7 @@ def _attend(
 
 @torch.no_grad()
 def check_slots(policy: Policy) -> None:
-    """Raise ModelError if the model does not give its own logits when it writes in slots."""
+    """Raise ModelError if the model's logits in slots differ from its own forward pass."""
     if policy.native is not None or policy.following or policy.unfolded:
         raise ModelError(f"{policy.name} has layers that keep a state of their own")
     check_layout(policy, "packed")  # prompts are computed in packed rows

@@ -1,13 +1,12 @@
-"""MLPs computed in tiles along a row, so that a long row never has all their inner values in memory at once.
+"""MLPs computed in tiles along a row, so a long row never has all their intermediate activations in memory at once.
 
-An MLP maps every token by itself, so its tokens can be computed some at a time. Between forward and backward only its
-input is kept; the backward pass computes each tile again and adds up the gradients of the weights, in float32 where
-they are narrower. That an MLP of a given model really knows nothing of other tokens is decided by a check with tiny
-tiles (`probe.check_tiles`).
+An MLP maps every token independently, so it can be computed for a few tokens at a time. Between forward and backward
+only its input is kept; the backward pass recomputes each tile and accumulates weight gradients, in float32 if the
+weights are narrower. `probe.check_tiles` verifies with tiny tiles that a model's MLPs really do not mix tokens.
 
-A layer that recomputes does not pay for it a second time. Its recomputation stops once all that it keeps is there, and
-the MLP's input is kept before the MLP is computed (`_Keep`): what comes back from the layer's own recomputation is
-everything up to its MLP, and only the tiles compute that again.
+A recomputing layer does not pay twice. Its recomputation stops once every tensor it saved is available, and the MLP's
+input is saved before the MLP is computed (`_Keep`). So the layer recomputes only up to its MLP, and the tiles recompute
+the MLP itself.
 
 Dimensions: B sequences, T tokens, D hidden width.
 """
@@ -27,15 +26,15 @@ from isopref.errors import ConfigError, ModelError
 from isopref.models.parallel import decoder_layers, has_layers
 from isopref.models.policy import Policy
 
-# In the names of classes. Models of experts have names like Qwen3MoeAttention, too.
+# In class names. Models with experts also have names like Qwen3MoeAttention.
 MLP = re.compile(r"(MLP|Mlp|MoE|Moe|MoeBlock|MoEBlock|MoELayer|FeedForward|FFN|FFNWithExperts)$")
 WAY_OUT = "Set layout.mlp_tile_tokens: null."
 
 
 def tile_mlps(policy: Policy, tokens: int | None) -> None:
-    """Have the MLPs of all decoder layers compute so many tokens at a time; all at once if that is None.
+    """Make the MLPs of all decoder layers compute this many tokens at a time; None: all at once.
 
-    Raises ConfigError for a model whose layers have no MLP of their own.
+    Raises ConfigError if the model's layers have no separate MLP.
     """
     if tokens is None and not has_layers(policy):
         return
@@ -50,7 +49,7 @@ def tile_mlps(policy: Policy, tokens: int | None) -> None:
 
 
 def can_tile(policy: Policy) -> bool:
-    """Whether every layer has an MLP of its own. That it maps single tokens is for `probe.check_tiles` to say."""
+    """Whether every layer has a separate MLP. `probe.check_tiles` verifies that it does not mix tokens."""
     return has_layers(policy) and all(_mlps(layer) for layer in decoder_layers(policy))
 
 
@@ -60,7 +59,7 @@ def _mlps(layer: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def tiles_of(policy: Policy, tokens: int | None) -> Iterator[None]:
-    """Tiles of another size while the context is open, in MLPs that are computed in tiles."""
+    """Use another tile size in MLPs that compute in tiles, as long as the context is open."""
     every = [one.forward for one in policy.modules() if isinstance(one.forward, TiledForward)]
     before = [one.tokens for one in every]
     for one in every:
@@ -77,19 +76,19 @@ def _tile(mlp: nn.Module, tokens: int | None, *, compiled: bool) -> None:
     if isinstance(own, TiledForward):
         own.tokens = tokens
     elif tokens is not None:
-        # A wrapper module would change the names of all weights inside; hooks cannot stand in for a forward.
+        # A wrapper module would change the names of all weights inside, and hooks cannot replace a forward.
         mlp.forward = TiledForward(mlp, tokens, compiled=compiled)
         if compiled:
             torch.compiler.reset()  # layers that were compiled with the MLP inside
 
 
 class TiledForward:
-    """Stands in for the forward of an MLP. Compiled layers call it as it is; what it calls is compiled by itself."""
+    """Replaces the forward of an MLP. Compiled layers call it uncompiled; what it calls is compiled separately."""
 
     def __init__(self, mlp: nn.Module, tokens: int, *, compiled: bool):
         self.mlp = mlp
         self.tokens: int | None = tokens
-        self.beside: tuple[None, ...] = ()  # in place of what the MLP returns beside its output
+        self.beside: tuple[None, ...] = ()  # replaces what the MLP returns besides its output
         self.own: Callable[..., Any] = torch.compile(mlp.forward) if compiled else mlp.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -112,7 +111,7 @@ class TiledForward:
     def tile(self, x: Tensor) -> Tensor:
         """The MLP of some tokens."""
         out = self.own(x)
-        if isinstance(out, tuple):  # what the router of experts said, which layers drop
+        if isinstance(out, tuple):  # router logits, which layers drop
             self.beside = (None,) * (len(out) - 1)
             out = out[0]
         if not isinstance(out, Tensor) or out.shape != x.shape:
@@ -135,7 +134,7 @@ def _all_tiles(tiled: TiledForward, x: Tensor) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """Nothing but a place where the input of an MLP is kept before the MLP is computed."""
+    """An identity that saves the input of an MLP before the MLP is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x,) = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
         tiled, need_x = ctx.tiled, ctx.needs_input_grad[0]
-        # FSDP may have gathered the weights again since.
+        # FSDP may have re-gathered the weights since.
         weights = [weight for weight in tiled.mlp.parameters() if weight.requires_grad]
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
         sums: list[Tensor | None] = [None] * len(weights)
@@ -178,7 +177,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    if more is None:  # an expert that no token of the tile went to
+    if more is None:  # an expert that got no token of the tile
         return total
     wide = torch.promote_types(more.dtype, torch.float32)
     return more.to(wide, copy=True) if total is None else total.add_(more)

@@ -1,7 +1,7 @@
-"""What layers with a state have to know of a packed row: which tokens come before each, and where its sequences part.
+"""What recurrent layers need to know about a packed row: which tokens precede each one, and where sequences branch.
 
-Pure index tables from a row's segments, made once per row (row.py) and used by all its layers. Nothing here asks the
-device for a number.
+Pure index tables from a row's segments, built once per row (row.py) and used by all its layers. Nothing here
+synchronises with the device.
 
 Dimensions: S segments, T tokens of the row, J taps of a convolution, R times that a token is taken at most.
 """
@@ -25,7 +25,7 @@ def taps_of(segments: Segments, count: int) -> Taps:
     index, copies = segments.key_index, segments.key_copies
     if index is None or copies is None:  # every token is a key once
         index, copies = token_T, torch.stack([token_T, torch.full_like(token_T, -1)])
-    own = key[1:] - query.diff()  # where among the keys a segment's own tokens begin
+    own = key[1:] - query.diff()  # index of a segment's first own token among the keys
 
     segment = torch.searchsorted(query[1:], token_T, right=True)
     place = own[segment] + token_T - query[segment]  # of a token among the keys
@@ -58,7 +58,7 @@ def levels_of(segments: Segments) -> Levels:
 
 
 def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
-    """By depth: where a part begins and ends in the row, and which part of the depth before it follows (-1: none)."""
+    """By depth: where parts begin and end in the row, and which part of the previous depth each follows (-1: none)."""
     cuts = sorted({token + 1 for token in segments.follows if token >= 0})
     by_depth: list[list[tuple[int, int, int]]] = []
     ending_at: dict[int, tuple[int, int]] = {-1: (-1, -1)}  # the depth of a part, and its number there
@@ -76,6 +76,6 @@ def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
 
 
 def _on(device: torch.device, array: IntArray) -> Tensor:
-    """The array there. A copy from pinned memory does not wait for what the device is doing."""
+    """The array on the device. A copy from pinned memory does not wait for the device."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

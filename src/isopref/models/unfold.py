@@ -1,15 +1,14 @@
-"""Layers that cannot follow the segments of a packed row: they get the row's sequences, one by one.
+"""Unfolds packed rows into separate sequences for layers that cannot follow segments.
 
-Layers with a state (state-space layers, linear attention, short convolutions) read from left to right, so one answer
-would start from the state in which another one left it. Attention in chunks, over compressed keys or over keys that an
-indexer chooses counts tokens along the row. Hooks around such a layer unfold the row into its sequences: every segment
-with all that comes before it, from the root of its tree on, as padded batches of similar lengths. What the segments'
-own tokens get is folded back into the row. The layer computes a shared prompt once for every answer; all other layers
-compute it once.
-Nothing is assumed about what the layer does, except that it is causal. The probe (probe.py) holds the result against
-the model itself.
+Recurrent layers (state-space layers, linear attention, short convolutions) read from left to right, so one answer would
+start from the state that another one left behind. Attention in chunks, over compressed keys or over keys selected by an
+indexer counts tokens along the row. Hooks around such a layer unfold the row into its sequences: every segment with
+everything before it, from the root of its tree, as padded batches of similar lengths. The outputs of the segments' own
+tokens are folded back into the row. The layer computes a shared prompt once per answer; all other layers compute it
+once. Nothing is assumed about the layer, except that it is causal. The probe (probe.py) compares the result with the
+model itself.
 
-Kinds of layers that have code of their own for this follow the row instead (follow.py), and compute a prompt once.
+Kinds of layers with dedicated code follow the row instead (follow.py) and compute a prompt once.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from isopref.models.row import Bucket, Row, current_row, enter_row
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
 
-# Layers without a convolution that have a state all the same.
+# Recurrent layers without a convolution.
 STATEFUL = ("LightningAttention", "RwkvSelfAttention", "RwkvFeedForward", "xLSTMLayer")
-# Types of layers, in the words of configs, whose attention needs no more than segments and a window.
+# Layer types, as configs name them, whose attention needs only segments and a window.
 FOLLOWING = (
     "full_attention", "sliding_attention", "attention", "linear_attention", "recurrent", "conv", "mamba", "hybrid",
     "hybrid_sliding", "mlp", "moe",
 )  # fmt: skip
-# Attention that is not transformers' `AttentionInterface`, counts tokens, has a bias, or a window that only masks know.
+# Attention outside transformers' `AttentionInterface`, or that counts tokens, has a bias, or a window only in its mask.
 MASKING = (
     "CodeGenAttention", "FalconAttention", "GPTJAttention", "GPTNeoAttention", "GPTNeoXJapaneseAttention",
     "InklingAttention", "Llama4TextAttention", "PhimoeAttention", "XGLMAttention",
@@ -48,13 +47,13 @@ MASKING = (
 
 
 def adapt_layers(model: PreTrainedModel | NativeModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Have layers follow a row's tree, and put hooks around those that cannot. Returns the names of both."""
+    """Make layers follow a row's tree, and put hooks around those that cannot. Returns the names of both."""
     if not isinstance(model, PreTrainedModel):
         return (), ()
     attentions = dict(_unfollowing(model))
     inside = {id(part) for module in attentions.values() for part in module.modules()}
     stateful = {name: module for name, module in _stateful(model, "") if id(module) not in inside}
-    # What was unfolded for another policy of this model stays so: the probe has spoken.
+    # Layers unfolded for another policy of this model stay unfolded: they failed the probe.
     following = {name: module for name, module in stateful.items() if can_follow(module) and not _is_unfolded(module)}
     follow(following.values())
     unfolded = {name: module for name, module in stateful.items() if name not in following}
@@ -66,7 +65,7 @@ def adapt_layers(model: PreTrainedModel | NativeModel) -> tuple[tuple[str, ...],
 
 
 def unfold(layers: Iterable[nn.Module]) -> None:
-    """Put hooks around layers with a state. Harmless when repeated."""
+    """Put hooks around recurrent layers. Idempotent."""
     for module in layers:
         if not _is_unfolded(module):
             _Unfolding(None).around(module)
@@ -77,7 +76,7 @@ def _is_unfolded(module: nn.Module) -> bool:
 
 
 def unknown_layers(model: PreTrainedModel | NativeModel) -> set[str]:
-    """Types of layers that neither follow segments nor are unfolded."""
+    """Layer types that neither follow segments nor are unfolded."""
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - set(FOLLOWING)
     if not types or not isinstance(model, PreTrainedModel):
         return types
@@ -85,7 +84,7 @@ def unknown_layers(model: PreTrainedModel | NativeModel) -> set[str]:
 
 
 def _stateful(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with a state, and their names."""
+    """The outermost recurrent modules, and their names."""
     for name, child in module.named_children():
         convolves = any(isinstance(part, nn.Conv1d) for part in child.children())
         if convolves or type(child).__name__.endswith(STATEFUL):
@@ -103,19 +102,19 @@ def _unfollowing(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _config_of(module: nn.Module, model: PreTrainedModel) -> Any:
-    """The config that an attention module reads, which says what attention it is."""
+    """The config that determines the kind of an attention module."""
     return getattr(module, "config", None) or model.config.get_text_config()
 
 
 def _layer_type(module: nn.Module, config: Any) -> str | None:
-    """The type of the layer that a module belongs to, if its config tells."""
+    """The type of the layer that a module belongs to, if its config lists it."""
     types = getattr(getattr(module, "config", config), "layer_types", None)
     number = getattr(module, "layer_idx", None)
     return None if types is None or number is None else types[number]
 
 
 class _Unfolding:
-    """The hooks around one layer: before it, the first batch takes the row's place; after it, the others follow.
+    """The hooks around one layer: the first batch replaces the row before it, and the others run after it.
 
     Attention has a `config`, and gets a mask for each batch and its model's own implementation.
     """
@@ -129,7 +128,7 @@ class _Unfolding:
 
     def around(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
-        # Also after an error: checkpointing stops a recomputation by one.
+        # Also after an exception: checkpointing stops a recomputation by raising one.
         module.register_forward_hook(self.after, always_call=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -137,7 +136,7 @@ class _Unfolding:
         row = self.row = current_row()
         if row is None:
             return None
-        enter_row(None)  # until `after`: what is inside the layer has a padded batch
+        enter_row(None)  # until `after`: modules inside the layer see a padded batch
         num_tokens = row.segments.query_bounds[-1]
         kwargs = {name: one for name, one in kwargs.items() if name != "segments"}
         given = signature(module.forward).bind(*args, **kwargs)
@@ -160,7 +159,7 @@ class _Unfolding:
         return bound.args, bound.kwargs
 
     def _mask(self, module: nn.Module, bucket: Bucket, arguments: dict[str, Any]) -> Any:
-        """What transformers would hand this layer for a batch without padding."""
+        """What transformers would pass to this layer for a batch without padding."""
         config = self.config
         if config is None:
             return None
@@ -191,14 +190,14 @@ class _Unfolding:
 
 
 class _Keys:
-    """What a row has for each of its keys, in the place of a tensor with something for each of its tokens."""
+    """A tensor with one entry per key of the row, in place of one with an entry per token."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same arguments with every tensor in them changed."""
+    """The same arguments with a function applied to every tensor in them."""
     if isinstance(value, tuple | list):
         return type(value)(_each(one, change) for one in value)
     if isinstance(value, dict):
@@ -207,7 +206,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _folded(row: Row, outputs: list[Any]) -> Any:
-    """The outputs of a layer for all buckets as its output for the row; None where that has nothing for each token."""
+    """A layer's outputs for all buckets, merged into its output for the row; None for parts that are not per token."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_folded(row, list(parts)) for parts in zip(*outputs, strict=True))

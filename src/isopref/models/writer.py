@@ -1,7 +1,7 @@
-"""Answers to many prompts, several to each: one pass per prompt, and no answer waits for a longer one.
+"""Generates several answers to each of many prompts: one pass per prompt, and no answer waits for a longer one.
 
-A fixed number of slots (slots.py) is kept busy. When answers end, their slots go to the next prompts, longest prompts
-first. A model that cannot write in slots uses transformers' own `generate` (`write_batches`).
+A fixed number of slots (slots.py) is kept busy. When answers end, the next prompts take their slots, longest prompts
+first. A model that cannot generate in slots falls back to transformers' own `generate` (`write_batches`).
 
 Dimensions: R slots, N tokens of the longest answer.
 """
@@ -21,13 +21,13 @@ from isopref.models.policy import Policy
 from isopref.models.slots import Slots
 from isopref.types import IntArray
 
-FREE_SHARE = 8  # new prompts enter once one in so many slots is free: a pass over prompts is worth its overhead
+FREE_SHARE = 8  # new prompts enter once one in this many slots is free, to make a pass over prompts worth its overhead
 PROMPT_TOKENS = 8192  # in one pass over prompts
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be answered: one answer for each seed, and how many tokens it may have."""
+    """A prompt to answer: one answer per seed, and the maximum number of tokens."""
 
     prompt: IntArray
     seeds: tuple[int, ...]
@@ -44,12 +44,12 @@ class Choice:
 
 
 class Answer(NamedTuple):
-    """A finished answer: that of seed number `number` of request number `request`."""
+    """A finished answer: to request number `request`, with its seed number `number`."""
 
     request: int
     number: int
-    tokens: list[int]  # without the one that ended it
-    ended: bool  # else it was cut at its limit
+    tokens: list[int]  # without the end token
+    ended: bool  # otherwise it was cut at its limit
 
 
 class _Place(NamedTuple):
@@ -60,31 +60,31 @@ class _Place(NamedTuple):
 def write(
     policy: Policy, requests: Sequence[Request], choice: Choice, *, rows: int, graphs: bool = True
 ) -> Iterator[Answer]:
-    """All answers, in the order in which they end. `rows`: answers that are written at the same time.
+    """All answers, in the order in which they end. `rows`: number of answers generated at a time.
 
-    `graphs`: record passes as CUDA graphs, where there is CUDA.
+    `graphs`: record passes as CUDA graphs, if on CUDA.
     """
     if requests:
         yield from _Desk(policy, requests, choice, rows, graphs).write()
 
 
 class _Desk:
-    """What is being written: for each slot its answer so far, on the device, and whose it is, on the host."""
+    """The answers in progress: for each slot its tokens so far, on the device, and its request, on the host."""
 
     def __init__(self, policy: Policy, requests: Sequence[Request], choice: Choice, rows: int, graphs: bool):
         self.requests, self.choice = requests, choice
         answers = sum(len(one.seeds) for one in requests)
-        # With a single row, CUDA's cumulated sums are not reproducible.
+        # With a single row, CUDA's cumulative sums are not reproducible.
         self.slots = Slots(policy, max(2, min(rows, answers)), graphs=graphs)
         self.device = self.slots.device
-        self.check_every = 8 if self.device.type == "cuda" else 1  # steps between looks at what has ended
+        self.check_every = 8 if self.device.type == "cuda" else 1  # steps between checks for ended answers
         order = sorted(range(len(requests)), key=lambda n: -len(requests[n].prompt))
         num = self.slots.num_slots
-        # The answers of a prompt enter together, after one pass over it; the next ones last.
+        # The answers of a prompt enter together, after one pass over it; the next to enter are last.
         self.waiting = [group for n in reversed(order) for group in _groups(n, len(requests[n].seeds), num)]
         most = max(max(one.limits) for one in requests)
         self.whose: list[_Place | None] = [None] * num
-        self.length = np.ones(num, dtype=np.int64)  # tokens in a slot after the next step, at most
+        self.length = np.ones(num, dtype=np.int64)  # maximum number of tokens in a slot after the next step
         self.stops = torch.tensor(choice.stops, device=self.device)
         self.token = torch.zeros(num, dtype=torch.long, device=self.device)
         self.position = torch.zeros_like(self.token)
@@ -104,7 +104,7 @@ class _Desk:
             yield from self._finished()
 
     def _admit(self) -> None:
-        """Give free slots to the answers that wait."""
+        """Assign free slots to waiting answers."""
         free = [slot for slot, one in enumerate(self.whose) if one is None]
         if len(free) < max(1, len(self.whose) // FREE_SHARE):
             return
@@ -123,7 +123,7 @@ class _Desk:
             self._enter(batch)
 
     def _enter(self, batch: dict[int, list[int]]) -> None:
-        """Compute prompts up to their last token, which is the first one that the answers' slots are fed."""
+        """Compute prompts up to their last token, which is the first token fed to the answers' slots."""
         for request, slots in batch.items():
             self.length[slots] = len(self.requests[request].prompt)
         self.slots.reserve(int(self.length.max()) + self.check_every)
@@ -156,7 +156,7 @@ class _Desk:
         return torch.tensor(values, device=self.device)
 
     def _shrink(self) -> None:
-        """Drop free slots once nothing waits for them and half of them are free."""
+        """Drop free slots once nothing is waiting and half of the slots are free."""
         busy = [slot for slot, one in enumerate(self.whose) if one is not None]
         if self.waiting or len(busy) < 2 or 2 * len(busy) > len(self.whose):
             return
@@ -168,7 +168,7 @@ class _Desk:
         self.length = self.length[busy]
 
     def _step(self) -> None:
-        """One more token in every slot that is not done. Nothing here waits for the device."""
+        """Generate one more token in every unfinished slot. Does not synchronise with the device."""
         self.slots.reserve(int(self.length.max()))
         logits = self.slots.next_logits(self.token, self.position, int(self.length.max()))
         at = self.count.clamp(max=self.uniform.shape[1] - 1)[:, None]
@@ -187,7 +187,7 @@ class _Desk:
         self.length += [one is not None for one in self.whose]
 
     def _finished(self) -> Iterator[Answer]:
-        """The answers that have ended since the last look; their slots become free."""
+        """The answers that have ended since the last check; their slots become free."""
         done = self.done.tolist()
         ready = [slot for slot, place in enumerate(self.whose) if place is not None and done[slot]]
         if not ready:
@@ -205,13 +205,13 @@ class _Desk:
 
 
 def _groups(request: int, answers: int, most: int) -> list[list[_Place]]:
-    """The answers of a request, in groups of as many as there are slots."""
+    """The answers of a request, in groups no larger than the number of slots."""
     every = [_Place(request, number) for number in range(answers)]
     return [every[start : start + most] for start in range(0, answers, most)]
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc,unused-ignore]
-    """Makes the greedy choice of `generate` the token that `draw` chooses."""
+    """Makes `generate`'s greedy choice the token that `draw` selects."""
 
     def __init__(self, choice: Choice, uniform_RN: Tensor, start: int):
         self.choice, self.uniform, self.start = choice, uniform_RN, start
@@ -224,9 +224,9 @@ class _Draw(LogitsProcessor):  # type: ignore[misc,unused-ignore]
 
 @torch.no_grad()
 def write_batches(policy: Policy, requests: Sequence[Request], choice: Choice, *, rows: int) -> Iterator[Answer]:
-    """The same answers by transformers' `generate`, in batches of prompts of one length.
+    """The same answers through transformers' `generate`, in batches of prompts of equal length.
 
-    Models with a state read padding on the left as text, so there is none.
+    Recurrent models would read left padding as text, so there is none.
     """
 
     def length(place: _Place) -> int:

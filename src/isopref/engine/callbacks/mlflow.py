@@ -11,10 +11,10 @@ from isopref.engine.display import Display
 
 @dataclass
 class MlflowCallback(Callback):
-    """Logs to an MLflow run that is open already.
+    """Logs to an MLflow run that is already open.
 
-    MLflow sends metrics from a thread of its own: its retries against a server that does not answer take minutes, and
-    no step waits for them. What it could not send is reported when the run ends.
+    MLflow sends metrics from its own thread: retrying an unresponsive server takes minutes, and no step should wait for
+    that. Metrics that could not be sent are reported when the run ends.
     """
 
     package: Any = None
@@ -37,5 +37,5 @@ class MlflowCallback(Callback):
             for sent in self._sent:
                 sent.wait()
             self.client.set_terminated(self.run_id, self._status)
-        except Exception as error:  # of any kind that a server or its connection has
+        except Exception as error:  # whatever the server or the connection raises
             self.display.say(f"warning: mlflow: not all metrics were sent ({error}). metrics.jsonl has them.")
