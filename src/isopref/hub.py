@@ -1,7 +1,7 @@
 """Whether the Hugging Face hub can be reached.
 
-huggingface_hub asks for every file six times, with pauses: half a minute or more without a network. isopref therefore
-asks once, here; without a network, transformers and datasets are told to look in their local caches only.
+huggingface_hub retries every file six times, with pauses: half a minute or more without a network. So isopref checks
+once, here; without a network, it tells transformers and datasets to use only their local caches.
 """
 
 import time
@@ -15,7 +15,7 @@ ATTEMPTS, PAUSE_S = 2, 1
 
 @cache
 def unreachable() -> str | None:
-    """Why the hub cannot be reached; None where it answers, whatever it says."""
+    """Why the hub cannot be reached; None if it responds at all."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     reason = None
@@ -24,7 +24,7 @@ def unreachable() -> str | None:
             time.sleep(PAUSE_S)
         try:
             get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
-        except Exception as error:  # of httpx or of a proxy: in each case nothing can be had from there
+        except Exception as error:  # raised by httpx or a proxy: either way the hub is unreachable
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         else:
             return None

@@ -1,7 +1,7 @@
-"""Results by key, appended to a file as they come: what a command has paid for survives however it ends.
+"""Results by key, appended to a file as they arrive, so no finished work is lost, however a command ends.
 
-A line is a JSON object with a key and a value. A line that a killed process left half-written is skipped. Several
-processes may append to one file.
+Each line is a JSON object with a key and a value. A line left half-written by a killed process is skipped. Several
+processes may append to the same file.
 """
 
 import json
@@ -16,14 +16,14 @@ from isopref.places import write_whole
 
 
 class Ledger:
-    """The results of an unfinished command, beside the file that it will write."""
+    """The results of an unfinished command, next to its output file."""
 
     def __init__(self, out: Path):
         self.out = out
         self.path = out.with_name(f".{out.name}.partial")
 
     def read(self, wanted: Collection[str]) -> dict[str, Any]:
-        """The results so far. Raises RunError if there are others than those wanted now."""
+        """The results so far. Raises RunError if the file has results that are not wanted now."""
         found = {}
         if self.path.exists():
             for line in self.path.read_bytes().split(b"\n"):
@@ -40,7 +40,7 @@ class Ledger:
         return found
 
     def append(self, results: Mapping[str, Any]) -> None:
-        """Add results. They are in the file when this returns."""
+        """Append results. They are in the file when this returns."""
         lines = "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in results.items())
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -54,14 +54,14 @@ class Ledger:
             os.close(file)  # which releases the lock
 
     def finish(self, records: Collection[Mapping[str, Any]]) -> None:
-        """Write the complete result in one go and drop the ledger."""
+        """Write the complete result atomically and remove the ledger."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_whole(self.out, lines.encode("utf-8", "surrogatepass"))
         self.path.unlink(missing_ok=True)
 
 
 def check_out(out: Path, *, may_exist: bool = False) -> None:
-    """Raise ConfigError early where a result cannot be written."""
+    """Raise ConfigError early if a result cannot be written."""
     if out.exists() and not may_exist:
         raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):

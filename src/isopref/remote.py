@@ -1,7 +1,7 @@
 """Chat completions from an OpenAI-compatible server: vLLM, SGLang, llama.cpp, `transformers serve`, a hosted one.
 
-Owns requests, retries and the API key. The key comes from the environment and goes into a header, nowhere else: it is
-cut out of every message. Standard library only.
+Handles requests, retries and the API key. The key comes from the environment and goes only into a header; it is removed
+from every message. Standard library only.
 """
 
 import email.utils
@@ -20,35 +20,35 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from isopref.errors import ConfigError, UserError
 
-KEYS = ("ISOPREF_API_KEY", "OPENAI_API_KEY")  # environment variables, the first one that is set
+KEYS = ("ISOPREF_API_KEY", "OPENAI_API_KEY")  # environment variables; the first one that is set counts
 ATTEMPTS = 8
-TIMEOUT_S = 300.0  # for one reply, all of it
+TIMEOUT_S = 300.0  # for one complete reply
 LONGEST_WAIT_S = 60.0  # between two attempts, unless the server asks for more
 LONGEST_ASKED_S = 600.0
 BLOCK = 65536
-SHOWN = 300  # characters of a reply in a message
+SHOWN = 300  # characters of a reply quoted in a message
 
 Result = TypeVar("Result")
 
 
 class RemoteError(UserError):
-    """A server that cannot be reached, refuses a request, or does not answer it after several attempts."""
+    """The server cannot be reached, refuses a request, or does not answer it after several attempts."""
 
 
 class _PassingError(Exception):
-    """(what, wait_s): a failure that another attempt may not have."""
+    """(what, wait_s): a failure that is worth retrying."""
 
 
 class Reply(NamedTuple):
     """A completion. `tokens`: as the server counts them, None if it does not."""
 
     text: str
-    ended: bool  # else it was cut at max_tokens
+    ended: bool  # otherwise it was cut at max_tokens
     tokens: int | None
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would take the API key along to another server."""
+    """Refuses redirects, which would send the API key to another server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -76,7 +76,7 @@ class Server:
         return self._ask("/models", None, parse)
 
     def complete(self, model: str, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Reply:
-        """One answer to a conversation. Settings are the fields of the API, those that are None left out.
+        """One answer to a conversation. Settings are fields of the API; those that are None are omitted.
 
         Raises RemoteError.
         """
@@ -110,7 +110,7 @@ class Server:
         except HTTPError as error:
             with error:
                 self._refused(path, error, until)
-        except (OSError, HTTPException) as error:  # not reached, cut off, or too slow
+        except (OSError, HTTPException) as error:  # unreachable, dropped, or too slow
             raise _PassingError(self._shown(f"{type(error).__name__}: {error}"), 0.0) from error
         try:
             return parse(json.loads(content))
@@ -119,7 +119,7 @@ class Server:
             raise _PassingError(self._shown(f"not a chat completion ({error}): {text}"), 0.0) from error
 
     def _refused(self, path: str, error: HTTPError, until: float) -> NoReturn:
-        """Raise for a status that is not 200: some pass, others are the caller's fault."""
+        """Raise for a status other than 200: some are transient, others are the caller's fault."""
         try:
             text = _read(error, until).decode(errors="replace")
         except (OSError, HTTPException):
@@ -136,7 +136,7 @@ class Server:
 
 
 def server(url: str, *, setting: str, environment: Mapping[str, str] = os.environ) -> Server:
-    """The server at a URL, with the API key of the environment. Raises ConfigError. `setting` names the URL."""
+    """The server at a URL, with the API key from the environment. Raises ConfigError. `setting` names the URL."""
     try:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and _is_plain(url)
@@ -163,7 +163,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _read(reply: IO[bytes], until: float) -> bytes:
-    """All of a reply. Raises TimeoutError where it takes too long, also if it keeps coming drop by drop."""
+    """The complete reply. Raises TimeoutError if it takes too long, even if it keeps trickling in."""
     parts = []
     while part := reply.read1(BLOCK):  # type: ignore[attr-defined]  # what the server has sent, without waiting for more
         parts.append(part)
@@ -187,7 +187,7 @@ def _reply(content: Any) -> Reply:
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds that a server asks to wait: given as a number, or as a date."""
+    """Seconds that a server asks the client to wait, given as a number or a date."""
     if value is None:
         return 0.0
     try:

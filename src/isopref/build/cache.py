@@ -10,7 +10,7 @@ from isopref.errors import ConfigError
 
 
 def fill_cache(config: Config, *, name: str) -> None:
-    """Score all pairs of a config with its reference, so that a later run finds them."""
+    """Score all pairs of a config with its reference, so that a later run hits the cache."""
     with opened_run(config, name) as run:
         quiet_libraries()
         check_hardware(run)

@@ -1,4 +1,4 @@
-"""The tables of a run: built, mixed, and what is held out taken from what is trained on."""
+"""The tables of a run: built, mixed, and split into training and held-out examples."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from isopref.models import hf
 from isopref.places import table_folder
 from isopref.types import IntArray
 
-# What is held out is the same for every optim.seed: runs that differ in it can be compared, and no run trains on what
-# another one was evaluated on.
+# The held-out set is the same for every optim.seed: runs with different seeds are comparable, and none trains on what
+# another was evaluated on.
 SPLIT_SEED = 0
-# Only the first rank shows a bar, so it should be the one that tokenises; the others start this much later.
+# Only the first rank shows a progress bar, so it should be the one that tokenises; the others start this much later.
 HEAD_START_S = 2.0
 SAMPLES = 3
-MANY_DROPPED = 0.2  # of a source's records: said aloud
-SHARE_OFF = 0.2  # of data.eval, by which what it holds out may be off before that is said aloud
+MANY_DROPPED = 0.2  # dropped share of a source's records that triggers a warning
+SHARE_OFF = 0.2  # relative deviation from data.eval that triggers a warning
 
 NO_MEMORY: Mapping[str, MemoryData] = MappingProxyType({})
 
@@ -51,12 +51,12 @@ def read_tokenizer(config: Config, display: Display) -> Any:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """One source: which field names it, what was found in it, and where its pairs go."""
+    """One source: the field that names it, what was found in it, and where its pairs go."""
 
     field: str  # data.train or data.eval
     path: str
     found: SourceStats
-    prompt_from: str  # what was taken to be the prompt
+    prompt_from: str  # where the prompt comes from
     mixed: int  # pairs in the mix
     train: int  # of those: trained on
     held_out: int  # of those: evaluated on
@@ -69,7 +69,7 @@ class Tables:
     train: ExampleTable
     held_out: ExampleTable | None
     sources: list[SourceUse]
-    warnings: list[str]  # of what a user would want to know before training
+    warnings: list[str]  # what a user would want to know before training
 
     @property
     def all(self) -> list[ExampleTable]:
@@ -77,7 +77,7 @@ class Tables:
 
     @property
     def num_left_out(self) -> int:
-        """Pairs of data.train that are in neither table, for their prompt is in data.eval."""
+        """Pairs of data.train that are in neither table, because data.eval has their prompt."""
         return sum(source.mixed - source.train - source.held_out for source in self.sources)
 
 
@@ -89,9 +89,9 @@ def pair_tables(
     is_first: bool = True,
     memory: Mapping[str, MemoryData] = NO_MEMORY,
 ) -> Tables:
-    """The pairs of data.train and data.eval, tokenised now or earlier, mixed and kept apart. Raises DataError.
+    """The pairs of data.train and data.eval: tokenised or loaded from the cache, mixed and split. Raises DataError.
 
-    `memory` is the data that a script passed, by its name in the config.
+    `memory` is data passed by a script, keyed by its name in the config.
     """
     data = config.data
     mixed = _mixed_table(config, data.train, tokenizer, display, is_first, seed=config.optim.seed, memory=memory)
@@ -112,7 +112,7 @@ def pair_tables(
 
 
 def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first: bool = True) -> ExampleTable:
-    """The held-out pairs alone: data.train is only read where they are a share of it. Raises ConfigError for none."""
+    """The held-out pairs alone; data.train is read only if they are a share of it. Raises ConfigError for none."""
     if (sources := config.data.eval_sources) is not None:
         return _mixed_table(config, sources, tokenizer, display, is_first, seed=SPLIT_SEED)
     if config.data.eval_share is None:
@@ -125,7 +125,7 @@ def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first
 
 
 def say_tables(tables: Tables, display: Display) -> None:
-    """What was found in the sources, and what became of it."""
+    """What was found in the sources, and where it went."""
     for source in tables.sources:
         found = source.found
         dropped = "".join(f", {count} dropped ({reason})" for reason, count in found.dropped.items())
@@ -151,13 +151,13 @@ def say_warnings(tables: Tables, display: Display) -> None:
 
 
 def left_out_note(count: int, unit: str) -> str:
-    """What to say of examples of data.train that are not trained on; `unit` is what one is called."""
+    """The message about examples of data.train that are not trained on; `unit` is what one is called."""
     return f"{count} {unit}s of data.train are not trained on: their prompt is in data.eval"
 
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
     """The first few different held-out prompts, in the order of the data."""
-    if table is None or not run.config.run.export or run.loss.readout == "reward":  # which writes no text
+    if table is None or not run.config.run.export or run.loss.readout == "reward":  # a reward model writes no text
         return []
     _, first_of_prompt = np.unique(table.question_ids, return_index=True)
     asked = run.config.run.samples
@@ -183,7 +183,7 @@ def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, 
 
 
 def _share_warning(asked: float, held_out: int, examples: int, unit: str) -> list[str]:
-    """One where the share of examples held out is far from the one asked for."""
+    """A warning if the held-out share of examples is far from the requested one."""
     found = held_out / examples
     if abs(found - asked) <= SHARE_OFF * asked:
         return []
@@ -258,7 +258,7 @@ def _whole_table(
         train_on=data.train_on,
     )
     what = Path(specs[0].path).name if len(specs) == 1 else f"{len(specs)} sources"
-    bar: Advance | None = None  # none where the table is there already
+    bar: Advance | None = None  # none if the table is cached
     done = 0
     with ExitStack() as stack:
 
@@ -288,7 +288,7 @@ def _whole_table(
 
 
 def source_notes(stats: SourceStats) -> list[str]:
-    """What a user may not expect of a source."""
+    """What may surprise a user about a source."""
     unused = ", ".join(stats.unused_columns)
     notes = {
         f"{stats.grouped} records joined to an earlier one with the same prompt": stats.grouped,
@@ -304,7 +304,7 @@ def source_notes(stats: SourceStats) -> list[str]:
 
 
 def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
-    """What in a source is likely a mistake. `cut`: prompts were cut, so what is too long is so by its answers."""
+    """Likely mistakes in a source. `cut`: prompts were truncated, so a pair is too long only if its answers are."""
     warnings = []
     if special := sum(stats.special_tokens.values()):
         way_out = (

@@ -60,7 +60,7 @@ def evaluate_model(
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ConfigError early where a file cannot be written."""
+    """Raise ConfigError early if a file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()

@@ -1,4 +1,4 @@
-"""What a run computes with: whether its config fits the processes and devices, and in which precision it computes."""
+"""Checks a config against its processes and devices, and resolves the precision a run computes in."""
 
 import torch
 
@@ -11,7 +11,7 @@ from isopref.ops import flash
 
 
 def check_hardware(run: Run) -> None:
-    """Raise ConfigError if the layout does not fit the number of processes, or the precision their devices."""
+    """Raise ConfigError if the number of processes does not fit the layout, or the devices the precision."""
     layout, ranks = run.config.layout, run.env.world_size
     if layout.parallel == "single" and ranks > 1:
         raise ConfigError(
@@ -48,7 +48,7 @@ def say_attention(run: Run) -> None:
 
 
 def use_float8(run: Run, policy: Policy, compiled: bool) -> None:
-    """Have the policy's linear layers multiply in float8, and say how much of the model that is."""
+    """Make the policy's linear layers multiply in float8, and log how much of the model that covers."""
     count, every = compute_in_float8(policy.model), sum(weight.numel() for weight in policy.parameters())
     run.display.say(
         f"float8  {count:,} of {every:,} weights are in layers that multiply in float8 ({count / every:.0%})"
@@ -77,11 +77,11 @@ def say_precision(run: Run) -> None:
 
 
 def compute_dtype(run: Run) -> torch.dtype | None:
-    """The dtype of forward and backward, if it differs from the weights'."""
+    """The dtype of the forward and backward pass, if it differs from the weights' dtype."""
     model = run.config.model
     return getattr(torch, model.pass_dtype) if model.is_mixed else None
 
 
 def rounding_dtype(run: Run) -> torch.dtype | None:
-    """The same, or float8 where products are rounded to that: what two correct scores may differ by follows from it."""
+    """The compute dtype, or float8 if products are rounded to it: sets how much two correct scores may differ."""
     return torch.float8_e4m3fn if run.config.model.is_float8 else compute_dtype(run)

@@ -1,4 +1,4 @@
-"""Held-out pairs of a run: their figures, as a table, as JSON and for the metrics log."""
+"""Metrics of a run's held-out pairs, as a table, as JSON and for the metrics log."""
 
 from collections.abc import Iterator
 
@@ -25,13 +25,13 @@ class HeldOut:
         self._last: tuple[int, TableLogps] | None = None
 
     def logps_at(self, step: int, model: nn.Module) -> TableLogps:
-        """Scores of the model as it is now, which is after `step`; computed once for a step."""
+        """Scores of the current model, after `step`; computed once per step."""
         if self._last is None or self._last[0] != step:
             self._last = step, score_all(self.run, model, self.table, "held-out")
         return self._last[1]
 
     def of(self, policy: TableLogps) -> Evaluation:
-        """The figures of a policy that was scored already."""
+        """The metrics of a policy that has already been scored."""
         return evaluate(
             policy,
             self.reference,
@@ -47,7 +47,7 @@ class HeldOut:
         )
 
     def say_effect(self, policy_before: TableLogps, policy_after: TableLogps) -> None:
-        """The figures before and after training as a table; in the run's folder also the rewards of every pair."""
+        """Print the metrics before and after training as a table, and save them with the rewards of every pair."""
         before, after = self.of(policy_before), self.of(policy_after)
         old, new = dict(_cells(before)), dict(_cells(after))
         rows = [(label, old.get(label, ""), cell) for label, cell in new.items()]
@@ -68,7 +68,7 @@ class HeldOut:
 
 
 def say_figures(run: Run, found: Evaluation) -> None:
-    """The figures of one model, as a table."""
+    """The metrics of one model, as a table."""
     title = f"{held_out_title(found.pairs, found.lists, found.answers)}, with 95% intervals"
     run.display.table(title, ("", "figure"), list(_cells(found)))
 
@@ -89,7 +89,7 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
 
 
 def _subsets(run: Run, table: ExampleTable) -> list[str | None]:
-    """The subset of every example; none if they are too many to be read."""
+    """The subset of every example; none if there are too many subsets to report."""
     found = [table.subset(index) for index in range(len(table))]
     count = len({name for name in found if name is not None})
     if count > MOST_SUBSETS:

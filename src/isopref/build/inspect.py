@@ -21,19 +21,19 @@ class Report:
 
     sources: list[SourceUse]
     warnings: list[str]
-    context_length: int | None  # of the model, in tokens; None where its config names none
-    num_left_out: int  # pairs of data.train that are in neither table, for their prompt is in data.eval
+    context_length: int | None  # of the model, in tokens; None if its config sets none
+    num_left_out: int  # pairs of data.train that are in neither table, because data.eval has their prompt
     train: TableFigures
     held_out: TableFigures | None
-    samples: list[ExampleText]  # of the examples to train on
-    card: str | None = None  # the hardware asked about, in words
+    samples: list[ExampleText]  # of the training examples
+    card: str | None = None  # the requested hardware, in words
     reaches: list[Reach] | None = None  # how long an example may be there, by setting
 
 
 def inspect(config: Config, display: Display, hardware: Hardware | None = None) -> Report:
-    """Tokenise the data as a run would, and look at it. Of model.path only tokenizer and config are read.
+    """Tokenise the data as a run would, and inspect it. Reads only the tokenizer and config of model.path.
 
-    With `hardware`, also forecast how long an example may be there.
+    With `hardware`, also predict how long an example may be on it.
     """
     say_trust(config, display)
     tokenizer = read_tokenizer(config, display)

@@ -1,7 +1,7 @@
 """`isopref judge`: scores for the answers of a file, by a reward model, a Python function, or a language model.
 
-Each judge is a class with `scores`: the scores of the answers of every record, None where there is none. Judgements
-that cost something are kept as they come (ledger.py).
+Each judge is a class with `scores`: the scores of every record's answers, None for an answer without one. Expensive
+judgements are saved as they arrive (ledger.py).
 """
 
 import json
@@ -40,7 +40,7 @@ from isopref.remote import RemoteError, Server, server
 
 ANSWERS = ("responses", "generations", "answers", "completions")
 JUDGE_TOKENS = 512
-ASKS = 3  # of a judge whose reply has no verdict
+ASKS = 3  # attempts to get a verdict from a judge
 
 Scores = list[float | None]
 
@@ -54,22 +54,22 @@ class Judged(NamedTuple):
 
 
 class Judge(Protocol):
-    """What gives answers scores."""
+    """Assigns scores to answers."""
 
     def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]: ...
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What a user should know of the judgements."""
+        """What a user should know about the judgements."""
         ...
 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """How to judge, whoever does."""
+    """Settings for any judge."""
 
     by: str
-    model: str | None = None  # a name on the server
+    model: str | None = None  # a model name on the server
     rubric: Path | None = None
     ties: Ties = "drop"
     parallel: int | None = None
@@ -161,7 +161,7 @@ class Function:
 
 
 def _with_gaps(answers: Sequence[str], scores: Iterable[float], counts: Counter[str]) -> Scores:
-    """Scores of all answers, None for those that are empty, which nothing can be trained on."""
+    """Scores of all answers; None for empty ones, which cannot be trained on."""
     given = iter(scores)
     counts["empty answers, without a score"] += sum(not one for one in answers)
     return [next(given) if one else None for one in answers]
@@ -184,7 +184,7 @@ class RewardModel:
 
 
 def write_labelled(path: Path, records: Sequence[Judged]) -> None:
-    """Every answer that is not empty as a record of its own, which `isopref score` reads."""
+    """Every non-empty answer as a separate record for `isopref score`."""
     kept = ("system", "tools", "chat_template_kwargs")
     with path.open("w", encoding="utf-8") as file:
         for record in records:

@@ -18,7 +18,7 @@ from isopref.optional import require
 from isopref.runs.files import MLFLOW_FILE, TENSORBOARD_FOLDER
 
 PROJECT = "isopref"
-MOST_LETTERS = 500  # of a parameter that every version of MLflow's servers takes
+MOST_LETTERS = 500  # maximum length of a parameter that all MLflow servers accept
 MODULES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -111,7 +111,7 @@ def _mlflow(run: Run, mlflow: Any) -> Callback:
         run_id = client.create_run(experiment_id, run_name=run.folder.name).info.run_id
         params = [mlflow.entities.Param(*field) for field in _fields(run.config.model_dump(mode="json"))]
         client.log_batch(run_id, params=params)
-    except Exception as error:  # of any kind that a server, its connection or a missing database driver has
+    except Exception as error:  # whatever the server, the connection or a missing database driver raises
         raise ConfigError(
             f"run.loggers: mlflow cannot start at {where} ({' '.join(str(error).split())}). Set MLFLOW_TRACKING_URI to "
             "a server that answers, or unset it to write to the run folder, for which you need: pip install "
@@ -140,7 +140,7 @@ def _trackio(run: Run, trackio: Any) -> Callback:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-    except Exception as error:  # of any kind that a Space or its connection has
+    except Exception as error:  # whatever the Space or the connection raises
         raise ConfigError(
             f"run.loggers: trackio cannot start ({' '.join(str(error).split())}). Unset TRACKIO_SPACE_ID and "
             "TRACKIO_SERVER_URL to log to this machine."

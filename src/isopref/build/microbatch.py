@@ -30,7 +30,7 @@ from isopref.models.probe import check_tiles
 from isopref.models.tiles import can_tile
 
 CPU_TOKENS = 4096
-HOST_SHARE = 0.85  # of the free host memory that checkpoints may take
+HOST_SHARE = 0.85  # share of free host memory that activation checkpoints may take
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +104,14 @@ def _allowed(run: Run, policy: Policy) -> LongRows:
 
 
 def _input_bytes(run: Run, policy: Policy) -> int:
-    """Bytes of one token in the input of a layer."""
+    """Bytes per token of a layer's input."""
     width: int = policy.model.config.get_text_config().hidden_size
     dtype: torch.dtype = getattr(torch, run.config.model.pass_dtype)
     return width * dtype.itemsize
 
 
 def _check_host(run: Run, policy: Policy, tokens: int, layers: int) -> None:
-    """Raise ConfigError if the inputs of so many layers do not fit into host memory."""
+    """Raise ConfigError if the inputs of this many layers do not fit into host memory."""
     size, room = layers * tokens * _input_bytes(run, policy), host_room()
     if size > room:
         raise ConfigError(
@@ -124,15 +124,15 @@ def _check_host(run: Run, policy: Policy, tokens: int, layers: int) -> None:
 def host_room() -> float:
     """Bytes of host memory that this rank may page-lock: its share of what is free, less a reserve."""
     about = Path("/proc/meminfo")
-    if not about.exists():  # only Linux tells
+    if not about.exists():  # Linux only
         return 0.0
     lines = about.read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")  # of a container, which may have less than the machine
+    group = Path("/sys/fs/cgroup")  # a container's limit, which may be lower than the machine's memory
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
-    except (OSError, ValueError):  # there is none, or no limit
+    except (OSError, ValueError):  # no container, or no limit
         pass
     return HOST_SHARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

@@ -48,15 +48,15 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
     else:
         policy = _load_whole(run, path or model.path, setting)
     place(run, policy)
-    if not from_host(run, policy):  # else once it is sharded
+    if not from_host(run, policy):  # otherwise after sharding
         check_finite(policy.model, f"{setting}: {path or model.path}")
     return policy
 
 
 def _load_whole(run: Run, path: str, setting: str) -> Policy:
-    """A model with all its weights in model.dtype, or on their way there: a file of 16 bits is widened in `place`.
+    """A model with all its weights in model.dtype, or still in 16 bits if `place` is to widen them.
 
-    Until then all ranks of a machine share it, and a cast of the whole would have filled its memory once for each.
+    Until then, all ranks of a machine share one copy; casting the full model would take host memory once per rank.
     """
     model = run.config.model
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "setting": setting}
@@ -70,7 +70,7 @@ def _load_whole(run: Run, path: str, setting: str) -> Policy:
     loaded = _load(run, path, getattr(torch, model.dtype), setting)
     if not model.native:
         return kind(loaded)
-    check_finite(loaded, f"{setting}: {path}")  # before logits are compared
+    check_finite(loaded, f"{setting}: {path}")  # before comparing logits
     return Policy(conversion.from_hf(loaded, setting=setting))
 
 
@@ -181,10 +181,10 @@ def say_unused(run: Run, policy: Policy) -> None:
 
 
 def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:
-    """See that transformers reads rewards where this run does: at the last token of an answer. Raises ModelError."""
+    """Make transformers read rewards where this run does: at the last token of an answer. Raises ModelError."""
     model, stops = run.config.model, hf.stop_tokens(tokenizer.name_or_path)
     if adapter.is_adapter(Path(model.path)):
-        reward.adopt_padding(policy.model, tokenizer)  # that was chosen for the head, not for the base
+        reward.adopt_padding(policy.model, tokenizer)  # that was set for the head, not for the base
     elif reward.is_reward_model(model.path, trust_remote_code=model.trust_remote_code):
         reward.check_padding(policy.model, {*stops, tokenizer.eos_token_id}, name=f"model.path: {model.path}")
     elif not reward.set_padding(policy.model, tokenizer, stops):
@@ -209,7 +209,7 @@ def add_adapter(run: Run, policy: Policy) -> None:
         for some in ([w for w in weights if w.requires_grad], filter(adapter.is_quantised, weights), weights)
     )
     run.display.say(f"adapter {trained:,} of {every:,} weights are trained ({trained / every:.2%})")
-    if asked.quantize is not None:  # not of experts, which are no linear layers
+    if asked.quantize is not None:  # not for experts, which are not linear layers
         run.display.say(f"{asked.quantize}   {packed:,} of {every:,} weights are in 4 bits ({packed / every:.2%})")
 
 
@@ -229,7 +229,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 
     A model that is not trained is not wrapped in DDP, which would reserve memory for its gradients.
     """
-    # A model that must not be whole on a device is asked when it is sharded; a native one shows its own form here only.
+    # A model too large for a device is scored once it is sharded; a native model's own form is available only here.
     large = from_host(run, policy)
     if large:
         run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
@@ -325,7 +325,7 @@ def answer_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int],
 
         def progress(count: int) -> None:
             nonlocal done
-            count = min(count, total - done)  # other ranks are only taken to be as far
+            count = min(count, total - done)  # other ranks are assumed to be equally far
             done += count
             advance(count, f"{done / (time.perf_counter() - started):.1f} answers/s")
 

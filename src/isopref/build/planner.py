@@ -88,7 +88,7 @@ def model_shape(config: Config, hardware: Hardware) -> ModelShape:
     else:
         empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
     if model.native:
-        conversion.transformer_config(empty)  # which refuses what has none
+        conversion.transformer_config(empty)  # raises if there is none
     adapt(config, empty)
     return shape_of(empty)
 
@@ -158,7 +158,7 @@ class Planner:
         optim = self.config.optim
         order = schedule.epoch_order(len(self.lengths), seed=optim.seed, epoch=1)
         count = schedule.num_batches(len(self.lengths), optim.batch_size)
-        # The last batch may be short: it is looked at only where it is all there is.
+        # The last batch may be short, so it is used only if there is no other.
         numbers = np.unique(np.linspace(0, max(0, count - 2), STEPS_LOOKED_AT).astype(int))
         return [schedule.batch(order, optim.batch_size, int(number)) for number in numbers]
 
@@ -222,14 +222,14 @@ class Planner:
             quantised=quantised,
             state_bytes=resolve.state_bytes(self.config.optim.kind, weight, in_matrices=self.shape.share_in_matrices),
             offload=asked.offload,
-            from_host=from_host and not quantised,  # four bits are made on the device, layer by layer
+            from_host=from_host and not quantised,  # layers are quantised to 4 bits on the device, one by one
             references=references,
             float8=model.is_float8,
             forwards=references + self._first_pass(loss) * (1 + references),
         )
 
     def _first_pass(self, loss: Loss) -> float:
-        """Tokens that are scored before the pass with gradients, for each one of the batch."""
+        """Tokens scored before the pass with gradients, per token of the batch."""
         matched = int(self.lengths.sequence.sum())
         mismatched = int(self.lengths.prompt.sum() + self.lengths.answer.mean() * len(self.lengths))
         return loss.scores_twice + loss.needs_mismatched * mismatched / matched
@@ -242,7 +242,7 @@ class Planner:
         return len(self.lengths) / run.batch_size * forward / 3600
 
     def _settled(self, layout: Layout) -> tuple[Layout, Fit, str | None]:
-        """The layout with as many layers recomputing, and the microbatch, that the run would choose; or why none."""
+        """The layout with the recomputing layers and the microbatch that the run would choose; or why nothing fits."""
         asked = self.config.layout
         tokens = None if asked.microbatch_tokens == "auto" else asked.microbatch_tokens
         if tokens is not None:
@@ -283,13 +283,13 @@ class Planner:
 
     @cached_property
     def _usual(self) -> Loads:
-        """All that the batches hold, as one microbatch."""
+        """All batches as one microbatch."""
         budget = self._budget(max(MOST_TOKENS, self._longest))
         every = self.lengths.select(np.concatenate(self._batches))
         return step_loads(every, budget, ranks=1, attention_share=0.0).summed
 
     def _line(self, layout: Layout) -> StepMemory:
-        """Between its ends the line is above what it stands for: of two parts that peak in turn, the larger counts."""
+        """Between its ends, the line overestimates: of two parts that peak at different times, the larger counts."""
         most = max(MOST_TOKENS, self._longest)
         few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, most))
         return StepMemory.through((LEAST_TOKENS, few), (most, many))
@@ -319,7 +319,7 @@ class Planner:
         return bisect_right(range(1, 2**32), self.usable, key=lambda tokens: self._memory(layout, tokens).total)
 
     def _largest_fit(self, layout: Layout, fit: Fit, run: Forecast) -> int:
-        """No less than what the run would take to fit, by a line, or than what does."""
+        """At least what the run's linear fit would accept, and at least what fits."""
         known = (fit.tokens if fit.why else int(run.largest_tokens)) if run.fits else 0
         return max(known, self._largest(layout))
 
@@ -375,7 +375,7 @@ class Planner:
                     yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 
     def _sizes(self, layout: Layout) -> list[int]:
-        """Tokens of a large and a small microbatch, if full ones fit; else, recomputing, of what does, or of a pair."""
+        """Tokens of a large and a small microbatch if they fit; else, recomputing, of the largest, or of a pair."""
         longest, most = self._longest, self._largest(layout)
         sizes = dict.fromkeys(max(size, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
         fitting = [size for size in sizes if size <= most]

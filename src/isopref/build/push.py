@@ -1,4 +1,4 @@
-"""Puts a run's model on a hub, with a model card made from the run."""
+"""Uploads a run's model to a hub, with a model card made from the run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ TOO_SOON = ("running",)
 
 
 def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
-    """Write the card into the run folder. One that is there stays as it is: it may have been edited."""
+    """Write the card to the run folder. An existing card is kept: it may have been edited."""
     path = run.folder / CARD_FILE
     if path.exists() and license_id is not None:
         raise RunError(f"--license: {path} exists already. Edit its license there, or remove it.")
@@ -24,12 +24,12 @@ def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
 
 
 def states_license(card: Path) -> bool:
-    """Whether somebody has filled in the license."""
+    """Whether the license has been filled in."""
     return NO_LICENSE not in card.read_text(encoding="utf-8")
 
 
 def files_of(run: RunRecord, card: Path) -> dict[str, Path]:
-    """What is put on the hub: path in the repository -> file. Raises RunError for a run without a model."""
+    """What to upload: path in the repository -> file. Raises RunError for a run without a model."""
     folder = run.model_folder
     if run.status in TOO_SOON or folder is None:
         raise RunError(
@@ -44,7 +44,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def upload(files: dict[str, Path], repo: str, *, private: bool, message: str) -> str:
-    """Create the repository if it is new, and put the files there in one commit. Returns its address."""
+    """Create the repository if it is new, and upload the files in one commit. Returns its URL."""
     import httpx
     from huggingface_hub import CommitOperationAdd, HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -71,7 +71,7 @@ def upload(files: dict[str, Path], repo: str, *, private: bool, message: str) ->
                 else "Try again later."
             )
         ) from error
-    except ValueError as error:  # of the card's metadata, which the hub checks first
+    except ValueError as error:  # about the card's metadata, which the hub validates first
         raise RunError(f"{files[IN_REPO]}: {' '.join(str(error).split())} Correct it and try again.") from error
     except httpx.HTTPError as error:
         raise RunError(f"{repo}: {constants.ENDPOINT} cannot be reached ({error}). Check the network.") from error

@@ -1,4 +1,4 @@
-"""Work that is sent to a server: several requests at a time, none of them lost; and the progress of it."""
+"""Sends work to a server, several requests at a time and without losing any, and shows progress."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 def in_parallel(ask: Callable[[Item], Result], items: Sequence[Item], parallel: int) -> Iterator[tuple[Item, Result]]:
-    """The result of every item, as they come, with at most `parallel` under way.
+    """The results of all items as they arrive, with at most `parallel` requests in flight.
 
-    After a failure nothing new is started, what is under way is still yielded, and then the failure is raised.
+    After a failure, nothing new is started, requests in flight are still yielded, and then the failure is raised.
     """
     failure: Exception | None = None
     waiting = list(reversed(items))
@@ -39,7 +39,7 @@ def in_parallel(ask: Callable[[Item], Result], items: Sequence[Item], parallel: 
 
 @contextmanager
 def token_progress(run: Run, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of answers. Yields a function that takes the tokens of one that is done."""
+    """A progress bar of answers. Yields a function to call with the tokens of each finished answer."""
     started, tokens = time.perf_counter(), 0
     with run.display.bar(what, total) as advance:
 

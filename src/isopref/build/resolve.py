@@ -1,17 +1,17 @@
-"""What a config's layout becomes: pure rules, which `train` and `isopref plan` both follow.
+"""Resolves a config's layout with pure rules that `train` and `isopref plan` share.
 
-A run knows its model and its card; a plan knows the model's shape and the card's name. Both bring sizes in bytes, and
-nothing here looks at a device.
+A run knows its model and its GPU; a plan knows the model's shape and the card's name. Both pass sizes in bytes, and
+nothing here touches a device.
 """
 
 from isopref.config.schema import Config, OptimConfig
 from isopref.data.schedule import num_batches
 from isopref.models.parallel import GradSync, Parallel
 
-STATE_SHARE = 0.4  # of a rank's memory: with more, weights, gradients and optimizer are sharded
-BYTES_8BIT = 1 + 4 / 256  # one, and a float32 scale for each block of a number's average
-GRADIENT_SHARE = 0.1  # of a rank's memory: with more, FSDP reduces gradients after every microbatch
-WHOLE_SHARE = 0.8  # of a device's memory: with more, a model is sharded from the host's memory
+STATE_SHARE = 0.4  # of a rank's memory: above this, weights, gradients and optimizer are sharded
+BYTES_8BIT = 1 + 4 / 256  # one byte, and a float32 scale per block
+GRADIENT_SHARE = 0.1  # of a rank's memory: above this, FSDP reduces gradients after every microbatch
+WHOLE_SHARE = 0.8  # of a device's memory: above this, a model is sharded from host memory
 
 
 def all_steps(optim: OptimConfig, pairs: int) -> int:
@@ -36,7 +36,7 @@ def training_bytes(config: Config, *, trained: float, whole: float) -> float:
 
 
 def parallel(config: Config, state: float, room: float, *, ranks: int) -> Parallel:
-    """layout.parallel, or what `auto` chooses. `state`: what `training_bytes` says; `room`: bytes a rank has."""
+    """layout.parallel, or what `auto` resolves to. `state`: from `training_bytes`; `room`: bytes per rank."""
     if config.layout.parallel != "auto":
         return config.layout.parallel
     if config.only_fsdp_for is not None:
@@ -47,10 +47,10 @@ def parallel(config: Config, state: float, room: float, *, ranks: int) -> Parall
 
 
 def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, unfolded: bool = False) -> bool:
-    """Whether layers compile once for all rows. Only the CUDA kernel takes a row whole; others compile each row again.
+    """Whether layers compile once for all rows. Only the CUDA kernel takes a full row; others recompile for each row.
 
-    `balanced`: the loss needs what routers decide, which compiled layers do not show. `summed`: an adapter is on fused
-    experts, whose layers would compile in every pass. `unfolded`: layers with a state take a row's sequences apart.
+    `balanced`: the loss needs router decisions, which compiled layers do not expose. `summed`: an adapter is on fused
+    experts, whose layers would recompile in every pass. `unfolded`: recurrent layers unfold a row into its sequences.
     """
     half = config.model.pass_dtype == "bfloat16"
     one_code = not balanced and not summed and not unfolded
@@ -58,9 +58,9 @@ def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, 
 
 
 def compiles(config: Config, *, can: bool, has_layers: bool) -> bool:
-    """layout.compile, or what null chooses. `can`: from `can_compile`; `has_layers`: the model names its layers.
+    """layout.compile, or what null resolves to. `can`: from `can_compile`; `has_layers`: the model names its layers.
 
-    Layers that several ranks compute together have never been compiled on GPUs: null leaves them as they are.
+    Tensor-parallel layers have never been compiled on GPUs, so null does not compile them.
     """
     if config.layout.compile is not None:
         return config.layout.compile
@@ -68,18 +68,18 @@ def compiles(config: Config, *, can: bool, has_layers: bool) -> bool:
 
 
 def may_tile(config: Config) -> bool:
-    """Whether layout.mlp_tile_tokens: auto may choose tiles. Whatever would be refused if asked for, it does not."""
+    """Whether layout.mlp_tile_tokens: auto may choose tiles: only if setting them explicitly would be accepted."""
     alone = config.layout.tensor_parallel == 1 and not config.objective.balance_weight
     return config.layout.mlp_tile_tokens == "auto" and alone
 
 
 def kept_whole(config: Config, *, trained: float, whole: float) -> float:
-    """Bytes that layout.grad_sync: last keeps on every sharded rank: gradients; under an adapter the frozen weights."""
+    """Bytes that layout.grad_sync: last keeps on every sharded rank: gradients, or frozen weights under an adapter."""
     return trained if config.model.adapter is None else whole
 
 
 def grad_sync(config: Config, kept: float, room: float, *, sharded: bool) -> GradSync:
-    """layout.grad_sync, or what `auto` chooses. Only sharded ranks pay memory for `last`: what `kept_whole` says."""
+    """layout.grad_sync, or what `auto` resolves to. `last` costs memory only on sharded ranks: see `kept_whole`."""
     asked = config.layout.grad_sync
     if asked != "auto":
         return asked
@@ -92,17 +92,17 @@ def from_host(weights: float, room: float, *, sharded: bool) -> bool:
 
 
 def attention_share(width: int) -> float:
-    """Cost of attending to one token over that of passing one through the linear maps, for the planner of rows.
+    """Cost of attending to one token relative to passing one through the linear layers, for the row planner.
 
-    The one takes 4 D flops of a layer, the other about 24 D^2.
+    The former takes 4 D FLOPs per layer, the latter about 24 D^2.
     """
     return 1 / (6 * width)
 
 
 def state_bytes(kind: str, weight: int, *, in_matrices: float = 0.0) -> float:
-    """Bytes of the optimizer for each trained number of `weight` bytes; `in_matrices`: share in layers' matrices.
+    """Bytes of optimizer state per trained number of `weight` bytes; `in_matrices`: share in layers' matrices.
 
-    Without a share it is the most that the optimizer can take.
+    Without a share, this is the maximum for the optimizer.
     """
     if "8bit" in kind:
         return 2 * BYTES_8BIT

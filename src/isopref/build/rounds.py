@@ -1,7 +1,7 @@
 """`isopref rounds`: sample, judge, train, n times. Every stage is an isopref command whose result is in a folder.
 
-A stage whose result is there is not done again, so the command resumes wherever it was stopped, and a result that was
-changed by hand is used as it is. To repeat a stage, remove its result and those of later stages.
+A stage is skipped if its result exists, so the command resumes wherever it was stopped, and a result edited by hand is
+used as it is. To repeat a stage, remove its result and the results of later stages.
 """
 
 import gc
@@ -43,7 +43,7 @@ Execute = Callable[[Sequence[str]], None]  # runs an isopref command, given its 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of `isopref rounds`."""
+    """The arguments of `isopref rounds`."""
 
     config_file: Path
     overrides: tuple[str, ...]
@@ -74,7 +74,7 @@ class Plan:
 
 
 def run_rounds(plan: Plan, execute: Execute) -> None:
-    """Do all stages that are not done yet, then write the report. Raises UserError."""
+    """Run all stages that are not done yet, then write the report. Raises UserError."""
     display = Display()
     config = plan.config
     prompts, held_out = (one_source(getattr(config.data, name), f"data.{name}") for name in ("train", "eval"))
@@ -94,7 +94,7 @@ def run_rounds(plan: Plan, execute: Execute) -> None:
 
 
 def _check_settings(plan: Plan) -> None:
-    """Raise RunError if the folder has rounds with other settings. More rounds may be added."""
+    """Raise RunError if the folder holds rounds with different settings. Adding rounds is allowed."""
     content = {
         "config": plan.config.model_dump(mode="json", exclude={"layout": True, "run": True}),
         "answers": plan.answers,
@@ -113,7 +113,7 @@ def _check_settings(plan: Plan) -> None:
 
 
 def _has_answers(source: str, config: Config) -> bool:
-    """Whether held-out records have preferences of their own, not prompts alone."""
+    """Whether held-out records have preferences, not only prompts."""
     try:
         first = list(islice(read_source(source, columns=config.data.columns), DETECT_RECORDS))
         detect_shape(first, raw=config.data.template == NO_TEMPLATE, columns=config.data.columns)
@@ -131,7 +131,7 @@ def _sample(
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     sampling = plan.sampling
-    # Prompts come again in every round, and other draws are wanted.
+    # Prompts repeat in every round, and each round should draw different answers.
     seed = sampling.seed + (0 if into is None else into)
     options = ["--prompts", prompts, "--answers", str(answers), "--model", plan.model(number), "--out", str(out)]
     options += ["--temperature", str(sampling.temperature), "--top-p", str(sampling.top_p)]
@@ -176,7 +176,7 @@ def _ours(plan: Plan, file: str) -> Any:
 
 
 def _figures(plan: Plan, number: int, compared: str) -> Round:
-    """What is known of the model after a round; of the start model, what it is compared by."""
+    """Metrics of the model after a round; for the start model, those it is compared by."""
     folder, start = plan.round_folder(number), plan.round_folder(0)
     records = read_records(folder / ANSWERS)
     if not (folder / FIGURES_FILE).exists():
@@ -250,7 +250,7 @@ def _report(plan: Plan, rounds: Sequence[Round], display: Display) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ConfigError for what cannot work, before any work is done."""
+    """Raise ConfigError for settings that cannot work, before any work is done."""
     if plan.answers < 2:
         raise ConfigError(f"--answers: {plan.answers} answer per prompt leaves nothing to compare. Use 2 or more.")
     if plan.config.model.reference is not None:

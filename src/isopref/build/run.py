@@ -35,10 +35,10 @@ class Run:
     env: Environment
     display: Display
     longest: int = 0  # tokens of the longest pair, as a microbatch of its own
-    # What the layout's autos have become, once the model is there (settle_layout).
+    # What `auto` in the layout resolved to, once the model is loaded (settle_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"
-    memory: Mapping[str, MemoryData] = field(default_factory=dict)  # data that a script passed, by its name in config
+    memory: Mapping[str, MemoryData] = field(default_factory=dict)  # data passed by a script, by its name in config
 
     @property
     def model_folder(self) -> Path:
@@ -68,7 +68,7 @@ class Run:
         layout = self.config.layout
         if layout.microbatch_tokens != "auto":
             default = 2 * layout.microbatch_tokens
-        else:  # what was fitted knows the training pairs alone
+        else:  # the fitted size accounts only for training pairs
             fitted = SCORE_TOKENS if self.microbatch_tokens is None else 2 * self.microbatch_tokens
             default = max(fitted, self.longest)
         return Budget(layout.rows, layout.score_tokens or default)
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of the forward and backward pass, or float8 for that of its products."""
+        """The dtype of the forward and backward pass, or float8 if products are computed in it."""
         return self.config.model.compute_dtype or self.config.model.dtype
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
 @contextmanager
 def opened_run(config: Config, name: str) -> Iterator[Run]:
-    """A run in this process and the others. `name` is the config file's. Raises RunError if memory runs out."""
+    """A run over this process and the others. `name` is the config file's. Raises RunError if memory runs out."""
     group = config.only_fsdp_for is not None or config.layout.parallel in ("ddp", "fsdp", "hsdp")
     with environment(device=config.run.device, seed=config.optim.seed, process_group=group) as env:
         folder = run_folder(config, name)
@@ -108,7 +108,7 @@ def opened_run(config: Config, name: str) -> Iterator[Run]:
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            what = ". ".join(str(error).split(". ")[:2])  # and how much; the rest is about torch's allocator
+            what = ". ".join(str(error).split(". ")[:2])  # with the amount; the rest is about torch's allocator
             raise RunError(
                 f"{what}. It ran out of memory outside a training step (model, optimizer or scoring), so smaller "
                 "microbatches won't help. Try: more GPUs with layout.parallel: fsdp, layout.offload: true, four bits "
@@ -128,7 +128,7 @@ def check_score_budget(run: Run, table: ExampleTable) -> None:
 
 
 def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
-    """Raise DataError or ConfigError where the loss or its weighting needs what the data does not have."""
+    """Raise DataError or ConfigError if the loss or its weighting needs something the data lacks."""
     objective = run.config.objective
     for table in tables:
         check_table(table, run.loss)
@@ -161,5 +161,5 @@ def quiet_libraries() -> None:
     """Keep library warnings and progress bars off the terminal."""
     logging.captureWarnings(True)
     transformers_logging.disable_progress_bar()
-    # Of tensor parallelism: how a gather could be faster, and that CPUs exchange tokens in another way.
+    # From tensor parallelism: hints about faster gathers, and about how CPUs exchange tokens.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What `isopref plan` is asked, hardware, and what it tells."""
+"""The input of `isopref plan`, the hardware, and its output."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -49,13 +49,13 @@ class RunPlan:
     largest_fit: int  # tokens of the largest microbatch that would fit; 0 for none
     recompute: int  # layers that recompute their activations
     offloaded: int  # layers whose inputs are in host memory
-    tile: int | None  # tokens of MLPs that compute at a time
+    tile: int | None  # tokens that MLPs compute at a time
     layers: int
     grad_sync: str
     usable: float  # bytes of a rank that a run may take
     run: Forecast
-    hours: float | None  # of all steps; None where they do not fit
-    score_hours: float | None  # of scoring every answer once by the reference; 0 where that is not done before them
+    hours: float | None  # of all steps; None if they do not fit
+    score_hours: float | None  # of scoring every answer once with the reference; 0 if nothing is scored before training
     notes: list[str]
     alternatives: list[Alternative]
     reaches: list[Reach]  # how long an example may be, by setting

@@ -1,6 +1,6 @@
 """`isopref sample`: answers of models to the prompts of a file, in this process or from a server.
 
-Answers are kept as they come, by their keys (sample/answers.py). The file is written once all of them are there.
+Answers are saved by key as they arrive (sample/answers.py). The file is written once all of them are complete.
 """
 
 import gc
@@ -37,13 +37,13 @@ from isopref.sample.prompts import Prompt, every, read_prompts
 from isopref.types import IntArray
 
 PROMPT_COLUMNS = ("prompt", "instruction", "input", "system", "history", "tools", "messages", "chat_template_kwargs")
-ROWS = {"cpu": 32, "cuda": 256}  # answers written at the same time
+ROWS = {"cpu": 32, "cuda": 256}  # answers generated at a time
 REQUESTS = 16  # in flight
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of `isopref sample`. `models` are paths, or names of a server's models; none: the default one."""
+    """The arguments of `isopref sample`. `models` are paths, or names of a server's models; empty: the default one."""
 
     prompts: str
     out: Path
@@ -51,7 +51,7 @@ class Job:
     answers: int = 1
     models: tuple[str, ...] = ()
     url: str | None = None
-    parallel: int | None = None  # rows or requests at the same time
+    parallel: int | None = None  # rows or requests at a time
 
 
 def sample_file(config: Config, job: Job, *, name: str) -> None:
@@ -83,7 +83,7 @@ def _prompts(run: Run, job: Job) -> list[Prompt]:
 
 
 class _Out:
-    """The file of answers: what is known of those wanted, and what is added."""
+    """The file of answers: those already known, and those added."""
 
     def __init__(self, run: Run, job: Job, asked: Sequence[Asked]):
         self.run, self.job, self.asked = run, job, asked
@@ -131,20 +131,20 @@ class _Out:
 
 
 def model_path(path: str) -> str:
-    """The path of a model; the folder of a run stands for the model in it."""
+    """The path of a model; a run folder stands for the model in it."""
     folder = Path(path).expanduser()
     return str(folder / MODEL_FOLDER) if (folder / CONFIG_FILE).exists() and (folder / MODEL_FOLDER).is_dir() else path
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that answers: where it is, what it is by content, and the prompts as it reads them."""
+    """A model that answers: its path, its content digest, and the prompts as it reads them."""
 
     path: str
     setting: str
     digest: str
     tokenizer: Any
-    encoded: dict[str, IntArray]  # by the digests of the prompts
+    encoded: dict[str, IntArray]  # keyed by prompt digest
     policy: Policy | None  # while it is in memory
 
     def asked(self, prompts: Sequence[Prompt], job: Job) -> list[Asked]:
@@ -160,7 +160,7 @@ def _from_models(run: Run, job: Job, prompts: Sequence[Prompt]) -> None:
     paths = [model_path(path) for path in job.models or (run.config.model.path,)]
     if len(set(paths)) < len(paths):
         raise ConfigError("--model: the same model is given twice. Remove one of them.")
-    # The keys of all answers come first, so that a file of others is refused before any work.
+    # Compute the keys of all answers first, so that a file with other answers is refused before any work.
     models = [_open(run, path, setting, prompts, keep=len(paths) == 1) for path in paths]
     asked = [one.asked(prompts, job) for one in models]
     out = _Out(run, job, [key for of_model in asked for key in of_model])
@@ -212,13 +212,13 @@ def _encode(run: Run, policy: Policy, tokenizer: Any, prompts: Sequence[Prompt])
 
 
 def _most_tokens(run: Run, policy: Policy) -> int | None:
-    """Tokens of a prompt with its answer, at most."""
+    """Maximum tokens of a prompt with its answer."""
     limits = [run.config.data.max_length, hf.context_length(policy.model.config)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _write(run: Run, job: Job, model: _Model, left: Sequence[Asked], out: _Out) -> None:
-    """Write this rank's share of the answers that are missing, with fewer rows at a time if memory runs out."""
+    """Generate this rank's share of the missing answers, with fewer rows at a time if memory runs out."""
     policy = model.policy or _load(run, model.path, model.setting)
     choice = _choice(job.sampling, model)
     in_slots = _writes_in_slots(run, policy)
@@ -302,7 +302,7 @@ def _from_server(run: Run, job: Job, prompts: Sequence[Prompt]) -> None:
 
 
 def _replies(remote: Server, missing: Sequence[Asked], job: Job) -> Iterator[tuple[Asked, Answer]]:
-    """Answers as they come. After a failure, those that are under way are still waited for and yielded."""
+    """Answers as they arrive. After a failure, requests in flight are still awaited and yielded."""
     sampling = job.sampling
 
     def ask(one: Asked) -> Answer:

@@ -1,8 +1,8 @@
 """`isopref score`: rewards or log-probabilities of the answers in a file, as JSON lines in its order.
 
-The examples are tokenised into a table on disk and scored chunk by chunk, so memory does not grow with the file. What
-is scored lies beside its final place until all of it is there: a command that was killed goes on after the last whole
-chunk, and since chunks are cut the same way every time, the result is that of an uninterrupted command.
+The examples are tokenised into a table on disk and scored chunk by chunk, so memory does not grow with the file. Scores
+go to a temporary file next to the output until they are complete: a killed command resumes after its last complete
+chunk, and since chunk boundaries never change, the result is that of an uninterrupted command.
 """
 
 import json
@@ -32,7 +32,7 @@ from isopref.score import score_table
 from isopref.types import FloatArray
 
 CHUNK = 1024  # examples
-SECTIONS = ("model", "data", "layout", "run")  # that overrides may set
+SECTIONS = ("model", "data", "layout", "run")  # sections that overrides may set
 
 
 def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) -> None:
@@ -79,8 +79,8 @@ def _config(file: str, model: str, overrides: Sequence[str]) -> Config:
     def with_loss(loss: str) -> Config:
         sections: Mapping[str, Any] = {
             "model": {"path": model},
-            "data": {"train": file, "eval": file},  # what is held out is what is scored
-            "objective": {"loss": loss},  # none that needs a reference
+            "data": {"train": file, "eval": file},  # the held-out data is what is scored
+            "objective": {"loss": loss},  # a loss without a reference
         }
         return load_config(sections, overrides)
 
@@ -91,7 +91,7 @@ def _config(file: str, model: str, overrides: Sequence[str]) -> Config:
 
 
 def _agreed(start: int) -> int:
-    """What the first rank says."""
+    """The first rank's value."""
     said = [start]
     if dist.is_initialized():
         dist.broadcast_object_list(said)
@@ -128,7 +128,7 @@ def _lines(table: ExampleTable, first: int, answers: FloatArray, what: str) -> s
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What is scored so far, beside the place of the result; and what it was made of, so that nothing is mixed up."""
+    """The scores so far, next to the output, with a record of what they were computed from."""
 
     out: Path
     made_of: Mapping[str, Any]
@@ -142,9 +142,9 @@ class Unfinished:
         return self.out.with_name(f".{self.out.name}.partial.json")
 
     def resume(self) -> int:
-        """Keep the whole chunks of an earlier command, and begin where there are none. Returns how many examples.
+        """Keep the complete chunks of an earlier command. Returns how many examples they hold.
 
-        Raises RunError for what was made of another model or other examples.
+        Raises RunError if they come from another model or other examples.
         """
         if not self.about.exists() or not self.lines.exists():
             write_whole(self.about, json.dumps(self.made_of).encode())
@@ -161,7 +161,7 @@ class Unfinished:
                 seen += len(line)
                 if line.endswith(b"\n") and number % CHUNK == 0:
                     done, size = number, seen
-        os.truncate(self.lines, size)  # the rest is of a chunk that was being written
+        os.truncate(self.lines, size)  # the rest belongs to a chunk that was being written
         return done
 
     def append(self, lines: str) -> None:
@@ -176,7 +176,7 @@ class Unfinished:
 
 
 def _check_out(out: Path) -> None:
-    """Raise ConfigError early where the result cannot be written."""
+    """Raise ConfigError early if the result cannot be written."""
     if out.exists():
         raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):

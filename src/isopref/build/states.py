@@ -1,4 +1,4 @@
-"""Layers with a state: whether they follow the tree of a packed row, and what the user is told about it."""
+"""Decides whether recurrent layers follow the tree of a packed row, and tells the user."""
 
 import os
 
@@ -12,7 +12,7 @@ FOLLOW_ON_CUDA = "ISOPREF_FOLLOW_STATES"
 
 
 def settle_states(run: Run, policy: Policy) -> None:
-    """Unfold layers with a state on CUDA unless the environment asks otherwise, and say what they run with."""
+    """Unfold recurrent layers on CUDA unless an environment variable overrides that, and log which kernels they use."""
     if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
         return
     first = policy.following[0]
@@ -31,7 +31,7 @@ def settle_states(run: Run, policy: Policy) -> None:
 
 
 def say_unfolded(run: Run, policy: Policy, layer: str) -> None:
-    """Tell the user that the probe had `layer` and others like it unfolded."""
+    """Tell the user that the probe unfolded `layer` and others like it."""
     run.display.say(
         f"warning: isopref's own code for {layer} and layers like it does not score {policy.name} correctly, so these "
         "layers compute a shared prompt once per answer. The result is right, but the run is slower"

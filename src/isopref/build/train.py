@@ -46,7 +46,7 @@ class Data(NamedTuple):
 
     tokenizer: Any
     tables: Tables
-    scored: list[NamedTable]  # what the reference scores ahead of training
+    scored: list[NamedTable]  # what the reference scores before training
 
 
 class Evaluated(NamedTuple):
@@ -61,7 +61,7 @@ def train(
 ) -> Signals | None:
     """Run a config from beginning to end. `name` is the config file's, for the default folder.
 
-    `memory` is data that a script passed, by its name in the config.
+    `memory` is data passed by a script, keyed by its name in the config.
     Returns the signal that stopped the run before its last step; None if the run is finished.
     """
     started = time.perf_counter()
@@ -92,13 +92,13 @@ def _train(run: Run, resume: bool) -> Signals | None:
     store = reference.open_store(run, policy, run.config.model.path) if ref is None else None
     models = _models(run, policy, ref, store)
     beginning.check(models)
-    add_adapter(run, policy)  # after the store: its key is that of the model without
+    add_adapter(run, policy)  # after the store, whose key is that of the model without the adapter
     before = samples.first_answers(run, policy, data.tokenizer, data.tables.held_out)
     model = spread(run, policy)
     moving = None if run.config.objective.reference_moves is None else reference.moving(run)
     run = settle_layout(run, model, data.tables.train)
     if store is not None:
-        # Before a checkpoint can be restored: the reference is the model as it was given, always.
+        # Before a checkpoint is restored: the reference is always the starting model.
         ref = reference.in_store(run, store, data.scored, lambda: model, beginning)
     assert ref is not None
     held_out = _held_out(run, model, data, ref)
@@ -114,7 +114,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
 
 
 def _check_settings(run: Run) -> None:
-    """Refuse what cannot work, before any work is done."""
+    """Refuse settings that cannot work, before any work is done."""
     check_hardware(run)
     check_loggers(run)
     spot_checks.check_file(run)
@@ -136,7 +136,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
 
 
 def _reference_apart(run: Run, data: Data, beginning: Beginning) -> Reference | None:
-    """The reference, if it is another model: loaded, scored and freed before the policy is loaded. Zeros without one.
+    """A separate reference model: loaded, scored and freed before the policy is loaded. Zeros if there is no reference.
 
     Returns None if the policy itself is the reference, before its first step.
     """

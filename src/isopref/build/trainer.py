@@ -79,7 +79,7 @@ def build_trainer(
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=run.config.run.log_every,
-        cancel_check_interval=steps + 1,  # never: ranks would learn of it at different steps (see checkpointer.py)
+        cancel_check_interval=steps + 1,  # never: ranks would notice at different steps (see checkpointer.py)
         load_strategy=LoadStrategy.never,  # done below, to refuse another run's checkpoint early
         device=str(run.env.device),
         callbacks=_callbacks(run, model, table, held_out),
@@ -101,7 +101,7 @@ def _resume(run: Run, trainer: Trainer) -> None:
     if checkpoint is not None:
         restore(trainer, checkpoint)
         _check_best(run, trainer)
-    elif list(damaged.values()) not in ([], [UNFINISHED]):  # one that was not finished: the first, cut short
+    elif list(damaged.values()) not in ([], [UNFINISHED]):  # unfinished: the first checkpoint, cut short
         raise RunError(
             f"--resume: no intact checkpoint in {trainer.save_folder}. To start over, remove {run.folder} or set a "
             "different run.folder."
@@ -146,7 +146,7 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     try:
         trainer.fit()
     except Exception as error:
-        if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, of a number in an update
+        if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, about an update
             what = f"the update overflows the weights' dtype ({error})"
             raise checkpointer(trainer).refusal(what) from error
         cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
@@ -250,7 +250,7 @@ def _callbacks(run: Run, model: nn.Module, table: ExampleTable, held_out: HeldOu
 
 
 def _check_profile(run: Run, steps: int) -> None:
-    """Raise ConfigError if the run has fewer steps than are to be traced."""
+    """Raise ConfigError if the run has fewer steps than run.profile traces."""
     wanted = run.config.run.profile
     if wanted is not None and steps < wanted + LEAD:
         raise ConfigError(

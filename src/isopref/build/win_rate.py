@@ -1,4 +1,4 @@
-"""`isopref eval --win-rate`: two models answer held-out prompts, a judge compares, and the figures have intervals."""
+"""`isopref eval --win-rate`: two models answer held-out prompts, a judge compares, and win rates get intervals."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ JUDGED_FILE = "judged.jsonl"
 
 @dataclass(frozen=True)
 class Contest:
-    """What two models' answers to the same prompts are worth. `reward`: mean scores, where the judge gives scores.
+    """The result of comparing two models' answers to the same prompts. `reward`: mean scores, if the judge gives any.
 
     `rate` is None if no comparison counts.
     """
@@ -42,7 +42,7 @@ class Contest:
 
 
 def one_source(sources: SourcesOrShare | None, setting: str) -> str:
-    """The path of prompts that a field of the config names. Raises ConfigError where it is not one path."""
+    """The prompt file that a config field names. Raises ConfigError if it is not a single path."""
     if isinstance(sources, SourceConfig):
         plain = SourceConfig(path=sources.path)
         sources = sources.path if sources == plain else [sources]
@@ -56,7 +56,7 @@ def one_source(sources: SourcesOrShare | None, setting: str) -> str:
 def win_rate_of(
     config: Config, *, name: str, model: str, against: str, judge: JudgeOptions, sampling: Sampling, folder: Path
 ) -> Contest:
-    """Have both models answer the prompts of data.eval, and judge. Everything is kept in `folder`, and resumes."""
+    """Let both models answer the prompts of data.eval, and judge them. Everything is saved in `folder`, to resume."""
     prompts = one_source(config.data.eval, "data.eval")
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "model.jsonl", folder / "against.jsonl"]
@@ -70,7 +70,7 @@ def win_rate_of(
 
 
 def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Contest:
-    """Judge the first answers of two files to the same prompts. Writes what was judged, and the figures."""
+    """Judge the first answers of two files to the same prompts. Writes the judged answers and the win rates."""
     mine, theirs = _first_answers(file), _first_answers(other)
     if mine.keys() != theirs.keys():
         raise DataError(f"{file} and {other} have answers to different prompts. Sample both from the same file.")
@@ -95,7 +95,7 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
 
 
 def outcome(answers: Sequence[str], scores: Scores, ties: str) -> float | None:
-    """What the first of two answers gets: 1, 0.5 or 0; None if the comparison does not count."""
+    """The score of the first of two answers: 1, 0.5 or 0; None if the comparison does not count."""
     first, second = answers
     if first == second:
         return 0.5
@@ -113,14 +113,14 @@ def _first_answers(file: Path) -> dict[str, Judged]:
 
 
 def _tokens(record: Judged) -> float:
-    """Tokens of the first answer; its words where a server did not count."""
+    """Tokens of the first answer, or its words if the server did not count tokens."""
     counted = record.fields.get("tokens", [None])[0]
     return float(len(record.answers[0].split()) if counted is None else counted)
 
 
 def _rewards(options: JudgeOptions, scores: Sequence[Scores]) -> tuple[float, float] | None:
     if "://" in options.by:
-        return None  # it compares, and gives no rewards
+        return None  # it compares instead of giving rewards
     both = np.array([pair for pair in scores if None not in pair], dtype=float)
     return _pair(both.mean(axis=0)) if len(both) else None
 

@@ -1,4 +1,4 @@
-"""Whether a reward model is as sure as it should be: sigmoid(r_c - r_r) is the probability it gives a preference.
+"""Calibration of a reward model: sigmoid(r_c - r_r) is the probability that it assigns to a preference.
 
 N: pairs, B: bins.
 """
@@ -12,10 +12,10 @@ NUM_BINS = 10
 
 
 def calibration_error(margin_N: FloatArray, won_N: FloatArray, example_N: IntArray) -> Figure:
-    """Expected calibration error (Guo et al. 2017): how far accuracy is from confidence, on the mean over pairs.
+    """Expected calibration error (Guo et al. 2017): how far accuracy is from confidence, averaged over pairs.
 
-    `example` is which example a pair is of. Confidence is the probability of the answer with the higher reward,
-    sigmoid(|r_c - r_r|). Bins have equal numbers of pairs; the error is the sum over bins of
+    `example` is the example that each pair belongs to. Confidence is the probability of the answer with the higher
+    reward, sigmoid(|r_c - r_r|). Bins have equal numbers of pairs; the error is the sum over bins of
     |sum of (won - confidence) over the pairs of a bin| / N.
     """
     confidence_N = 1 / (1 + np.exp(-np.abs(margin_N)))

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, of all held-out examples, of each source alone and of each subset alone."""
+"""The metrics of an evaluation: over all held-out examples, per source and per subset."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,43 +23,43 @@ from isopref.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over held-out pairs; every pair counts once, but for the loss, which has the objective's weighting.
+    """Metrics over held-out pairs; every pair counts once, except in the loss, which uses the objective's weighting.
 
-    Those of pairs are None where nothing is compared, as among labelled answers.
+    Metrics of pairs are None if nothing is compared, as with labelled answers.
     """
 
     pairs: int
-    accuracy: Figure | None  # share of pairs whose chosen answer has the larger implicit reward; a tie is half
-    reward_margin: Figure | None  # mean of beta * margin, as the loss has its margin
+    accuracy: Figure | None  # share of pairs whose chosen answer has the larger implicit reward; a tie counts half
+    reward_margin: Figure | None  # mean of beta * margin, with the margin of the loss
     reward_margin_std: Figure | None  # its standard deviation over pairs
     logp_accuracy: Figure | None  # share of pairs whose chosen answer has the larger log-probability per token
     loss: Figure
-    length_correlation: Figure | None  # of reward and tokens, over all answers; None where one of them is constant
+    length_correlation: Figure | None  # of reward and tokens, over all answers; None if either is constant
     by_length: tuple[Bucket, ...]
-    # Of lists, every one of which counts once; none where all examples are pairs.
+    # For lists, each counting once; None if all examples are pairs.
     lists: int = 0
     top1_accuracy: Figure | None = None  # share of lists whose answer with the largest reward has the best score
     kendall_tau: Figure | None = None  # mean over lists of the rank correlation of rewards and scores
-    ndcg: Figure | None = None  # mean over lists: how much of the gain of the best order is near the top
+    ndcg: Figure | None = None  # mean over lists: how close the ranking by reward comes to the gain of the best order
     # For a loss of labels, every answer counts once.
     answers: int = 0
-    auc: Figure | None = None  # share of pairs of a good and a bad answer of which the good one has the larger reward
+    auc: Figure | None = None  # share of (good, bad) pairs of answers in which the good one has the larger reward
     reward_good: Figure | None = None  # mean reward of good answers
     reward_bad: Figure | None = None  # mean reward of bad answers
-    # How far sigmoid(reward) is off the share of good answers; of a reward model, see calibration.py.
+    # How far sigmoid(reward) is from the share of good answers; for a reward model, see calibration.py.
     calibration_error: Figure | None = None
     calibration: tuple[Bin, ...] = ()
-    by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # where there are several
+    by_source: dict[str, "Evaluation"] = field(default_factory=dict)  # if there are several
     by_subset: dict[str, "Evaluation"] = field(default_factory=dict)  # by the data's column 'subset'; same
 
     def figures(self) -> dict[str, Figure]:
-        """The figures over all pairs, by name."""
+        """The metrics over all pairs, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
     def as_metrics(self) -> dict[str, float]:
-        """For the metrics log: eval/NAME with its interval; by length and by source the values alone.
+        """For the metrics log: eval/NAME with its interval; by length and by source, only the values.
 
-        Subsets may be many, so that of each only one figure is logged.
+        There may be many subsets, so only one metric is logged for each.
         """
         named = dict(self._values("eval"))
         for name, one in self.figures().items():
@@ -73,11 +73,11 @@ class Evaluation:
 
     @property
     def headline(self) -> tuple[str, Figure | None]:
-        """The figure that says most, with its name: accuracy, or AUC where nothing is compared."""
+        """The most informative metric, with its name: accuracy, or AUC if nothing is compared."""
         return ("accuracy", self.accuracy) if self.accuracy is not None else ("auc", self.auc)
 
     def as_json(self) -> dict[str, Any]:
-        """Without figures of lists where there are none."""
+        """Without list metrics if there are no lists."""
         named = asdict(self)
         for name in ("top1_accuracy", "kendall_tau", "ndcg"):
             if named[name] is None:
@@ -107,10 +107,10 @@ def evaluate(
     scores: FloatArray | None = None,
     gaps: FloatArray | None = None,
 ) -> Evaluation:
-    """Compare policy and reference on the comparisons of a table; if of several sources or subsets, also on each.
+    """Compare policy and reference on the comparisons of a table, and also per source and subset if there are several.
 
     `own` is the weight of each example, `sources` where it comes from, `subsets` the name of its subset, if the data
-    has such names. `scores`: of the answers, for a loss of lists.
+    has any. `scores`: of the answers, for a list loss.
     `gaps`: between the scores of compared answers, for a loss or a weighting that needs them.
     """
     logps = taken(policy, ref, lengths, loss, gaps)
@@ -154,7 +154,7 @@ def _labels(
 
 @dataclass(frozen=True)
 class _Parts:
-    """All that is known of some examples."""
+    """Everything known about some examples."""
 
     pairs: Pairs
     losses: Losses
@@ -162,7 +162,7 @@ class _Parts:
     labels: Labels | None
 
     def select(self, some: NDArray[np.bool_]) -> "_Parts":
-        """Those of some examples, which are numbered anew."""
+        """The part for some examples, renumbered from 0."""
         number = np.cumsum(some) - 1
 
         def selected(part: Any) -> Any:
@@ -176,7 +176,7 @@ class _Parts:
 
 def _figures(parts: _Parts) -> Evaluation:
     losses, lists, labels = parts.losses, parts.lists, parts.labels
-    # With the same draws as those of the loss.
+    # With the same resamples as for the loss.
     nll, liked, example = (
         (parts.pairs.nll, parts.pairs.chosen_weights, parts.pairs.example)
         if labels is None
@@ -194,13 +194,13 @@ def _figures(parts: _Parts) -> Evaluation:
 
 
 def _of_pairs(pairs: Pairs) -> dict[str, Any]:
-    """The figures of what is compared, by name; None if that is nothing."""
+    """The metrics of comparisons, by name; None if there are none."""
     if not len(pairs.won):
         names = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "length_correlation")
         return {"pairs": 0, "by_length": (), **dict.fromkeys(names)}
     is_reward = bool(np.isnan(pairs.per_token).any())
     reward_margin_N = pairs.rewards[:, 0] - pairs.rewards[:, 1]
-    # Moments are taken around the mean of all pairs: far from zero, a difference of large squares would be noise.
+    # Moments are centred on the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
     tokens_N2 = pairs.tokens.astype(np.float64)
     reward, tokens = (x - x.mean() for x in (pairs.rewards, tokens_N2))
@@ -225,7 +225,7 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
 
 
 def source_labels(names: Sequence[str]) -> list[str]:
-    """Short names of sources, all different: without folder and ending where that is enough, else numbered."""
+    """Short, distinct names of sources: without folder and extension if that is enough, otherwise numbered."""
     short = [PurePath(name).name.split(".")[0] for name in names]
     chosen = short if len(set(short)) == len(short) and all(short) else list(names)
     twice = {name for name in chosen if chosen.count(name) > 1}

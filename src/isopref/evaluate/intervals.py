@@ -1,10 +1,10 @@
-"""A figure with its 95% interval.
+"""A metric with its 95% confidence interval.
 
-A share of the pairs has Wilson's interval, which keeps its width where all of them were won. Every other figure is a
-function of a few means over pairs, so its interval comes from the same function on the means of resampled pairs.
+A share of pairs gets the Wilson interval, which keeps its width even if all pairs were won. Every other metric is a
+function of a few means over pairs, so its interval comes from the same function of the means of resampled pairs.
 
-The comparisons of a list are not independent: a model that likes its worst answer loses several of them at once. So
-whole examples are drawn, with all they have, and a share counts as many pairs as its spread over examples suggests.
+The comparisons of a list are not independent: a model that prefers the worst answer loses several at once. So whole
+examples are resampled, and the interval of a share uses the effective number of pairs, from its spread over examples.
 
 N: pairs, G: examples, R: resamples, K: means.
 """
@@ -19,13 +19,13 @@ from isopref.types import FloatArray, IntArray
 
 RESAMPLES, SEED = 1000, 0
 INTERVAL = (2.5, 97.5)  # percent of the resamples
-Z = 1.959963984540054  # as many standard deviations to each side hold 95% of a normal distribution
+Z = 1.959963984540054  # standard deviations to each side that hold 95% of a normal distribution
 BLOCK = 2**22  # pairs drawn at a time
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its 95% interval: Wilson's of a share, else that of 95 in 100 resamples of the examples."""
+    """A metric with its 95% interval: Wilson's for a share, otherwise from percentiles of resampled examples."""
 
     value: float
     low: float
@@ -35,11 +35,11 @@ class Figure:
 def means(values_NK: FloatArray, weights_N: FloatArray, example_N: IntArray | None = None) -> FloatArray:
     """Means over the pairs, then over resamples of their examples, G drawn from G: 1 + R, K.
 
-    `example` is which example, from 0 to G - 1, each pair is of; None: each of its own. The same draws for the same G.
+    `example` is the example, from 0 to G - 1, of each pair; None: one each. The same G gives the same resamples.
     """
     example_N = np.arange(len(weights_N)) if example_N is None else example_N
     size = int(example_N.max()) + 1
-    rng = np.random.default_rng(SEED)  # its own: no other random state moves
+    rng = np.random.default_rng(SEED)  # its own generator, so no other random state changes
     parts = [resampled_means(values_NK, weights_N, np.ones((1, len(weights_N))))]
     rows = max(1, BLOCK // len(weights_N))
     for start in range(0, RESAMPLES, rows):
@@ -51,7 +51,7 @@ def means(values_NK: FloatArray, weights_N: FloatArray, example_N: IntArray | No
 
 
 def share(won_N: FloatArray, example_N: IntArray | None = None) -> Figure:
-    """The share of pairs that were won (Wilson 1927). Ties, which are half won, make the interval a little too wide."""
+    """The share of pairs won (Wilson 1927). Ties count half, which makes the interval slightly too wide."""
     return wilson(float(won_N.mean()), len(won_N) if example_N is None else _independent(won_N, example_N))
 
 
@@ -65,7 +65,7 @@ def wilson(value: float, count: float) -> Figure:
 
 
 def _independent(won_N: FloatArray, example_N: IntArray) -> float:
-    """As many independent pairs have a share that varies as much: no fewer than examples, no more than pairs.
+    """The effective number of independent pairs, whose share would vary as much: between examples and pairs.
 
     The variance is that of a ratio of two sums over examples (Cochran 1977, eq. 2.46): pairs won, and pairs.
     """
@@ -79,23 +79,23 @@ def _independent(won_N: FloatArray, example_N: IntArray) -> float:
 
 
 def figure(values: FloatArray) -> Figure:
-    """The figure of all pairs, which is the first, and the interval of the resamples where it is defined."""
+    """The metric over all pairs, which comes first, and the interval from the resamples in which it is defined."""
     defined = values[1:][np.isfinite(values[1:])]
     low, high = np.percentile(defined, INTERVAL) if len(defined) else (values[0], values[0])
     return Figure(float(values[0]), float(low), float(high))
 
 
 def figure_of_size(values: FloatArray) -> Figure:
-    """As `figure`, for a sum of absolute values, which on average is larger in a resample than in the data.
+    """Like `figure`, for a sum of absolute values, which on average is larger in a resample than in the data.
 
-    The resamples are shifted by that bias: their mean minus the figure.
+    The resamples are corrected for that bias: their mean minus the value.
     """
     bias = values[1:].mean() - values[0]
     return figure(np.maximum(np.concatenate([values[:1], values[1:] - bias]), 0.0))
 
 
 def correlation(x: FloatArray, y: FloatArray, xy: FloatArray, xx: FloatArray, yy: FloatArray) -> Figure | None:
-    """Pearson's correlation from the means of x, y and their products; None where one of them is constant."""
+    """Pearson's correlation from the means of x, y and their products; None if either is constant."""
     spread = np.maximum(xx - x**2, 0.0) * np.maximum(yy - y**2, 0.0)
     if spread[0] == 0:
         return None

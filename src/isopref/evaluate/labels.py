@@ -1,4 +1,4 @@
-"""Figures of labelled answers: whether rewards are higher for good answers than for bad ones, and what they promise.
+"""Metrics of labelled answers: whether good answers get higher rewards than bad ones, and how calibrated rewards are.
 
 A: labelled answers.
 """
@@ -17,7 +17,7 @@ NUM_BINS = 5
 
 @dataclass(frozen=True)
 class Bin:
-    """The answers whose reward promises a probability within these bounds of being good."""
+    """The answers whose predicted probability of being good is within these bounds."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the figures are made of, answer by answer."""
+    """The inputs of the metrics, per answer."""
 
     reward: FloatArray  # A
     good: NDArray[np.bool_]  # A
@@ -40,7 +40,7 @@ class Labels:
         return Labels(*(part[some_A] for part in vars(self).values()))
 
     def figures(self) -> dict[str, Any]:
-        """By their names in Evaluation. What has no good or no bad answers to go by is None."""
+        """The metrics by their names in Evaluation; None for those that lack good or bad answers."""
         return {
             "answers": len(self.good),
             "auc": auc(self.reward, self.good, self.example),
@@ -57,7 +57,7 @@ class Labels:
 
 
 def auc(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> Figure | None:
-    """Share of pairs of a good and a bad answer of which the good one has the higher reward; a tie is half.
+    """Share of (good, bad) pairs of answers in which the good one has the higher reward; a tie counts half.
 
     The interval is DeLong's for clusters (Obuchowski 1997), since answers to one prompt are not independent.
     """
@@ -78,7 +78,7 @@ def auc(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) ->
 
 
 def calibration_error(reward_A: FloatArray, good_A: NDArray[np.bool_], example_A: IntArray) -> Figure:
-    """Expected calibration error: by how much sigmoid(reward) is off the share of good answers, on the mean of bins."""
+    """Expected calibration error: how far sigmoid(reward) is from the share of good answers, averaged over bins."""
     promised_A, bin_A = _binned(reward_A)
     off_A = promised_A - good_A
     in_bins = (bin_A[:, None] == np.arange(NUM_BINS)) * off_A[:, None]

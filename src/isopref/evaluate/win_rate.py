@@ -1,4 +1,4 @@
-"""How often one model's answers beat another's, with intervals, also for answers of equal length.
+"""How often one model's answers beat another's, with intervals, raw and length-controlled.
 
 N: prompts, R: resamples.
 """
@@ -11,14 +11,14 @@ import numpy as np
 from isopref.evaluate.intervals import RESAMPLES, SEED, Figure, figure, share, wilson
 from isopref.types import FloatArray
 
-STEPS = 25  # of Newton's method at most, which needs a handful
+STEPS = 25  # maximum iterations of Newton's method, which needs a handful
 CLOSE = 1e-9  # in coefficients
-RIDGE = 1e-2  # on both coefficients: keeps them finite where one model wins everything
+RIDGE = 1e-2  # on both coefficients: keeps them finite if one model wins everything
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """The share of prompts on which a model wins; ties are half won.
+    """The share of prompts on which a model wins; ties count half.
 
     `length_controlled` is the share to expect if both answers had the same length (Dubois et al. 2024): the intercept
     of a logistic regression on the difference in length, squashed by tanh in units of its standard deviation.
@@ -56,7 +56,7 @@ def _widened(level: Figure, size: int) -> Figure:
 
 
 def _intercepts(won_N: FloatArray, feature_N: FloatArray, counts_RN: FloatArray) -> FloatArray:
-    """Intercepts of logistic regressions of `won` on the feature, one for each set of counts, by Newton's method."""
+    """Intercepts of logistic regressions of `won` on the feature, one per set of counts, by Newton's method."""
     a_R, b_R = np.zeros(len(counts_RN)), np.zeros(len(counts_RN))
     for _ in range(STEPS):
         p_RN = 1 / (1 + np.exp(-(a_R[:, None] + b_R[:, None] * feature_N)))

@@ -1,1 +1,1 @@
-"""Judgements of answers: by a Python function, or by a language model that compares two at a time. Knows no config."""
+"""Judges answers with a Python function, or a language model that compares two at a time. Independent of the config."""

@@ -1,7 +1,7 @@
-"""Comparisons of two answers by a language model: the question, its reply, and what both orders say together.
+"""Comparisons of two answers by a language model: the question, the reply, and the combined verdict of both orders.
 
-A model that compares may prefer what it reads first. So each comparison is made twice, in both orders. It counts if
-both agree; if they do not, or one is a tie, it is dropped or kept as a tie, as the user chooses.
+A judge may prefer what it reads first. So each comparison is made twice, in both orders. It counts if both verdicts
+agree; otherwise, or in a tie, it is dropped or kept as a tie, as the user chooses.
 """
 
 import json
@@ -32,7 +32,7 @@ Ties = Literal["drop", "keep"]
 
 
 def read_rubric(path: Path | None) -> str:
-    """The question for the judge: ours, or that of a file. Raises ConfigError."""
+    """The question for the judge: the default, or one from a file. Raises ConfigError."""
     try:
         text = (path or RUBRIC).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -44,7 +44,7 @@ def read_rubric(path: Path | None) -> str:
 
 
 def question(rubric: str, prompt: Turns, a: str, b: str) -> str:
-    """The rubric with a prompt and two answers in their places. What they contain is not searched for places."""
+    """The rubric with a prompt and two answers filled in. Placeholders inside these texts are left alone."""
     given = {"{prompt}": _shown(prompt), "{a}": a, "{b}": b}
     return re.sub("|".join(map(re.escape, PARTS)), lambda found: given[found[0]], rubric)
 
@@ -75,7 +75,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(record: int, prompt: Turns, answers: Sequence[str], judge: str) -> list[Comparison]:
-    """Every two different answers of a record, in both orders. `judge` is a digest of what decides a verdict."""
+    """All pairs of distinct answers of a record, in both orders. `judge` is a digest of what determines a verdict."""
     found = []
     for first, second in combinations(range(len(answers)), 2):
         if answers[first] == answers[second] or not (answers[first] and answers[second]):
@@ -95,12 +95,12 @@ def verdict_of(letter: str, swapped: bool) -> Verdict:
 
 @dataclass
 class Tally:
-    """What became of comparisons."""
+    """Counts of comparison outcomes."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
     def joined(self, one: Verdict, other: Verdict) -> Verdict | None:
-        """What both orders say together; None if they disagree."""
+        """The combined verdict of both orders; None if they disagree."""
         if one != other:
             self.counts["disagreements"] += 1
             return None
@@ -109,9 +109,9 @@ class Tally:
 
 
 def scores_of(num_answers: int, verdicts: Mapping[tuple[int, int], Verdict | None], ties: Ties) -> list[float | None]:
-    """The share of an answer's comparisons that it won; None for one that none was decided of.
+    """The share of its comparisons that each answer won; None if none was decided.
 
-    With ties: keep, a tie or a disagreement is half a win for both. With drop, it does not count.
+    With ties: keep, a tie or disagreement is half a win for each. With drop, it does not count.
     """
     won, made = [0.0] * num_answers, [0] * num_answers
     for (first, second), verdict in verdicts.items():

@@ -20,7 +20,7 @@ def is_function(name: str) -> bool:
 
 
 def load_function(name: str) -> Score:
-    """The function. Modules are looked for in the working directory too. Raises ConfigError."""
+    """The function. Modules are also searched in the working directory. Raises ConfigError."""
     module_name, _, attribute = name.rpartition(":")
     try:
         if module_name.endswith(".py"):

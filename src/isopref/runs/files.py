@@ -1,4 +1,4 @@
-"""Names of what is in a run's folder.
+"""Names of the files in a run folder.
 
 Names of files in checkpoints are in engine/checkpoints.py.
 """
@@ -15,7 +15,7 @@ REPORT_FILE = "report.html"
 CARD_FILE = "card.md"  # the model card, from `isopref push`
 LOG_FILE = "engine.log"
 LOCK_FILE = ".lock"
-MODELS_FILE = "reference.json"  # the models that the run started with (build/beginning.py)
+MODELS_FILE = "reference.json"  # the models the run started with (build/beginning.py)
 VALUES_FOLDER = "reference"  # the reference's log-probabilities of the pairs (build/beginning.py)
 MICROBATCH_FILE = "microbatch.json"  # the microbatch size that fits, after running out of memory (engine/oom_retry.py)
 CHECKPOINTS_FOLDER = "checkpoints"

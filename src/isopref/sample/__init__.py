@@ -1,1 +1,1 @@
-"""Answers of models to prompts: what is asked, how, and the file of answers. Knows no model and no server."""
+"""Prompts, sampling settings and the file of answers. Independent of models and servers."""

@@ -1,7 +1,7 @@
-"""The answers of a model to a prompt: their keys and seeds, and the records of the file that they go to.
+"""A model's answers to a prompt: their keys and seeds, and the records of the output file.
 
-The key of an answer is a digest of what decides it: the model's content, the prompt, the settings, the seed, and its
-number. The file is made of records of the shape `list` without scores, which `isopref judge` adds.
+The key of an answer is a digest of everything it depends on: the model's content, the prompt, the settings, the seed,
+and its number. The file holds records of the shape `list` without scores, which `isopref judge` adds.
 """
 
 import json
@@ -17,7 +17,7 @@ from isopref.sample.prompts import Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Temperature 0: the most likely token each time."""
+    """How answers are sampled. Temperature 0: the most likely token each time."""
 
     temperature: float
     top_p: float
@@ -26,7 +26,7 @@ class Sampling:
 
 
 class Asked(NamedTuple):
-    """One answer that is wanted of one model."""
+    """One requested answer of one model."""
 
     key: str
     prompt: Prompt
@@ -35,15 +35,15 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer. `tokens` is None where a server does not count them."""
+    """An answer. `tokens` is None if a server does not count them."""
 
     text: str
-    ended: bool  # else it was cut at max_tokens
+    ended: bool  # otherwise it was cut at max_tokens
     tokens: int | None
 
 
 def answer_key(model: str, prompt: Prompt, rendered: str, sampling: Sampling, number: int) -> str:
-    """`model` is the digest of a model's content, `rendered` what it is given of the prompt."""
+    """`model` is the digest of a model's content, `rendered` the prompt as the model reads it."""
     content = json.dumps([model, prompt.digest, rendered, asdict(sampling), number])
     return blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -55,7 +55,7 @@ def answer_seed(prompt: Prompt, sampling: Sampling, number: int) -> int:
 
 
 def records(asked: Sequence[Asked], known: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One record for each prompt, in order, with its answers: those of the first model, then of the next."""
+    """One record per prompt, in order, with its answers, model by model."""
     found: dict[str, dict[str, Any]] = {}
     for one in asked:
         answer = Answer(*known[one.key])
@@ -72,7 +72,7 @@ def records(asked: Sequence[Asked], known: Mapping[str, Any]) -> list[dict[str, 
 
 
 def read_answers(path: Path) -> dict[str, Answer]:
-    """The answers of a finished file, by their keys. Raises RunError for another file."""
+    """The answers of a finished file, by key. Raises RunError for any other file."""
     found: dict[str, Answer] = {}
     try:
         for line in path.read_bytes().splitlines():

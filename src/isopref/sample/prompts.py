@@ -1,4 +1,4 @@
-"""Prompts of a source: of records that are prompts alone, and of any record with answers that isopref reads."""
+"""The prompts of a source: of records with only a prompt, and of any records with answers that isopref reads."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ FORMS = (
 
 
 class Prompt(NamedTuple):
-    """What is asked, and where it was found."""
+    """A prompt, and where it was found."""
 
     turns: Turns
     tools: list[dict[str, Any]] | None
@@ -32,13 +32,13 @@ class Prompt(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of what is asked: the same for every model, template and file."""
+        """A digest of the prompt: the same for every model, template and file."""
         text = json.dumps([self.messages, self.tools, dict(self.template_kwargs)], sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def record(self) -> dict[str, Any]:
-        """The columns of a record that asks this."""
+        """The columns of a record with this prompt."""
         found: dict[str, Any] = {"prompt": self.turns}
         if self.tools:
             found["tools"] = self.tools
@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The different prompts of a source, in order, and how many records were left out."""
+    """The distinct prompts of a source, in order, and how many records were dropped."""
 
     prompts: list[Prompt]
     repeated: int
@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(source: Source, *, raw: bool, on_bad: str) -> Prompts:
-    """The prompts of a source. `raw`: there is no chat template. Raises DataError."""
+    """The prompts of a source. `raw`: no chat template. Raises DataError."""
     shape = _shape(list(islice(source, DETECT_RECORDS)), source, raw)
     found: dict[str, Prompt] = {}
     read = dropped = 0
@@ -75,7 +75,7 @@ def read_prompts(source: Source, *, raw: bool, on_bad: str) -> Prompts:
 
 
 def _shape(first: Sequence[Record], source: Source, raw: bool) -> Shape | None:
-    """The shape of records with answers; None for prompts alone."""
+    """The shape of records with answers; None for prompts without answers."""
     try:
         return detect_shape(first, raw=raw, columns=source.columns)
     except DataError:
@@ -83,7 +83,7 @@ def _shape(first: Sequence[Record], source: Source, raw: bool) -> Shape | None:
 
 
 def _alone(record: Record, raw: bool) -> Preference:
-    """A prompt alone, read as the pair that it may become. Raises BadPairError."""
+    """A prompt without answers, parsed like a pair. Raises BadPairError."""
     completed = _completed(record)
     try:
         shape = detect_shape([completed], raw=raw)
@@ -94,7 +94,7 @@ def _alone(record: Record, raw: bool) -> Preference:
 
 
 def _completed(record: Record) -> Record:
-    """The record with two answers that nobody reads."""
+    """The record with two placeholder answers."""
     fields = dict(record.fields)
     if fields.get("prompt") is None and kind(fields.get("messages")) == "messages":
         fields["prompt"] = _asked(fields.pop("messages"))
@@ -124,7 +124,7 @@ def _asked(messages: Any) -> Any:
 
 
 def every(prompts: Sequence[Prompt], answers: int) -> Iterator[tuple[Prompt, int]]:
-    """Every answer that is wanted: its prompt, and its number."""
+    """Every requested answer: its prompt, and its number."""
     for prompt in prompts:
         for number in range(answers):
             yield prompt, number
