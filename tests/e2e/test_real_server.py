@@ -1,6 +1,6 @@
 """`isopref sample --url` against a server that is not ours: `transformers serve` with a tiny model, on loopback.
 
-Its packages are those of transformers' extra `serving`; without them the test is skipped.
+Its packages are those of transformers' extra `serving`. Without them, or without what they import, the test is skipped.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
-from isopref.optional import is_installed
 from support.project import Project
 
-NEEDED = ("fastapi", "uvicorn", "openai")
-MISSING = [name for name in NEEDED if not is_installed(name)]
 START_S = 120
 
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"transformers serve needs {', '.join(MISSING)}: pip install 'transformers[serving]'"
-)
+
+@pytest.fixture(scope="module")
+def serving() -> None:
+    """Skip without the server's packages. They are imported, because openai is of no use without its HTTP client."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            pytest.skip(f"transformers serve needs {package} ({error}): pip install 'transformers[serving]'")
 
 
 @pytest.fixture
-def url(project: Project) -> Iterator[str]:
+def url(serving: None, project: Project) -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
