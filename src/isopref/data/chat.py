@@ -1,28 +1,28 @@
-"""From a PreferencePair to token ids, through the chat template, with the border of the prompt proven.
+"""Turns a PreferencePair into token ids through the chat template, with a verified boundary after the prompt.
 
-How the border is found. The template writes three texts: the prompt with its generation prompt, and the
-prompt with each answer. Each is tokenised whole (special tokens come from the template only). If the prompt's
-tokens begin both sequences, the border is there, and that is the proof. Else it backs off to the last token
-common to all three, and the pair is counted: under `boundary_backoffs` where the tokenizer joins the last prompt
-character with the answer, under `generation_prompt_backoffs` where the template's generation prompt is not how it
-begins an answer (one ends with "<think>", the other has none).
-A template that writes the prompt's own turns differently once an answer follows has no border: BadPairError.
+How the boundary is found. The template renders three texts: the prompt with its generation prompt, and the prompt with
+each answer. Each is tokenised as a whole (special tokens come only from the template). If both sequences begin with the
+prompt's tokens, that is the proof of the boundary. Otherwise the boundary backs off to the last token common to all
+three, and the pair is counted: under `boundary_backoffs` if the tokenizer merges the last prompt character with the
+answer, under `generation_prompt_backoffs` if the generation prompt differs from how the template renders an answer (one
+ends with "<think>", the other has none). A template that renders the prompt's own turns differently once an answer
+follows has no boundary: BadPairError.
 
 How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. Each
-trained turn begins where the tokens of what the model is given to write it end: the turns before it with the
-generation prompt, which must begin the whole conversation as written. It ends, with what closes it, where a mark shows
-its end (templates.py). The prompt of the pair is what all sequences begin with, up to the first trained token.
+trained turn begins where the model's input for it ends: the turns before it with the generation prompt, which the whole
+rendered conversation must begin with. It ends, including its end token, where a mark shows its end (templates.py). The
+prompt of the pair is the common beginning of all sequences, up to the first trained token.
 
-How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML
-writes "<|im_end|>\\n") or the same token once more (the answer's own text ended with it): generation stops before
-them. So is what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its end before
-that. A template may write no such token after the last turn, and the model would never learn to stop. Then the answer
-ends with the token that opens the next turn, if the model stops at that one (GLM's <|user|>, or <|observation|> after
-a tool call); else with EOS, if nothing stands after the answer. Counted as `added_ends`. Where the template ends
-answers in plain text, nothing is added; counted as `missing_eos`.
+How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML writes
+"<|im_end|>\\n") or a repetition of that token (the answer's own text ended with it): generation stops before them. So is
+what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its own end before that. If
+a template writes no such token after the last turn, the model would never learn to stop. The answer then ends with the
+token that opens the next turn, if the model stops at it (GLM's <|user|>, or <|observation|> after a tool call), and
+otherwise with EOS, if nothing follows the answer. Counted as `added_ends`. If the template ends answers with plain
+text, nothing is added; counted as `missing_eos`.
 
-Without a template (`data.template: none`) a pair is plain text: [BOS] prompt + completion + EOS, with BOS
-only where the tokenizer itself would add it.
+Without a template (`data.template: none`) a pair is plain text: [BOS] prompt + completion + EOS, with BOS only if the
+tokenizer itself would add it.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """What decides the tokens, besides the data and the tokenizer. Defaults live in the config's schema.
+    """What determines the tokens, besides the data and the tokenizer. Defaults live in the config's schema.
 
     template: None (the tokenizer's own), "none" (plain text) or the path of a .jinja file.
-    max_length: most tokens of the prompt with its longer completion; None is no limit.
-    truncation, for pairs over max_length: "drop" the pair; "keep_start" or "keep_end" of the prompt, cut so
-        that the longer completion fits. Turns' texts are cut, never what opens and closes the prompt (see truncation).
-        A pair whose completions leave no room for one token of text beside those is dropped.
-    on_bad: "error" or "drop" (and count) records that give no pair.
+    max_length: maximum tokens of the prompt plus its longer completion; None: no limit.
+    truncation, for pairs over max_length: "drop" the pair; "keep_start" or "keep_end" of the prompt, truncated so that
+        the longer completion fits. Only the text of turns is cut, never what opens and closes the prompt (see
+        truncation). If the completions leave no room for a single token of text, the pair is dropped.
+    on_bad: "error", or "drop" (and count) records that do not yield a pair.
     stops: tokens at which the model's generation stops, besides EOS.
     compare, min_gap: which answers of a list are compared (see compare.py).
-    train_on: which turns of an answer are trained: every "assistant" turn, the "last" one, or of that the "final" text,
-        after its reasoning.
+    train_on: which turns of an answer are trained: every "assistant" turn, the "last" one, or its "final" text after
+        its reasoning.
     """
 
     template: str | None
@@ -103,7 +103,7 @@ class _Sequence(NamedTuple):
 
 
 class EncodedPair(NamedTuple):
-    """A tokenised pair or list. `question_id` digests what was asked, before any template, tokenizer or cut."""
+    """A tokenised pair or list. `question_id`: digest of the prompt before templating, tokenising and truncation."""
 
     tokens: Example
     question_id: bytes
@@ -115,7 +115,7 @@ NOTES = ("boundary_backoffs", "generation_prompt_backoffs", "double_bos", "added
 
 
 class PairEncoder:
-    """Tokenises pairs with one tokenizer and one template. Raises ConfigError where there is no template."""
+    """Tokenises pairs with one tokenizer and one template. Raises ConfigError if there is no template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenizeOptions) -> None:
         self._tokenizer = tokenizer
@@ -125,13 +125,13 @@ class PairEncoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._ends = end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
-        # Of text that a template writes around; plain text may well hold special tokens of its own.
+        # Only for templated text; plain text may legitimately contain special tokens.
         self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
         self._stop_before = {role: None if options.raw else self._find_stop_before(role) for role in NEXT_ROLES}
 
     def key(self) -> str:
-        """Digest of everything here that decides tokens: tokenizer, template, options. Content, not names."""
+        """Digest of everything here that determines tokens: tokenizer, template, options. Content, not names."""
         options = self.options
         parts = {
             "tokenizer": tokenizer_content(self._tokenizer),
@@ -149,7 +149,7 @@ class PairEncoder:
     def encode(self, pairs: Sequence[Preference]) -> list[EncodedPair | BadPairError | None]:
         """One result for each pair or list, in order; None: longer than max_length, in mode drop.
 
-        They are tokenised together, so that a fast tokenizer uses all cores; no result depends on another.
+        They are tokenised together so that a fast tokenizer uses all cores; no result depends on another.
         """
         written = [_or_bad(self._write, pair) for pair in pairs]
         texts = dict.fromkeys(text for item in written if isinstance(item, Written) for text in _texts(item))
@@ -160,7 +160,7 @@ class PairEncoder:
         ]
 
     def encode_prompts(self, prompts: Sequence[Turns], given: Given = NOTHING) -> list[IntArray]:
-        """Prompts alone, ready to be answered. Raises DataError where the template refuses one."""
+        """Prompts without answers, ready for generation. Raises DataError if the template refuses one."""
         return self._tokenize([self._write_prompt(prompt, given) for prompt in prompts])
 
     def _write_prompt(self, prompt: Turns, given: Given) -> str:
@@ -246,11 +246,11 @@ class PairEncoder:
         return _Sequence(np.concatenate([tokens[:last_start], completion]), weights, starts[0])
 
     def _end_inside(self, tokens: IntArray, start: int, end: int, notes: set[str]) -> int:
-        """Where a turn ends that other turns follow: behind the token that ends it, as the module's docstring says."""
+        """Where a turn that others follow ends: after its end token, as the module's docstring describes."""
         last = self._last_word(tokens, start, end)
         following = self._first_word(tokens, end)
         if last < start or int(tokens[last]) not in self._ends:
-            # The model may stop at what opens the next turn.
+            # The model may stop at the token that opens the next turn.
             if following < len(tokens) and int(tokens[following]) in (self._eos, *self.options.stops):
                 return following + 1
             notes.add("missing_eos")
@@ -277,10 +277,10 @@ class PairEncoder:
     def _end(
         self, side: IntArray, border: int, next_role: str, is_open: Callable[[], bool], notes: set[str]
     ) -> IntArray:
-        """The completion, ended as the module's docstring says."""
+        """The completion with its end, as the module's docstring describes."""
         last, stop = self._last_word(side, border, len(side)), self._stop_before[next_role]
         token = int(side[last]) if last >= border else None
-        # Of an open answer, another special token at its end is part of its text.
+        # In an open answer, another special token at the end is part of its text.
         if token is not None and (token in (self._eos, stop) or (token in self._ends and not is_open())):
             while (before := self._last_word(side, border, last)) >= border and side[before] == token:
                 last = before
@@ -307,30 +307,30 @@ class PairEncoder:
         if written.removeprefix(before).strip() == said != "":
             return True
         if written.rstrip()[-1:] != said[-1:]:
-            return False  # the template need not be asked, which takes time
+            return False  # saves a slow call of the template
         return self._template.leaves_open(messages, _given(pair))
 
     def _find_stop_before(self, role: str) -> int | None:
-        """The token that opens a turn of `role` behind an answer, where the model stops at it."""
+        """The token that opens a turn of `role` after an answer, if the model stops at it."""
         opening = (int(token) for token in self._tokenize([self._template.before_next_turn(role)])[0])
         first = next((token for token in opening if not self._whitespace(token)), None)
         return first if first in (self._eos, *self.options.stops) else None
 
     def _last_word(self, side: IntArray, border: int, end: int) -> int:
-        """Where the last token before `end` is that is not white space; border - 1 where there is none."""
+        """Index of the last token before `end` that is not white space; border - 1 if there is none."""
         last = end - 1
         while last >= border and self._whitespace(int(side[last])):
             last -= 1
         return last
 
     def _first_word(self, side: IntArray, start: int) -> int:
-        """Where the first token from `start` on is that is not white space; the end where there is none."""
+        """Index of the first token from `start` on that is not white space; the end if there is none."""
         while start < len(side) and self._whitespace(int(side[start])):
             start += 1
         return start
 
     def _truncate(self, tokens: Example, pair: Preference, written: Written) -> Example | None:
-        """`tokens` itself where it fits; None: dropped. Answers are never cut."""
+        """`tokens` itself if it fits; None: dropped. Answers are never truncated."""
         prompt, limit, truncation = tokens.prompt, self.options.max_length, self.options.truncation
         longer = max(map(len, tokens.answers))
         if limit is None or len(prompt) + longer <= limit:
@@ -341,7 +341,7 @@ class PairEncoder:
         return tokens._replace(prompt=np.delete(prompt, slice(*cut))) if cut else None
 
     def _spans(self, prompt: IntArray, pair: Preference, written: Written) -> list[Span]:
-        """Where the turns' texts are among the prompt's tokens; all but BOS where that is not known: in plain text."""
+        """Where the text of turns is among the prompt's tokens; everything but BOS if unknown, as in plain text."""
         turns = [] if self.options.raw else as_messages(pair.prompt, "user")
         around = (self._template.around(turns, index, _given(pair), written.prompt) for index in range(len(turns)))
         found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]
@@ -359,7 +359,7 @@ class PairEncoder:
 
 
 def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Result | BadPairError:
-    """The result, or what is wrong with the pair: one bad pair must not stop its neighbours."""
+    """The result, or the error: one bad pair must not stop the others."""
     try:
         return function(pair, *args)
     except DefectError as defect:
@@ -367,7 +367,7 @@ def _or_bad(function: Callable[..., Result], pair: Preference, *args: Any) -> Re
 
 
 def _gaps(pair: Preference) -> tuple[float, ...]:
-    """What the scores in the example do not say: those of a pair are 1 and 0."""
+    """Score gaps that the example's scores do not express: those of a pair are 1 and 0."""
     return (pair.gap,) if isinstance(pair, PreferencePair) and pair.gap is not None else ()
 
 

@@ -1,4 +1,4 @@
-"""Names of columns: ours, and what others call them."""
+"""Column names: ours, and those of other projects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SIDE_SCORES = (
 )
 MARGIN = "margin"
 GAPS = (*(name for names in SIDE_SCORES for name in names), MARGIN)  # read beside every shape of pairs
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns whose content a model would have to see
-# Other names of our columns, in small letters, for a suggestion.
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns with images, audio or video
+# Other names for our columns, in lower case, for suggestions.
 ALIASES = {
     "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
     "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
@@ -28,18 +28,18 @@ OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "outp
 
 
 def column_like(ours: str, fields: dict[str, Any]) -> str | None:
-    """The column whose name says the same as ours."""
+    """The column whose name means the same as ours."""
     names = {_plain(name): name for name, value in fields.items() if value is not None}
     return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
 
 
 def quoted(name: str) -> str:
-    """A name as YAML takes it."""
+    """A name, quoted for YAML if necessary."""
     return name if re.fullmatch(r"[^\W\d]([\w .-]*\w)?", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _plain(name: str) -> str:
-    """A column's name in small letters, and chosen for chosen_response or response_chosen."""
+    """A column's name in lower case, with chosen_response and response_chosen reduced to chosen."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[^\W_]+", name)
     telling = [word.lower() for word in words if word.lower() not in OTHER_WORDS] or [name.lower()]
     return "_".join(telling)

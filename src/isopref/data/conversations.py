@@ -1,6 +1,6 @@
-"""Answers of several turns: where they part from each other, and which of their turns are trained.
+"""Answers of several turns: where they diverge, and which of their turns are trained.
 
-Owns `data.train_on` and the weights of messages. Where a turn is in the tokens is found by templates and chat.
+Owns `data.train_on` and the weights of messages. templates and chat locate turns in the tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 from isopref.data.messages import DefectError, Message, Turns
 
 TrainOn = Literal["assistant", "last", "final"]
-WEIGHT = "weight"  # of a message: what its tokens count for. Templates never see it.
+WEIGHT = "weight"  # of a message: the weight of its tokens. Templates never see it.
 
 
 class Trained(NamedTuple):
-    """A turn that is trained."""
+    """A trained turn."""
 
     number: int  # in the conversation
     weight: float
@@ -23,7 +23,7 @@ class Trained(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A prompt with one answer, up to the last turn that is trained."""
+    """A prompt with one answer, up to the last trained turn."""
 
     messages: list[Message]
     num_prompt: int  # turns of the prompt
@@ -31,7 +31,7 @@ class Conversation(NamedTuple):
 
 
 def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn, name: str) -> Conversation:
-    """What is trained of an answer. Raises DefectError where that is nothing."""
+    """The trained turns of an answer. Raises DefectError if there are none."""
     messages = [*prompt, *answer]
     spoken = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == "assistant"]
     chosen = spoken if train_on == "assistant" else spoken[-1:]
@@ -44,12 +44,12 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
         which = "only assistant turns" if train_on == "assistant" else "a last assistant turn"
         found = f"{which} of weight 0" if spoken else "no assistant turn"
         raise DefectError("weight", f"'{name}' has {found}, so nothing of it would be trained")
-    # What follows the last trained turn changes nothing, and templates write a last turn as the model meets it.
+    # Turns after the last trained one have no effect, and templates render a last turn the way the model sees it.
     return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
 
 def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt with the turns that all answers begin with, and what is left of each. Raises DefectError."""
+    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError."""
     shared = 0
     while all(len(answer) > shared for answer in answers) and all(
         plain(answer[shared]) == plain(answers[0][shared]) for answer in answers
@@ -62,7 +62,7 @@ def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[
 
 
 def split_whole(sides: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt that whole conversations begin with, and what is left of each. Raises DefectError."""
+    """The prompt that all conversations begin with, and the rest of each. Raises DefectError."""
     prompt, answers = part([], sides)
     if not any(turn["role"] == "user" for turn in prompt):
         raise DefectError("diverging", "the conversations differ before the end of their first user turn")

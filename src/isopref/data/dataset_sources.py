@@ -1,4 +1,4 @@
-"""Sources that the package `datasets` reads: folders written by save_to_disk, and the hub."""
+"""Sources read with the `datasets` package: folders written by save_to_disk, and the hub."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether save_to_disk wrote a folder."""
+    """Whether a folder was written by save_to_disk."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[str, str]) -> Source:
-    """A folder that save_to_disk wrote; of several splits, this one or "train". Raises DataError."""
+    """A folder written by save_to_disk; with several splits, this one or "train". Raises DataError."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
         wanted = split or "train"
@@ -42,7 +42,7 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
     datasets = require("datasets", extra="datasets", why=f"the source '{spec}' is a folder written by save_to_disk")
     try:
         dataset = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library raises many kinds for a damaged folder
+    except Exception as error:  # the library raises many kinds of errors for a damaged folder
         raise DataError(f"{spec}: cannot be read ({_first_lines(error)}). Write it again.") from error
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return _dataset_source(spec, dataset, "saved data set", lambda: digest_files(files), columns)
@@ -50,7 +50,7 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
 
 @dataclass(frozen=True)
 class HubName:
-    """What is asked of the hub: a data set, one of its configs, a split, a branch, tag or commit."""
+    """A request to the hub: a data set, one of its configs, a split, and a branch, tag or commit."""
 
     path: str
     name: str | None
@@ -76,7 +76,7 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
     try:
         with _cache_only(datasets.config, no_network is not None):
             dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
-    except Exception as error:  # network, authentication, unknown name or split: each a class of its own
+    except Exception as error:  # network, authentication, unknown name or split: each has its own class
         if no_network and isinstance(error, ConnectionError):  # others are about a data set in the cache
             raise DataError(_without_network(label, tried, asked, no_network)) from error
         raise DataError(
@@ -84,13 +84,13 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
             f"({_first_lines(error)}). Check the path, or what is asked for: data.train: {{path: OWNER/NAME, name: "
             "CONFIG, split: SPLIT, revision: REVISION}."
         ) from error
-    # The fingerprint is the library's own content key: it follows the files and every step that changed them.
+    # The fingerprint is the library's own content key: it depends on the files and on every transformation.
     return _dataset_source(label, dataset, "hub", lambda: str(dataset._fingerprint), columns)
 
 
 @contextmanager
 def _cache_only(settings: Any, yes: bool) -> Iterator[None]:
-    """Have the library look in its cache only: without a network, it would otherwise retry for half a minute."""
+    """Make the library use only its cache: without a network, it would otherwise retry for half a minute."""
     before = settings.HF_HUB_OFFLINE
     settings.HF_HUB_OFFLINE = before or yes
     try:
@@ -122,7 +122,7 @@ def _dataset_source(
 
 
 def _hint(spec: str) -> str:
-    """What to say, where there is no such path, of a text that was meant as something else."""
+    """The message for a path that does not exist and was probably meant as something else."""
     if re.fullmatch(r"[\d.]+%?", spec):
         return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
     if "://" in spec:
@@ -131,6 +131,6 @@ def _hint(spec: str) -> str:
 
 
 def _first_lines(error: Exception) -> str:
-    """The start of an error's message. Its second line may have the names to choose from."""
+    """The start of an error's message. Its second line may list the available names."""
     lines = (str(error).strip() or "no message").splitlines()
     return f"{type(error).__name__}: {' '.join(lines[:2])}"

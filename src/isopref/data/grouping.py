@@ -1,14 +1,14 @@
-"""Records with the same prompt as one example: a table made of a table.
+"""Groups records with the same prompt into one example: builds one table from another.
 
-Records of pairs become the different answers of their prompt and one comparison each; labelled answers become the
-answers of their prompt, each with its label. No judgement is changed or left out: one that is repeated, or contradicted
-by another, counts as it did (statistics counts both). Lists stay as they are.
+Pairs become the distinct answers to their prompt and one comparison each; labelled answers become the answers to their
+prompt, each with its label. No judgement is changed or dropped: repeated or contradictory ones count as before
+(statistics counts both). Lists stay as they are.
 
-Records belong together if they have the same source and the same prompt, as it was asked and as tokens. Sources are
-mixed by weight and evaluated one by one, so no example is of two; and a prompt that was cut in two ways is two prompts
-to the model. Records of one prompt must have the same weight, for an example has one.
+Records belong together if they have the same source and the same prompt, both as asked and as tokens. Sources are mixed
+by weight and evaluated separately, so an example never spans two; and a prompt truncated in two ways is two prompts to
+the model. Records of one prompt must have the same weight, because an example has only one.
 
-Only the small columns of the table are in memory: tokens are read where they lie and written chunk by chunk.
+Only the small columns of the table are in memory: tokens are read from the mapped file and written chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from isopref.data.table_stats import TableStats
 from isopref.examples import Example
 from isopref.types import FloatArray, IntArray
 
-VERSION = 2  # raise it when the same table would give another one
+VERSION = 2  # raise it when the same table would give a different result
 
 
 def write_grouped(table: ExampleTable, sink: Any, *, drop_bad: bool, chunk_examples: int) -> None:
-    """Write the table with one example for each prompt, where its first record was.
+    """Write the table with one example per prompt, in the place of its first record.
 
-    A record whose weight is not that of its prompt's first record raises BadPairError, or is dropped and counted.
+    A record whose weight differs from that of its prompt's first record raises BadPairError, or is dropped and counted.
     """
     writer = TableWriter(sink)
     kept: Counter[int] = Counter()
@@ -73,7 +73,7 @@ def prompt_groups(table: ExampleTable) -> Iterator[IntArray]:
 
 
 def merged(examples: Sequence[Example]) -> Example:
-    """One example of those of one prompt: pairs, or labelled answers."""
+    """Merge the examples of one prompt: pairs, or labelled answers."""
     if len(examples) == 1:
         return examples[0]
     if any(one.comparisons for one in examples):
@@ -107,12 +107,12 @@ def _merged_pairs(pairs: Sequence[Example]) -> Example:
 
 
 def _unless_ones(weights: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
-    """The weights of the tokens of some answers, as an example has them."""
+    """The token weights of some answers, in the form an example has them."""
     return () if all((one == 1).all() for one in weights) else tuple(weights)
 
 
 def _with_one_weight(table: ExampleTable, group: IntArray, drop_bad: bool) -> IntArray:
-    """The records that have the weight of the first one."""
+    """The records with the same weight as the first one."""
     weights = table.weights[group]
     same: IntArray = group[weights == weights[0]]
     if len(same) < len(group) and not drop_bad:
@@ -132,7 +132,7 @@ def _row(table: ExampleTable, group: IntArray) -> TableRow:
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     question = int(table.question_ids[first]).to_bytes(8, "little")
     subsets = {table.subset(int(index)) for index in group}
-    subset = subsets.pop() if len(subsets) == 1 else None  # of two subsets it is in neither
+    subset = subsets.pop() if len(subsets) == 1 else None  # records of two subsets belong to neither
     return TableRow(example, float(table.weights[first]), question, f"{table.place(first)}{more}", subset)
 
 

@@ -1,14 +1,14 @@
-"""Marks in messages: where one shows in a template's text tells what the template makes of a message."""
+"""Marks in messages: where a mark appears in the rendered text shows what the template does with a message."""
 
 from __future__ import annotations
 
 from isopref.data.messages import Message
 
-MARK = "\ue000"  # from the private use area: nobody writes it
+MARK = "\ue000"  # from Unicode's private use area: no text contains it
 
 
 def marked_at_end(message: Message) -> Message:
-    """A message with a mark where it ends: in the name of its last call, or behind its text."""
+    """A message with a mark at its end: in the name of its last call, or after its text."""
     calls = message.get("tool_calls")
     if not calls:
         return {**message, "content": message["content"].rstrip() + MARK}
@@ -20,7 +20,7 @@ def marked_at_end(message: Message) -> Message:
 
 
 def marked_behind(messages: list[Message], index: int, before: str = "") -> list[Message]:
-    """The messages, with a mark behind the text of one, and perhaps one before it."""
+    """The messages with a mark after the text of one, and optionally one before it."""
     marked = {**messages[index], "content": before + messages[index]["content"] + MARK}
     return [*messages[:index], marked, *messages[index + 1 :]]
 

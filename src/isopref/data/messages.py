@@ -1,6 +1,6 @@
-"""The fields of a record: text, messages with their roles, tools, weight. Each is read strictly or refused.
+"""The fields of a record: text, messages with their roles, tools, weight. Each is parsed strictly or refused.
 
-Owns roles and what counts as a message. Does not know how fields make a pair: see shapes.
+Owns roles and the definition of a message. Does not know how fields make a pair: see shapes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STRING_OR_GAP = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\}\s+\{""")
 
 
 class DefectError(Exception):
-    """(reason, what): why a record gives no pair. Whoever knows the record's origin makes it a BadPairError."""
+    """(reason, what): why a record does not yield a pair. Callers that know the origin turn it into a BadPairError."""
 
 
 class WrongColumnError(DefectError):
-    """A value that shows that a column is not what it was taken for: to leave out the record would not help."""
+    """A value that shows that a column does not hold what was assumed: dropping the record would not help."""
 
 
 def kind(value: Any) -> str:
@@ -57,7 +57,7 @@ def kind(value: Any) -> str:
 
 
 def is_written(text: str) -> bool:
-    """Whether a text looks like messages that were written as text."""
+    """Whether a text looks like serialised messages."""
     return WRITTEN.match(text) is not None and any(all(key.search(text) for key in keys) for keys in WRITTEN_KEYS)
 
 
@@ -67,13 +67,13 @@ def parse_written(text: str) -> list[Any] | dict[str, Any] | None:
         return None
     value = _parse(text)
     if value is text:
-        # numpy sets no comma between objects; in a string the same characters stay.
+        # numpy prints no comma between objects; inside strings, the same characters are left alone.
         value = _parse(STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text))
     return value if kind(value) == "messages" else None
 
 
 def _parse(text: str) -> Any:
-    """The value that a text writes, as JSON or as Python prints it; the text itself if it is neither."""
+    """The value that a text represents, in JSON or Python syntax; the text itself if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _parse(text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: its type, and its start."""
+    """A value for an error message: its type and its start."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -95,13 +95,13 @@ def read_text(value: Any, name: str) -> str:
         raise DefectError("type", f"'{name}' is not text but {shown(value)}")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can say "\ud800", which no tokenizer takes
+    except UnicodeEncodeError:  # JSON can contain "\ud800", which no tokenizer accepts
         raise DefectError("type", f"'{name}' holds half a surrogate pair, which is no character") from None
     return value
 
 
 def read_messages(value: Any, name: str) -> list[Message]:
-    """A message or a list of them, in our form."""
+    """A message or a list of them, normalised."""
     turns = [value] if isinstance(value, dict) else value
     return [_read_message(turn, f"{name}[{index}]") for index, turn in enumerate(turns)]
 
@@ -128,7 +128,7 @@ def read_answer(value: Any, name: str) -> list[Message]:
 
 
 def read_history(value: Any) -> list[Message]:
-    """Earlier turns as [user, assistant] pairs of text, also where those are written as text, as in CSV."""
+    """Earlier turns as [user, assistant] pairs of text, even if the list is stored as text, as in CSV."""
     turns = _parse(value) if isinstance(value, str) else value
     if turns is None or turns == "" or turns == []:
         return []
@@ -157,7 +157,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _as_function(bare: dict[str, Any]) -> dict[str, Any]:
-    """A tool or a call in OpenAI's form, which templates are written for."""
+    """A tool or a call in OpenAI's format, which templates expect."""
     return {"type": "function", "function": bare}
 
 
@@ -175,7 +175,7 @@ def read_template_kwargs(value: Any) -> dict[str, Any]:
     reserved = sorted(value.keys() & RENDERING)
     if reserved:
         raise DefectError("type", f"'chat_template_kwargs' sets {', '.join(reserved)}, which isopref sets itself")
-    # Columns of Arrow and Parquet have every key in every record.
+    # In Arrow and Parquet, every record has every key.
     return {key: given for key, given in value.items() if given is not None}
 
 
@@ -187,16 +187,16 @@ def read_weight(value: Any) -> float:
 
 
 def read_subset(value: Any) -> str | None:
-    """The name of a subset; None for none. Numbers are names too, as of categories."""
+    """The name of a subset, or None. Numbers are accepted as names."""
     if value is None or value == "":
         return None
     return str(value) if isinstance(value, bool | int | float) else read_text(value, "subset")
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none."""
+    """The number, or NaN if it is not one."""
     try:
-        return math.nan if isinstance(value, bool) else float(value)  # also of text: CSV has nothing else
+        return math.nan if isinstance(value, bool) else float(value)  # also from text: CSV has nothing else
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -215,7 +215,7 @@ def _read_message(turn: dict[str, Any], name: str) -> Message:
 
 
 def _read_parts(value: Any, name: str) -> Message:
-    """What a message says in parts, as OpenAI's API and LLaMA-Factory have them. Nothing where it is text."""
+    """The fields in a message's content parts, as in OpenAI's API and LLaMA-Factory. Empty if the content is text."""
     if not (value and isinstance(value, list) and all(isinstance(part, dict) for part in value)):
         return {}
     texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
@@ -234,7 +234,7 @@ def _read_parts(value: Any, name: str) -> Message:
 
 
 def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, with arguments that are objects: written as JSON text, a template would quote it."""
+    """Tool calls in OpenAI's format, with arguments as objects: a template would quote JSON text."""
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise DefectError("tools", f"{name}: 'tool_calls' is not a list of calls but {shown(calls)}")
     return [_read_call(call) for call in calls]
@@ -252,7 +252,7 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_weight(message: Message, name: str) -> Message:
-    """The message with its `weight`, which `train` says too, as a number; without one where it is 1."""
+    """The message with its `weight` (or `train`) as a number; without a weight if it is 1."""
     given, train = message.pop("weight", None), message.pop("train", None)
     if train is not None and not isinstance(train, bool):
         raise DefectError("weight", f"{name}: 'train' must be true or false, not {shown(train)}")
@@ -273,7 +273,7 @@ def _with_weight(message: Message, name: str) -> Message:
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
     if turn["role"] not in ROLES:
         raise DefectError("role", f"{name} has the role {turn['role']!r}, which is none of {', '.join(ROLES)}")
-    # A key with None says what its absence says: {"content": null, "tool_calls": [...]}.
+    # A key with None means the same as a missing key: {"content": null, "tool_calls": [...]}.
     return {key: value for key, value in turn.items() if value is not None}
 
 
@@ -297,7 +297,7 @@ def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _parse_json(text: str) -> Any:
-    """None for what is no JSON."""
+    """The parsed JSON, or None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -305,7 +305,7 @@ def _parse_json(text: str) -> Any:
 
 
 def read_number(value: Any) -> float | None:
-    """A finite number, even if it is written as text, as in CSV; None if it is no number."""
+    """A finite number, even if stored as text, as in CSV; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Building a ExampleTable from sources: once for the same content, by one process, with all the cores asked for.
+"""Builds an ExampleTable from sources: once for the same content, by one process, on all the requested cores.
 
-Owns the cache (key, lock, whole or not at all), the workers and the policy on bad records. Reading is in
-sources, meaning in shapes, tokens in chat, the file in table.
+Owns the cache (key, lock, atomic writes), the workers and the policy on bad records. Reading is in sources, meaning in
+shapes, tokens in chat, the file in table.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 13  # raise it when the same content would give other tokens or another file
+CODE_VERSION = 13  # raise it when the same content would give different tokens or a different file
 LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
-CHUNK_RECORDS = 512  # also the most pairs of a record batch
-CHECKED_AT_ONCE = 2**28  # bytes: a table up to this size is checked when it is opened, in a fraction of a second
-# Chunks that this process encodes before it starts others. A worker needs about 3 s to start, most of it imports, in
-# which one process encodes some 4,000 pairs of chat; data that is no larger than that is done sooner without workers.
+CHUNK_RECORDS = 512  # also the maximum size of a record batch
+CHECKED_AT_ONCE = 2**28  # bytes: tables up to this size are verified when opened, in a fraction of a second
+# Chunks that this process encodes before it starts workers. A worker takes about 3 s to start, mostly for imports, in
+# which one process encodes some 4,000 chat pairs; smaller data is done sooner without workers.
 CHUNKS_ALONE = 8
 
-Progress = Callable[[int, int | None], None]  # records done, records in all where the sources know
+Progress = Callable[[int, int | None], None]  # records done, and total records if the sources know
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +85,14 @@ def build_table(
     head_start_s: float = 0.0,
     say: Callable[[str], None] = log.warning,
 ) -> ExampleTable:
-    """The records of all sources, in order, tokenised; from `folder` where the same content was built before.
+    """The records of all sources, in order, tokenised; from the cache in `folder` if it has the same content.
 
     The table holds every usable record of every source: mixing by weight or count selects from it (see mixing).
-    `group_by_prompt` makes one example of the records with the same prompt, from the table without it (see grouping).
-    `workers` processes tokenise what is left after CHUNKS_ALONE; they start afresh (spawn), so a script that calls
-    this with more than one needs the `if __name__ == "__main__":` guard. Of several processes with the same folder one
-    builds and the others wait; `head_start_s` leaves the building to another one, which shows its progress.
-    A table that is found damaged is built again by one of them, which tells `say`.
+    `group_by_prompt` groups records with the same prompt into one example, from the ungrouped table (see grouping).
+    `workers` processes tokenise what is left after CHUNKS_ALONE; they are spawned, so a script that uses more than one
+    needs the `if __name__ == "__main__":` guard. Of several processes with the same folder, one builds and the others
+    wait; `head_start_s` lets another process, which shows its progress, start first.
+    One of them rebuilds a damaged table and reports that to `say`.
     Raises DataError, ConfigError, RunError.
     """
     sources = [_open(spec) for spec in specs]
@@ -126,7 +126,7 @@ def _kept_table(
     key: str,
     write: Callable[[Any], None],
 ) -> ExampleTable:
-    """The table with this key, written to its file if it is not there or damaged."""
+    """The table with this key, built if its file is missing or damaged."""
     path = folder / f"{key}.arrow"
     table, _ = _find(path, sources)
     if table is None:
@@ -147,7 +147,7 @@ def _open_table(path: Path, sources: list[Source]) -> ExampleTable:
 
 
 def _find(path: Path, sources: list[Source]) -> tuple[ExampleTable | None, DamagedTableError | None]:
-    """The table in a file, if it is there and whole; else what is wrong with it, if it is there."""
+    """The table in a file if it is intact; otherwise what is wrong with it, if it exists."""
     try:
         table = _open_table(path, sources)
         if path.stat().st_size <= CHECKED_AT_ONCE:
@@ -182,7 +182,7 @@ def _open(spec: SourceSpec) -> Source:
 
 
 def _refuse_shared_columns(spec: SourceSpec) -> None:
-    """Raise ConfigError where one column would be read under two names, or is moved and leaves nothing in its place."""
+    """Raise ConfigError if one column would be read under two names, or if renaming it leaves a gap."""
     columns = spec.columns or {}
     roles: dict[str, list[str]] = {}
     for ours, theirs in columns.items():
@@ -216,7 +216,7 @@ def _digest(parts: list[Any]) -> str:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock on a file, once it is free."""
+    """Wait for the lock on a file and hold it."""
     with path.open("w") as file:
         lock = FileLock(file.fileno())
         if not lock.take():
@@ -226,9 +226,9 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(path: Path, write: Callable[[Any], None]) -> None:
-    """Write the table under another name, and give it its own only when it is whole and on disk."""
+    """Write the table to a temporary name and rename it once it is complete and on disk."""
     for left_over in path.parent.glob(f"{path.stem}.*.tmp"):
-        left_over.unlink()  # we hold the lock, so whoever wrote it is dead
+        left_over.unlink()  # we hold the lock, so the process that wrote it is dead
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -276,7 +276,7 @@ class _Found:
         self._used |= result.used_columns
 
     def stats(self) -> SourceStats:
-        """Raises DataError where there is not one pair: no share of nothing can be mixed."""
+        """Raises DataError if there is not a single pair: an empty source cannot be mixed."""
         source, dropped = self._source, dict(self._dropped)
         counts = {
             name: self._counts[name]
@@ -367,7 +367,7 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
         try:
             for chunk in chain([first], chunks):
                 pending.append(pool.submit(_work, chunk))
-                if len(pending) > 2 * workers:  # bounds the memory: never the whole data set in flight
+                if len(pending) > 2 * workers:  # bounds memory: the whole data set is never in flight
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -376,7 +376,7 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
                 "A tokenising process died. Out of memory, or a script without the "
                 "`if __name__ == '__main__':` guard? One worker needs neither."
             ) from error
-        except BaseException:  # a bad record, Ctrl-C: nobody waits for the rest
+        except BaseException:  # a bad record or Ctrl-C: do not wait for the rest
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
