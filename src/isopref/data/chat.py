@@ -14,7 +14,7 @@ rendered conversation must begin with. It ends, including its end token, where a
 prompt of the pair is the common beginning of all sequences, up to the first trained token.
 
 How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML writes
-"<|im_end|>\\n") or a repetition of that token (the answer's own text ended with it): generation stops before them. So is
+"<|im_end|>\\n") or that token repeated (the answer's own text ended with it): generation stops before them. So is
 what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its own end before that. If
 a template writes no such token after the last turn, the model would never learn to stop. The answer then ends with the
 token that opens the next turn, if the model stops at it (GLM's <|user|>, or <|observation|> after a tool call), and
