@@ -1,7 +1,7 @@
-"""What records mean: which of the known shapes a source has, and the pair, list or labelled answer in a record.
+"""Interprets records: which of the known shapes a source has, and the pair, list or labelled answer in a record.
 
-Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, fields are read by
-messages; files (sources) and tokens (chat) are not known here.
+Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, and messages parses
+fields. Knows nothing about files (sources) or tokens (chat).
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ __all__ = [
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
 LABELLED_PARTS = ("completion", "messages")  # the same, of labelled answers
-TELLING = (*PROMPTS, *SIDES)  # columns by which shapes are told apart
+TELLING = (*PROMPTS, *SIDES)  # columns that distinguish shapes
 COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL, *GAPS]))
-DETECT_RECORDS = 100  # how far a source is searched for a first record that has a shape
+DETECT_RECORDS = 100  # how many records to search for the first one that has a shape
 
 
 class BadPairError(DataError):
-    """A record that gives no pair to train on. `reason` is what data.on_bad: drop counts it under."""
+    """A record that does not yield a training pair. data.on_bad: drop counts it under `reason`."""
 
     def __init__(self, origin: str, reason: str, what: str) -> None:
-        super().__init__(origin, reason, what)  # as args, so that it survives the way from a worker process
+        super().__init__(origin, reason, what)  # as args, so that it survives pickling from a worker process
         self.reason = reason
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class BadPairError(DataError):
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt with two answers. What was text in the record is text here; chat says what becomes of it."""
+    """A prompt with two answers. Text in the record stays text here; chat turns it into a conversation."""
 
     prompt: Turns
     chosen: Turns
@@ -106,7 +106,7 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class RankedList:
-    """A prompt with any number of different answers, each with a score: the higher, the better."""
+    """A prompt with any number of distinct answers, each with a score: higher is better."""
 
     prompt: Turns
     answers: tuple[Turns, ...]
@@ -114,7 +114,7 @@ class RankedList:
     tools: list[dict[str, Any]] | None
     weight: float
     origin: str
-    notes: Mapping[str, int] = field(default_factory=dict)  # answers that were left out, by reason
+    notes: Mapping[str, int] = field(default_factory=dict)  # dropped answers, by reason
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
     subset: str | None = None  # of the source, to be evaluated on its own
 
@@ -162,7 +162,7 @@ Preference = PreferencePair | RankedList | LabelledAnswer
 def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, str] | None = None) -> Shape:
     """The shape of the first record that has one, among the first records of a source.
 
-    `raw`: there is no chat template, so only shapes made of text will do. `columns` were renamed (ours: theirs). Raises
+    `raw`: there is no chat template, so only text shapes qualify. `columns` were renamed (ours: theirs). Raises
     DataError if none fits.
     """
     assert records, "a source without records raises before this"
@@ -194,7 +194,7 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> Preference:
         raise DataError(f"{record.origin}: {defect.args[-1]}.") from None
     except DefectError as defect:
         raise BadPairError(record.origin, *defect.args) from None
-    except RecursionError:  # JSON that nests a thousand deep is read, but not compared or shown
+    except RecursionError:  # JSON nested a thousand deep can be parsed, but not compared or shown
         raise BadPairError(record.origin, "type", "the record nests too deep") from None
 
 
@@ -206,7 +206,7 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
         raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
     found = _with_common_turns(_judged(fields, shape, raw, record.origin))
     tools, kwargs = read_tools(fields.get("tools")), read_template_kwargs(fields.get("chat_template_kwargs"))
-    history = not isinstance(found.prompt, str) and fields.get("history")  # of a shape that is text otherwise
+    history = not isinstance(found.prompt, str) and fields.get("history")  # in a shape that is otherwise text
     for name, given in [
         ("system", fields.get("system")),
         ("tools", tools),
@@ -233,7 +233,7 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
 
 
 def _judged(fields: Fields, shape: Shape, raw: bool, origin: str) -> Preference:
-    """The prompt, the answers and what is known of them, without the columns that are read beside every shape."""
+    """The prompt and the answers with their labels or scores, without the columns common to all shapes."""
     if (ranked := shape.read_list(fields)) is not None:
         return RankedList(ranked.prompt, ranked.answers, ranked.scores, None, 1.0, origin, ranked.left_out)
     if (labelled := shape.read_label(fields)) is not None:
@@ -245,7 +245,7 @@ def _judged(fields: Fields, shape: Shape, raw: bool, origin: str) -> Preference:
 
 
 def _read_gap(fields: Fields) -> float | None:
-    """By how much chosen is better than rejected; None if the record does not say it in numbers."""
+    """How much better chosen is than rejected; None if the record has no scores."""
     for names in SIDE_SCORES:
         chosen, rejected = (read_number(fields.get(name)) for name in names)
         if chosen is not None and rejected is not None:
@@ -254,7 +254,7 @@ def _read_gap(fields: Fields) -> float | None:
 
 
 def _with_common_turns(found: Preference) -> Preference:
-    """The same with the turns that all answers begin with in the prompt. Answers of one turn stay what they are."""
+    """The same, with the turns that all answers share moved to the prompt. Single-turn answers are unchanged."""
     conversations = [answer for answer in found.answers if not isinstance(answer, str)]
     if len(conversations) < max(2, len(found.answers)) or not any(map(is_conversation, found.answers)):
         return found
@@ -267,9 +267,9 @@ def _with_common_turns(found: Preference) -> Preference:
 
 
 def _written_columns(records: Sequence[Record]) -> frozenset[str]:
-    """The columns of a source that hold messages written as text: in most of these records, for one may be odd text.
+    """The columns that hold messages stored as text, in most of these records: a single one may be coincidence.
 
-    Raises DataError for a column that looks so and cannot be read.
+    Raises DataError for a column that looks like messages but cannot be parsed.
     """
     found = set()
     are_pairs = any(record.fields.get(side) is not None for record in records for side in SIDES)
@@ -289,7 +289,7 @@ def _written_columns(records: Sequence[Record]) -> frozenset[str]:
 
 
 def _parsed(fields: Fields, written: frozenset[str]) -> Fields:
-    """The fields, with those messages as lists that are written as text."""
+    """The fields, with messages stored as text parsed into lists."""
     parsed = {}
     for key in written:
         text = fields.get(key)
@@ -308,7 +308,7 @@ def _shape_of(fields: Fields) -> Shape | None:
 
 
 def _first_shape(records: Sequence[Record], written: frozenset[str]) -> tuple[Record, Shape | None]:
-    """The first record that has a shape, with that shape. A guess counts only where most records have no other one."""
+    """The first record that has a shape, with that shape. A guess counts only if most records have no other shape."""
     found: list[tuple[Record, Shape]] = []
     for record in records:
         try:
@@ -324,7 +324,7 @@ def _first_shape(records: Sequence[Record], written: frozenset[str]) -> tuple[Re
 
 
 def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
-    """The error for a source without a shape: the columns it has, how to rename them, and what we read."""
+    """The error for a source without a shape: its columns, how to rename them, and the supported shapes."""
     found = ", ".join(f"{key} ({kind(value)})" for key, value in first.fields.items()) or "(none)"
     renames = _renames(first.fields)
     names = ", ".join(f"{ours}: {quoted(theirs)}" for ours, theirs in {**columns, **renames}.items())
@@ -334,7 +334,7 @@ def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
 
 
 def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]) -> None:
-    """Raise DataError where data.columns names a column that the shape does not read."""
+    """Raise DataError if data.columns names a column that the shape does not read."""
     for ours, theirs in columns.items():
         if ours in shape.reads:
             continue
@@ -348,7 +348,7 @@ def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]
 
 
 def _refuse_most(records: Sequence[Record], shape: Shape) -> None:
-    """Raise DataError where the shape objects to most records: to drop those would drop nearly all."""
+    """Raise DataError if most records do not fit the shape: dropping them would drop nearly everything."""
     found = []
     for record in records:
         try:
@@ -363,7 +363,7 @@ def _refuse_most(records: Sequence[Record], shape: Shape) -> None:
 
 
 def _renames(fields: Fields) -> dict[str, str]:
-    """Which columns, given our names, would make a shape of the record, as far as their own names tell."""
+    """Which columns, renamed to ours, would give the record a shape, judging by their names."""
     missing = [ours for ours in ALIASES if fields.get(ours) is None]
     if fields.get("instruction") is not None and "prompt" in missing:
         missing.remove("prompt")  # the prompt is there, under Alpaca's name
@@ -374,7 +374,7 @@ def _renames(fields: Fields) -> dict[str, str]:
 
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
-    """Why a record is not of the shape its source has, the likeliest cause first."""
+    """Why a record does not have the shape of its source, the likeliest cause first."""
     if lacks := shape.lacks(fields):
         return DefectError("missing", f"'{lacks}' is missing")
     other = _shape_of(fields)

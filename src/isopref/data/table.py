@@ -1,6 +1,6 @@
-"""ExampleTable: tokenised examples in a memory-mapped file, and views on them.
+"""ExampleTable: tokenised examples in a memory-mapped file, and views of them.
 
-Knows neither where examples come from (see pairs.build_table) nor how the file is laid out (see table_file).
+Knows neither where examples come from (see pairs.build_table) nor the file format (see table_file).
 
 N: examples of a table, A: their answers, M: their comparisons.
 """
@@ -35,12 +35,12 @@ class ExampleTable:
     """Tokenised examples: a whole table, or a view on some of its examples in some order.
 
     lengths: token counts. weights (N,) float64. ids (N, 16) uint8: content of an example. answer_ids (A, 16) uint8:
-    content of an answer with its prompt. scores (A,) float64: NaN where there are none. gaps (M,) float64: score of
-    better minus score of worse in each comparison, NaN where the data does not say.
-    question_ids (N,) uint64: examples that ask the same share it, whatever template and tokenizer made of it.
-    prompt_ids (N,) uint64: examples with the same tokens as their prompt share it.
+    content of an answer with its prompt. scores (A,) float64: NaN if there are none. gaps (M,) float64: score of better
+    minus score of worse in each comparison, NaN if the data has no scores.
+    question_ids (N,) uint64: shared by examples with the same prompt, before templating and tokenising.
+    prompt_ids (N,) uint64: shared by examples whose prompts have the same tokens.
     sources (N,) int16: index into source_names.
-    `stats` tells of the building of the whole table, also on a view.
+    `stats` describes how the whole table was built, even on a view.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ExampleTable:
     def open(cls, path: Path, source_names: Sequence[str], bases: Sequence[str] | None = None) -> ExampleTable:
         """Map the table in a file. Raises DamagedTableError for damage outside tokens and places.
 
-        `bases` stand before the places of each source in an origin; without them, the sources' names do.
-        Damage in those is met when they are first used, which raises StartAgainError; `check` looks for it at once.
+        `bases` prefix the places of each source in an origin; the default is the sources' names.
+        Damaged tokens or places are detected on first use, which raises StartAgainError, or immediately by `check`.
         """
         with path.open("rb") as file:
             empty = file.seek(0, io.SEEK_END) == 0  # which cannot be mapped
@@ -72,7 +72,7 @@ class ExampleTable:
     def from_tokens(
         cls, examples: Iterable[Example | PairTokens], weights: Iterable[float] | None = None
     ) -> ExampleTable:
-        """A table in memory; example i has the origin "example i", or "pair i"."""
+        """A table in memory; the origin of example i is "example i" or "pair i"."""
         given = list(examples)
         weights = [1.0] * len(given) if weights is None else list(weights)
         rows = []
@@ -146,12 +146,12 @@ class ExampleTable:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the examples and their weights, in this order: what a run trains on, whatever its files."""
+        """Digest of the examples and their weights, in this order: what a run trains on, independent of files."""
         content = self.ids.tobytes() + self.weights.astype("<f8").tobytes()
         return hashlib.blake2b(content, digest_size=ID_BYTES).hexdigest()
 
     def example(self, index: int) -> Example:
-        """The example's tokens, int32 views on the file."""
+        """The example's tokens, as int32 views of the file."""
         return self._file.example(int(self._indices[index]))
 
     def origin(self, index: int) -> str:
@@ -159,18 +159,18 @@ class ExampleTable:
         return self._bases[int(self.sources[index])] + self.place(index)
 
     def place(self, index: int) -> str:
-        """Where that is inside its source: ":12"."""
+        """Its location inside its source: ":12"."""
         return self._file.place(int(self._indices[index]))
 
     def subset(self, index: int) -> str | None:
-        """The part of its source that the data says it belongs to, if any."""
+        """The subset it belongs to, if the data names one."""
         return self._file.subset(int(self._indices[index]))
 
     def check(self) -> None:
-        """Check every byte of the file, also on a view. Raises DamagedTableError."""
+        """Check every byte of the file, even on a view. Raises DamagedTableError."""
         self._file.check()
 
     def select(self, indices: IntArray | Sequence[int]) -> ExampleTable:
-        """A view on these examples, in this order. No token is copied."""
+        """A view of these examples, in this order. No tokens are copied."""
         chosen = self._indices[np.asarray(indices, dtype=np.int64)]
         return ExampleTable(self._file, self.source_names, chosen, self._bases)

@@ -1,8 +1,8 @@
 """The file of a token table: its columns, its writer, its reader.
 
 Each chunk of records is two Arrow record batches, each a section with its own digest (see sections): the small columns,
-which are read and checked when the table is opened, and tokens with their weights and places, which are checked when an
-example of the chunk is first used. So a table of any size is written, read and checked piece by piece.
+which are read and verified when the table is opened, and tokens with their weights and places, which are verified when
+an example of the chunk is first used. So a table of any size is written, read and verified chunk by chunk.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCHEMA = pa.schema(
     {
         "tokens": pa.list_(pa.int32()),  # the prompt and the answers, one after the other
         "lengths": pa.list_(pa.int32()),  # of those
-        "trained": pa.list_(pa.int32()),  # trained tokens of the answers; none where all are
-        "run_lengths": pa.list_(pa.int32()),  # of runs of answers' tokens with equal weights; none where all are one
+        "trained": pa.list_(pa.int32()),  # trained tokens of the answers; null if all are
+        "run_lengths": pa.list_(pa.int32()),  # run-length encoded weights of answer tokens; null if all are 1
         "run_weights": pa.list_(pa.float64()),
         "tree": pa.int32(),  # see Lengths
         "compared": pa.list_(pa.int32()),  # better, worse, better, worse, ...: numbers of answers
@@ -37,11 +37,11 @@ SCHEMA = pa.schema(
         "weight": pa.float64(),
         "id": pa.binary(ID_BYTES),
         "answer_ids": pa.list_(pa.binary(ID_BYTES)),
-        "question_id": pa.uint64(),  # of what is asked, whatever the template
+        "question_id": pa.uint64(),  # of the prompt before templating
         "prompt_id": pa.uint64(),  # of the prompt's tokens
         "source": pa.int16(),
         "place": pa.string(),  # inside the source (":12"); the source's name is not content
-        "subset": pa.string(),  # of the source, to be evaluated on its own; null where the data names none
+        "subset": pa.string(),  # evaluated separately; null if the data names none
     }
 )
 TEXTS = pa.schema([SCHEMA.field(name) for name in ("tokens", "run_lengths", "run_weights", "place", "subset")])
@@ -49,7 +49,7 @@ COLUMNS = pa.schema([field for field in SCHEMA if field.name not in TEXTS.names]
 
 
 class DamagedTableError(DataError):
-    """A table whose file is not as it was written. Built again, it is as it was."""
+    """The table's file has been damaged. Rebuilding restores it."""
 
 
 class TableRow(NamedTuple):
@@ -57,7 +57,7 @@ class TableRow(NamedTuple):
 
     tokens: Example
     weight: float
-    question_id: bytes  # 8 bytes: examples that ask the same share it
+    question_id: bytes  # 8 bytes: shared by examples with the same prompt
     place: str
     subset: str | None = None
 
@@ -106,7 +106,7 @@ def _lists(parts: Sequence[IntArray]) -> pa.ListArray:
 
 
 class TableWriter:
-    """Writes batches to a sink; without `close`, which adds the statistics, there is no table."""
+    """Writes batches to a sink; the table is valid only after `close`, which adds the statistics."""
 
     def __init__(self, sink: Any) -> None:
         self._writer = SectionWriter(sink)
@@ -121,7 +121,7 @@ class TableWriter:
 
 
 class _Texts(NamedTuple):
-    """Tokens, their weights, places and subsets of one chunk, where they lie in the file."""
+    """Tokens, their weights, places and subsets of one chunk, mapped from the file."""
 
     offsets: IntArray
     tokens: IntArray
@@ -132,7 +132,7 @@ class _Texts(NamedTuple):
 
 
 class TableFile:
-    """The content of a whole file: small columns in memory, tokens and places where they lie."""
+    """The content of a file: small columns in memory, tokens and places mapped."""
 
     def __init__(self, content: Any, path: Path | None) -> None:
         self._path = path
@@ -180,7 +180,7 @@ class TableFile:
 
     @staticmethod
     def _gather(batches: list[pa.RecordBatch], name: str, dtype: Any) -> NDArray[Any]:
-        """The values of a column, those of lists one after the other."""
+        """The values of a column, with lists flattened."""
         flat = (_flat(batch[name]) for batch in batches)
         return np.concatenate([np.empty(0, dtype), *(column.to_numpy() for column in flat)]).astype(dtype)
 
@@ -192,7 +192,7 @@ class TableFile:
 
     @classmethod
     def _known(cls, batches: list[pa.RecordBatch], name: str, example: IntArray) -> FloatArray:
-        """One number for each entry of `example`, which says which example it is of; NaN where that one has none."""
+        """One number per entry of `example`, the example it belongs to; NaN for examples without numbers."""
         has_some = cls._counts(batches, name) > 0
         values = np.full(len(example), np.nan)
         values[has_some[example]] = cls._gather(batches, name, np.float64)
@@ -267,7 +267,7 @@ class TableFile:
         return texts
 
     def _give_up(self, error: DamageError) -> NoReturn:
-        """Remove the file, so that the next start builds it again, and stop."""
+        """Remove the file, so that the next start rebuilds it, and stop."""
         assert self._path is not None, "a table in memory is not damaged"
         try:
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What building a token table found, source by source. It is kept in the table's file."""
+"""Statistics from building a token table, per source, stored in the table's file."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class SourceStats:
     boundary_backoffs: int = 0
     generation_prompt_backoffs: int = 0
     double_bos: int = 0
-    added_ends: int = 0  # to answers that the template leaves open
-    missing_eos: int = 0  # in answers that the template ends in plain text
+    added_ends: int = 0  # to answers that the template does not end
+    missing_eos: int = 0  # in answers that the template ends with plain text
     truncated: int = 0
     repeated_prompts: int = 0  # in both answers
-    unscored_answers: int = 0  # of lists, which are left out
-    repeated_answers: int = 0  # of lists, of which the first is kept
+    unscored_answers: int = 0  # of lists, dropped
+    repeated_answers: int = 0  # of lists; the first one is kept
     unused_inputs: int = 0  # records with a column 'input' or 'history' that is not read
     special_tokens: dict[str, int] = field(default_factory=dict)  # in the text, by the first one of a pair
 
 
 @dataclass(frozen=True)
 class TableStats:
-    """What building the table met, source by source."""
+    """What building the table found, per source."""
 
     sources: tuple[SourceStats, ...]
 
@@ -50,12 +50,12 @@ class TableStats:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Records that gave no pair, by reason."""
+        """Records that did not yield a pair, by reason."""
         return dict(sum((Counter(source.dropped) for source in self.sources), Counter()))
 
     @property
     def dropped_note(self) -> str:
-        """What an error about too few pairs adds; nothing where none was dropped."""
+        """A suffix for errors about too few pairs; empty if none was dropped."""
         dropped = self.dropped
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         cut = " Raise data.max_length, or cut prompts with data.truncation: keep_end." * ("too_long" in dropped)

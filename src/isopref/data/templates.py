@@ -1,15 +1,15 @@
-"""Chat templates: what they write of a conversation, and whether they leave a part of it out.
+"""Chat templates: how they render a conversation, and whether they omit part of it.
 
-A template is foreign code and may ignore what it was not made for: a system turn, tools, tool calls, the reasoning
-in an answer. Training would go on without it and nobody would know, so each part of a pair is looked for in what was
-written. White space does not count (templates trim and set line feeds of their own). How strict:
+A template is third-party code and may ignore what it was not written for: a system turn, tools, tool calls, the
+reasoning in an answer. Training would silently proceed without it, so isopref looks for each part of a pair in the
+rendered text. White space is ignored (templates trim it and add line breaks). How strict:
 
-- An answer is what is trained on, and a user turn is what was asked: all their text must be there.
-- Other turns of the prompt may be rewritten, for that is how the model meets them later too: tool results as JSON, the
-  reasoning of earlier answers cut away, a switch in the system turn obeyed. They may not be ignored: where the text is
-  not there as it stands, a mark set behind it must show.
-- Tools and tool calls are written in a form of the template's own, so only ignoring them can be seen: it is writing
-  the same without them.
+- Answers are what is trained on, and user turns are what was asked: all their text must be there.
+- Other turns of the prompt may be rewritten, because the model sees them that way at inference too: tool results as
+  JSON, earlier answers without their reasoning, a switch in the system turn obeyed. They may not be ignored: if the
+  text is not there verbatim, a mark placed after it must appear.
+- Templates render tools and tool calls in their own format, so only one defect can be detected: the text is the same
+  without them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HINT = "(data.template: path.jinja can replace the template)"
 
 
 class Given(NamedTuple):
-    """What a template is given besides messages."""
+    """What a template receives besides messages."""
 
     tools: list[dict[str, Any]] | None = None
     kwargs: Mapping[str, Any] = {}
@@ -49,15 +49,15 @@ NOTHING = Given()
 
 
 class Turn(NamedTuple):
-    """A turn of an answer that is trained, in the text of its conversation."""
+    """A trained turn of an answer, in the text of its conversation."""
 
-    before: str  # what the model is given when it writes the turn
-    end: int | None  # where the turn ends in the text, with what closes it; None: the text ends with it
+    before: str  # the model's input when it writes the turn
+    end: int | None  # where the turn ends in the text, including its end token; None: the text ends with it
     weight: float = 1.0
 
 
 class Side(NamedTuple):
-    """The text of a prompt with one of its answers, up to the last turn that is trained."""
+    """The text of a prompt with one of its answers, up to the last trained turn."""
 
     text: str
     turns: tuple[Turn, ...]
@@ -71,7 +71,7 @@ class Written(NamedTuple):
 
 
 class ChatTemplate:
-    """Writes conversations with the template of a tokenizer, or another one. Raises ConfigError where there is none."""
+    """Renders conversations with a tokenizer's template or another one. Raises ConfigError if there is none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
@@ -80,11 +80,11 @@ class ChatTemplate:
 
     @property
     def content(self) -> Any:
-        """What decides the texts."""
+        """What determines the texts."""
         return self._text if self._text is not None else self._tokenizer.chat_template
 
     def render(self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation. Raises DefectError where the template refuses it."""
+        """The text of a conversation. Raises DefectError if the template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._as_written(message) for message in messages],
@@ -94,16 +94,16 @@ class ChatTemplate:
                 tokenize=False,
                 **given.kwargs,
             )
-        except Exception as error:  # a template is foreign code: it raises what it likes about a conversation
+        except Exception as error:  # a template is third-party code and may raise anything
             raise DefectError("template", f"the chat template refuses it ({error})") from error
         assert isinstance(text, str)
         return text
 
     def write(self, prompt: list[Message], answers: Mapping[str, Conversation], given: Given) -> Written:
-        """The texts, answers without the end of the conversation where their turn has an end of its own.
+        """The texts; answers are without the end of the conversation if their turn has its own end.
 
-        `answers` are by what they are called in errors. Raises DefectError where the template refuses the conversation,
-        leaves a part of it out, or where nothing proves which text a turn has.
+        `answers` are keyed by their names in errors. Raises DefectError if the template refuses the conversation, omits
+        part of it, or if the text of a turn cannot be located with certainty.
         """
         asks = self._asks(prompt, answers.values())
         start = self.render(prompt, given, add_generation_prompt=asks)
@@ -112,7 +112,7 @@ class ChatTemplate:
         return Written(start, tuple(self._write_side(name, answer, given, asked) for name, answer in answers.items()))
 
     def _write_side(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
-        """`asked` is the prompt with its generation prompt, where all answers begin with an assistant turn."""
+        """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
         messages = answer.messages
         text = self.render(messages, given)
         trained = {one.number for one in answer.trained}
@@ -138,11 +138,11 @@ class ChatTemplate:
 
     @staticmethod
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
-        """Whether a prompt asks for an answer. Conversations may also part after an answer, or at a tool's result."""
+        """Whether a prompt expects an answer. Conversations may also diverge after an answer, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
 
     def _check_start(self, messages: list[Message], index: int, given: Given, text: str) -> None:
-        """What is before a turn must read the same when the model writes it; only the generation prompt may differ."""
+        """The text before a turn must equal the model's input for it; only the generation prompt may differ."""
         if not text.startswith(self.turns(messages[:index], given).rstrip()):
             later = index < len(messages) - 1
             way_out = "data.train_on: last trains the last turn alone; " if later else ""
@@ -154,7 +154,7 @@ class ChatTemplate:
             )
 
     def _marked_ends(self, messages: list[Message], given: Given, text: str) -> dict[int, int]:
-        """Where turns end by the template's own marks, {% generation %}; nothing where it does not mark every turn."""
+        """Where turns end by the template's own {% generation %} tags; empty if it does not tag every turn."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(self._text, given.tools)
@@ -174,11 +174,11 @@ class ChatTemplate:
         return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
 
     def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
-        """Where a turn that others follow ends in the text, with what closes it. Raises DefectError without proof.
+        """Where a turn that others follow ends in the text, including its end token. Raises DefectError without proof.
 
-        A mark is set at the end of the turn. What the template writes behind it where the turn is the last one closes
-        it, and must stand there too where others follow. Those may repeat the mark: gpt-oss writes the name of the
-        function that was called before its result.
+        A mark is placed at the end of the turn. Whatever the template writes after it when the turn is the last one
+        ends the turn, and must also follow it when other turns come after. These may repeat the mark: gpt-oss writes
+        the name of the called function before its result.
         """
         marked = [*messages[:index], marked_at_end(messages[index])]
         *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
@@ -197,7 +197,7 @@ class ChatTemplate:
         return len(written) + len(closing)
 
     def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
-        """The text up to what the last turn says after its reasoning; None where it says nothing."""
+        """The text up to what the last turn says after its reasoning; None if it says nothing."""
         said = messages[-1]["content"]
         final = said.rpartition(THINK_END)[2].strip()
         if not final:
@@ -213,7 +213,7 @@ class ChatTemplate:
         return before
 
     def _as_written(self, message: Message) -> Message:
-        """A message as the template takes it."""
+        """A message in the form the template expects."""
         message = plain(message)
         if not message.get("tool_calls") or not self._wants_text:
             return message
@@ -221,7 +221,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template takes the arguments of a call as JSON text only, and fails on objects or misprints."""
+        """Whether the template accepts the arguments of a call only as JSON text, and fails on or misprints objects."""
         call = {"type": "function", "id": "call_0000", "function": {"name": "f", "arguments": {"k": "v"}}}
         said: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
         said[-1]["tool_calls"] = [call]
@@ -236,11 +236,11 @@ class ChatTemplate:
         return written == [False, True]
 
     def turns(self, messages: list[Message], given: Given) -> str:
-        """The text of turns alone: no generation prompt, no end of the conversation."""
+        """The text of turns only: no generation prompt, no end of the conversation."""
         return self.render(messages, given).removesuffix(self._conversation_end)
 
     def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
-        """What the template writes before and after the text of a turn; None where marks around it do not show."""
+        """What the template writes before and after the text of a turn; None if marks around it do not appear."""
         try:
             marked = self.render(marked_behind(prompt, index, before=MARK), given, add_generation_prompt=True)
         except DefectError:
@@ -255,9 +255,9 @@ class ChatTemplate:
         return bool(mark) and not closing.strip()
 
     def before_next_turn(self, role: str) -> str:
-        """What the template writes between an answer and the text of a next turn, of a user or a tool.
+        """What the template writes between an answer and the text of the next user or tool turn.
 
-        Empty where it does not take such a conversation, or writes the answer differently in it.
+        Empty if it refuses such a conversation or renders the answer differently in it.
         """
         answer: Message = {"role": "assistant", "content": "b"}
         if role == "tool":
@@ -275,9 +275,9 @@ class ChatTemplate:
         return side.removesuffix(self._conversation_end) if self._turn_end and side.endswith(both) else side
 
     def _find_ends(self) -> tuple[str, str]:
-        """What the template writes after any answer, if a special token ends it, and then after the last one alone.
+        """What the template writes after any answer, if a special token ends it, and then after the last one only.
 
-        Both are empty where it takes no second question, or does not write the first answer then.
+        Both are empty if it refuses a second question, or omits the first answer then.
         """
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
         try:
@@ -303,14 +303,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> Iterator[str]:
-        """What is missing of some turns that are not trained."""
+        """What is missing from turns that are not trained."""
         of = "of the prompt" if add_generation_prompt else "in an answer"
         same = partial(self._same, written=written, add_generation_prompt=add_generation_prompt)
         whole = rest = _squeeze(written)
         for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
             role, said = turns[index]["role"], _squeeze(turns[index]["content"])
             if said in rest:
-                rest = rest.replace(said, MARK, 1)  # so that it is not found again for a turn with fewer words
+                rest = rest.replace(said, MARK, 1)  # so that it is not matched again for a shorter turn
             elif (role == "user" and said not in whole) or same(marked_behind(turns, index), given):
                 yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
             if turns[index].get("tool_calls") and same(without_last_call(turns, index), given):
@@ -321,19 +321,19 @@ class ChatTemplate:
     def _left_out_of_answer(
         self, name: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
     ) -> Iterator[str]:
-        """What is missing of a trained turn, where `written` is the text up to its end."""
+        """What is missing from a trained turn; `written` is the text up to its end."""
         answer = messages[index]
         later = "; data.train_on: last trains the last turn alone" if index < len(messages) - 1 else ""
         spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
         if not written.startswith(prompt) or any(
             text.strip() not in written[len(prompt) :] for text in spoken.values()
         ):
-            # Not word for word: white space aside, then.
+            # Not verbatim; try again without white space.
             start, whole = _squeeze(prompt), _squeeze(written)
             begin = len(start) if whole.startswith(start) else _common(start, whole)
             for key, text in spoken.items():
                 said = _squeeze(text)
-                # A generation prompt may end with how the answer begins ("<think>"), so it may begin inside the prompt.
+                # A generation prompt may contain the start of the answer ("<think>"), so search inside the prompt too.
                 if said and whole.find(said, max(0, begin - len(said))) < 0:
                     yield f"some of '{name}', whose {key} is {shown(text)}{later}"
         several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
@@ -343,14 +343,14 @@ class ChatTemplate:
         if answer.get("tool_calls") and same(without_last_call(messages, index), given):
             yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
         for key, text in spoken.items() if several else ():
-            # It may be found above all the same, as part of another text: a word of the reasoning in a call.
+            # It may still be found above as part of another text, such as a word of the reasoning in a call.
             names = REASONING if key in REASONING else (key,)
             marked = {**answer, **{one: spoken[one] + MARK for one in names if one in spoken}}
             if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
                 yield f"some of '{name}', whose {key} is {shown(text)}{later}"
 
     def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
-        """Whether the template writes just this of another conversation: it ignores what is different in it."""
+        """Whether the template renders another conversation the same way, and so ignores the difference."""
         try:
             return self.render(messages, given, add_generation_prompt=add_generation_prompt) == written
         except DefectError:
@@ -362,7 +362,7 @@ def as_messages(turns: Turns, role: str) -> list[Message]:
 
 
 def _refuse(left_out: Iterator[str]) -> None:
-    """Raise DefectError for the first thing that the template leaves out, if any."""
+    """Raise DefectError for the first part that the template omits, if any."""
     if (first := next(left_out, None)) is not None:
         raise DefectError("left_out", f"the chat template leaves out {first}, so training would go without it {HINT}")
 

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of: the tokens that end a turn, and its content for a digest."""
+"""Properties of a tokenizer: the tokens that end a turn, and its content for a digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """All that decides its tokens, as values that JSON can hold."""
+    """Everything that determines its tokens, as JSON values."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())

@@ -1,4 +1,4 @@
-"""What the planner is told of a layout, and the sizes of the microbatches that the run's own plan makes of a batch."""
+"""The planner's view of a layout, and the sizes of the microbatches into which the run would split a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,39 +11,39 @@ from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
 from isopref.types import FloatArray, IntArray
 
-TILE = 128  # queries and keys that FlashAttention computes at a time, whether all of them are needed or not
+TILE = 128  # queries and keys per FlashAttention tile, which is always computed in full
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model lies on the ranks, and in which number types."""
+    """How the model is placed on the ranks, and in which dtypes."""
 
     rows: RowKind
     parallel: Literal["single", "ddp", "fsdp", "hsdp"]
     ranks: int
-    shard: int  # ranks that share one copy of the weights; 1 where each has its own
+    shard: int  # ranks that share one copy of the weights; 1 if each has its own
     grad_sync: Literal["last", "every"]
     compiled: bool
-    recompute: int  # layers that compute their activations again
+    recompute: int  # layers that recompute their activations
     weight_bytes: int  # of a trained number
     compute_bytes: int
     frozen_bytes: float  # of a number that is not trained, on average
-    quantised: bool  # frozen layers are in four bits, and whole on every rank
-    state_bytes: float  # of the optimizer, for each trained number
-    offload: bool  # weights, their gradients and the optimizer are in the host's memory
+    quantised: bool  # frozen layers have 4 bits and are replicated on every rank
+    state_bytes: float  # of optimizer state, per trained number
+    offload: bool  # weights, gradients and optimizer state are in host memory
     offloaded: int = 0  # layers whose inputs are in host memory
     tile: int | None = None  # tokens of MLPs that compute at a time
-    from_host: bool = False  # sharded unit by unit from the host's memory, and never whole on a rank
-    references: int = 0  # models beside the one that is trained: a reference that moves
+    from_host: bool = False  # sharded unit by unit from host memory, never in full on a rank
+    references: int = 0  # models besides the trained one: a moving reference
     float8: bool = False  # linear layers multiply in that
-    forwards: float = 0  # forward passes besides the one that is trained on: of such a reference, or a first pass
+    forwards: float = 0  # extra forward passes: of a moving reference, or a first pass
 
     @property
     def sharded(self) -> bool:
         return self.parallel in ("fsdp", "hsdp")
 
     def spread(self, shape: ModelShape) -> int:
-        """Parameters that sharding spreads over ranks: frozen ones only where they are whole numbers and ranks many."""
+        """Parameters that are sharded over ranks: frozen ones only if not quantised and there are several ranks."""
         frozen = self.sharded and not self.quantised and (self.shard > 1 or self.offload)
         return shape.parameters if frozen else shape.trained_parameters
 
@@ -85,7 +85,7 @@ class Loads:
         return Loads(*(x.sum().reshape(1, 1) for x in vars(self).values()))
 
     def scaled(self, tokens: float) -> "Loads":
-        """The same kind of pairs in microbatches that add up to so many tokens."""
+        """The same kind of pairs in microbatches with this many tokens in total."""
         return Loads(*(x * (tokens / self.tokens.sum()) for x in vars(self).values()))
 
 
@@ -113,7 +113,7 @@ def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -
 
 
 def _packed(examples: Lengths, kind: RowKind) -> FloatArray:
-    """Tokens, keys and scores of each example: 3, N. What answers begin with alike is counted in each."""
+    """Tokens, keys and scores of each example: 3, N. A common start of answers counts in each of them."""
     queries = keys = examples.sequence.astype(np.float64)
     if kind == "shared":  # the prompt is computed with the first answer
         queries = queries - examples.prompt[examples.of_answer]
@@ -128,7 +128,7 @@ def _sums(examples: Lengths, of_answers: IntArray | FloatArray) -> FloatArray:
 
 
 def tile_scores(queries: FloatArray, keys: FloatArray) -> FloatArray:
-    """Scores computed for causal segments of so many queries and keys, aligned at their ends, in whole tiles."""
+    """Scores computed for causal segments of these queries and keys, aligned at their ends, in full tiles."""
     total = np.zeros_like(queries)
     for first in range(0, int(queries.max(initial=0)), TILE):
         seen = keys - queries + np.minimum(first + TILE, queries)

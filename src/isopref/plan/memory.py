@@ -1,11 +1,11 @@
-"""Bytes that a rank needs at the peak of a step, by part, counted from the model's shape.
+"""Peak bytes of a rank in a step, by part, counted from the model's shape.
 
-What a layer keeps for its backward pass: the input and the output of every matrix product once. A matrix of D x F
-has an inner side of F; the layer's own two sums and their two norms are D wide each. So a token keeps as many numbers
-as the layer has matrix entries, divided by D, and 4 D. Attention adds one float32 a head, and the keys and values of
-prompts that were copied for the second answer. Compiled layers keep just that; uncompiled ones what their operations
-save on the way, too. MLPs in tiles keep their input; what is inside of them is there for one tile. Fused experts under
-an adapter are kept with its update added, whatever the tokens.
+A layer keeps the input and the output of every matrix product once for its backward pass. A matrix of D x F has an
+inner side of F; the layer's two residual sums and their two norms are D wide each. So a token keeps 4 D numbers, plus
+the layer's matrix entries divided by D. Attention adds one float32 per head, and the keys and values of prompts copied
+for the second answer. Compiled layers keep only that; uncompiled ones also keep what their operations save. MLPs in
+tiles keep their input, and intermediate activations for one tile. Fused experts under an adapter are kept with its
+update added, independent of the tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ class Memory:
     """Bytes of one rank at its peak."""
 
     weights: float
-    gathered: float  # weights of other ranks, or in the compute dtype, that FSDP holds
+    gathered: float  # weights that FSDP has gathered or cast to the compute dtype
     gradients: float
     optimizer: float
     activations: float  # of one microbatch
-    logits: float  # and what else the head holds; or what a layer's backward pass holds, if that is more
+    logits: float  # and everything else in the head; or a layer's backward pass, if that needs more
     cache: float  # the reference's log-probabilities
 
     @property
@@ -36,12 +36,12 @@ class Memory:
 
     @property
     def of_step(self) -> float:
-        """What comes and goes with a step: all but weights, optimizer and cache."""
+        """What is allocated during a step: everything except weights, optimizer and cache."""
         return self.gathered + self.gradients + self.activations + self.logits
 
 
 def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
-    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference of so many answers."""
+    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers."""
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
     inside = 0.0 if layout.tile is None else inside_bytes(shape, layout)
@@ -50,7 +50,7 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
     kept = (of_token - inside) * tokens + of_copy * (keys - tokens) + summed
     plain = shape.layers - layout.recompute
     inputs = tokens * shape.width * layout.compute_bytes
-    # By the time that the first of the offloaded ones returns, with the one before it on its way, the others are gone.
+    # When the first offloaded input returns, while the one before it is being copied, all others have been freed.
     on_device = max(layout.recompute - layout.offloaded, min(2, layout.offloaded))
     activations = plain * kept + on_device * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
@@ -71,9 +71,9 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
 
 
 def loading_memory(shape: ModelShape, layout: Layout) -> float:
-    """Memory of a rank before the first step: the whole model, or its shards and one unit that is about to be sharded.
+    """Memory of a rank before the first step: the full model, or its shards and one unit that is about to be sharded.
 
-    A reference that moves is loaded beside the policy, which is sharded by then. The probe is not compiled.
+    A moving reference is loaded next to the policy, which is sharded by then. The probe is not compiled.
     """
     whole, shards = whole_bytes(shape, layout), _weights(shape, layout)
     unit = max(shape.root_parameters, shape.layer_parameters, shape.unused_parameters) / shape.parameters * whole
@@ -87,7 +87,7 @@ def whole_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """What one layer keeps for its backward pass of each token, and of each key that was copied for a second answer."""
+    """What one layer keeps for its backward pass, per token and per key copied for a second answer."""
     numbers = shape.active_parameters / shape.width + 4 * shape.width
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
@@ -96,21 +96,21 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 
 
 def inside_bytes(shape: ModelShape, layout: Layout) -> float:
-    """What of that is inside the layer's MLP, of each token: its three matrices' inner sides."""
+    """The part of that inside the layer's MLP, per token: the inner sides of its three matrices."""
     return (3 + (not layout.compiled)) * shape.inner_width * layout.compute_bytes
 
 
 def _tile_sums(shape: ModelShape) -> float:
-    """Gradients of one MLP's weights, which add up in float32 over its tiles."""
+    """Gradients of one MLP's weights, accumulated in float32 over its tiles."""
     trained = shape.trained_parameters / shape.text_parameters
     return 4 * trained * 3 * shape.inner_width * shape.width
 
 
 def unpacked_bytes(shape: ModelShape, layout: Layout) -> float:
-    """What a layer in four bits holds at most while it unpacks, which it does for each pass: one matrix after another.
+    """Peak memory of a 4-bit layer while it dequantises, one matrix at a time, in every pass.
 
-    Compiled, that is the largest one. Uncompiled, torchao holds each of its numbers as an int64 that is looked up, as
-    what is found, as that scaled, and in the result, beside the blocks' scales.
+    Compiled, that is the largest matrix. Uncompiled, torchao holds each number as an int64 index, as the value found,
+    as the scaled value and in the result, besides the blocks' scales.
     """
     if not layout.quantised:
         return 0.0
@@ -119,12 +119,12 @@ def unpacked_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def kept_predictions(shape: ModelShape) -> float:
-    """Tokens whose logits are kept for the backward pass; those of more are computed again, in chunks."""
+    """Tokens whose logits are kept for the backward pass; beyond that, logits are recomputed in chunks."""
     return MAX_LOGITS_FUSED / max(1, shape.vocabulary)
 
 
 def _head(shape: ModelShape, layout: Layout, predicted: float) -> float:
-    """Logits, hidden states and their gradient, and the gradient of the head's weights, if those are trained."""
+    """Logits, hidden states and their gradient, and the gradient of the head's weights if they are trained."""
     trained = not shape.flops.frozen_per_logits
     weight = shape.vocabulary * shape.width * layout.compute_bytes * trained
     if trained and predicted > kept_predictions(shape):
@@ -152,7 +152,7 @@ def _gathered(shape: ModelShape, layout: Layout) -> float:
 
 
 def _gradients(shape: ModelShape, layout: Layout) -> float:
-    """Whole on every rank, but for FSDP that reduces after every microbatch: its own shard and one unit on its way."""
+    """In full on every rank, except under FSDP that reduces after every microbatch: its own shard and one unit."""
     trained = shape.trained_parameters
     if not layout.sharded or layout.grad_sync == "last":
         return trained * layout.weight_bytes

@@ -1,7 +1,7 @@
-"""Seconds of a step, by part: counted work over a card's rates.
+"""Seconds per step, by part: counted work divided by a card's rates.
 
-The shares of the data sheet that are reached were measured on one H200 (benchmarks/NOTES.md); other cards are taken to
-reach the same. They hold for bfloat16 and compiled layers.
+The achieved shares of the data sheet were measured on one H200 (benchmarks/NOTES.md); other cards are assumed to
+achieve the same. They hold for bfloat16 and compiled layers.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its s
 ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
 HOST_BANDWIDTH = 0.8  # of the card's link to host memory, in copies from page-locked memory: assumed, not measured
 BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
-# Over what a layer keeps: forward writes it, backward reads it and writes as many gradients, sums go through again.
+# Over what a layer keeps: forward writes it, backward reads it and writes as many gradients; sums add another pass.
 ELEMENTWISE_PASSES = 3.5
 HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
 READ_PASSES = 2  # over the weights, a microbatch: by products, forward and backward
@@ -39,7 +39,7 @@ class StepTime:
     products: float
     attention: float
     elementwise: float
-    copies: float  # to host memory and back, as far as they do not hide behind computing
+    copies: float  # to host memory and back, where not hidden by compute
     optimizer: float
     overhead: float
     imbalance: float
@@ -47,7 +47,7 @@ class StepTime:
 
     @property
     def forward(self) -> float:
-        """Of that, the forward pass alone, near enough: the backward pass takes twice as long."""
+        """The forward pass alone, approximately: the backward pass takes twice as long."""
         return (self.products + self.attention + self.elementwise + self.imbalance) / 3
 
     @property
@@ -61,7 +61,7 @@ def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, netwo
     each = sum(parts.values())
     assert isinstance(each, np.ndarray)
     traffic = Traffic.of(shape, layout, network)
-    # Sharded ranks meet in every microbatch where each is reduced, else only at the step's end.
+    # Sharded ranks synchronise in every microbatch if each is reduced, otherwise only at the end of the step.
     lockstep = layout.sharded and layout.grad_sync == "every"
     slowest = float(each.max(axis=0).sum() if lockstep else each.sum(axis=1).max())
     busy = float(each.sum(axis=1).mean())
@@ -82,7 +82,7 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     forward = layout.forwards + again
-    flops = shape.flops  # what is frozen gets no gradient of its own
+    flops = shape.flops  # frozen weights get no gradient
     products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens
     products += ((3 + layout.forwards) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
     products += flops.per_logits * np.maximum(0.0, loads.predicted - kept_predictions(shape))
@@ -114,7 +114,7 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
 def _exposed_copies(
     shape: ModelShape, layout: Layout, card: Card, tokens: FloatArray, computing: FloatArray | float
 ) -> FloatArray:
-    """Inputs of layers leave while the forward pass computes, a quarter of all that, and return during the rest."""
+    """Layer inputs are copied out during the forward pass, about a quarter of the compute, and back during the rest."""
     each_way = layout.offloaded * tokens * shape.width * layout.compute_bytes / (HOST_BANDWIDTH * card.host_link)
     exposed: FloatArray = np.maximum(0.0, each_way - computing / 4) + np.maximum(0.0, each_way - 3 * computing / 4)
     return exposed
