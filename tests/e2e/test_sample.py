@@ -214,3 +214,13 @@ def test_killed_twenty_times_at_random_the_file_is_the_same(project: Project) ->
     assert len(set(progress)) > 8  # it was killed in the middle, again and again
     assert lines(out) == whole
     assert not partial.exists()
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_config_that_trains_in_float8_writes_in_bfloat16(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_sample, "check_hardware", lambda _run: None)  # which refuses float8 on a CPU
+    mixed = ("run.device=auto", "model.dtype=float32", "model.compute_dtype={}")
+    half, float8 = (
+        sampled(project, f"{dtype}.jsonl", *(one.format(dtype) for one in mixed)) for dtype in ("bfloat16", "float8")
+    )
+    assert [one["responses"] for one in float8] == [one["responses"] for one in half]

@@ -183,7 +183,7 @@ def _open(run: Run, path: str, setting: str, prompts: Sequence[Prompt], *, keep:
 
 def _load(run: Run, path: str, setting: str) -> Policy:
     """A model in the dtype of the forward pass, on this rank's device. An adapter is merged into its base."""
-    trust, dtype = run.config.model.trust_remote_code, getattr(torch, run.compute_dtype)
+    trust, dtype = run.config.model.trust_remote_code, getattr(torch, run.config.model.pass_dtype)
     if is_reward_model(path, trust_remote_code=trust, setting=setting):
         raise ConfigError(f"{setting}: {path} is a reward model, which writes no text. Name a language model.")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust, "setting": setting}
