@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from isopref.models.row import contexts
@@ -67,8 +69,18 @@ class HostCheckpoints:
     def _keep(self, tensor: Tensor) -> _Kept | Tensor:
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return tensor
-        source = tensor.detach().contiguous()
+        whole = tensor.detach()
+        source = (whole.to_local() if isinstance(whole, DTensor) else whole).contiguous()
         kept = _Kept(self, source, before=self._last)
+        if isinstance(whole, DTensor):  # ranks that compute a layer together hold a part of its input each
+            kept.spread = partial(
+                DTensor.from_local,
+                device_mesh=whole.device_mesh,
+                placements=whole.placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
         self._last = ref(kept)
         self._let_go()
         if kept.event is not None:
@@ -83,7 +95,7 @@ class HostCheckpoints:
         before = kept.before()
         if before is not None:
             before.fetch()
-        return tensor
+        return tensor if kept.spread is None else kept.spread(tensor)
 
     def _let_go(self) -> None:
         """Let the device reuse the memory of the last copied input once it is copied; a layer has computed since."""
@@ -99,6 +111,7 @@ class _Kept:
     def __init__(self, store: HostCheckpoints, tensor: Tensor, before: Callable[[], _Kept | None]):
         self.store, self.before = store, before
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.spread: Callable[[Tensor], Tensor] | None = None  # what makes this rank's part the whole again
         self.fetched: Tensor | None = None
         self.event: torch.cuda.Event | None = None
         self.blocks: list[Tensor] = []

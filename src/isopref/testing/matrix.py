@@ -238,6 +238,7 @@ def _tensor(base: Cell) -> Iterator[Cell]:
     llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
     yield replace(llama, objective="aot", cut="pair")
     yield replace(llama, ld_alpha=0.4, wpo=True)
+    yield replace(llama, checkpointing=True, offload_activations=True)
 
 
 def _long_rows(base: Cell) -> Iterator[Cell]:
