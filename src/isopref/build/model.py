@@ -47,6 +47,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
         policy = kind(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
+    settle_states(run, policy)
     place(run, policy)
     if not from_host(run, policy):  # otherwise after sharding
         check_finite(policy.model, f"{setting}: {path or model.path}")
@@ -234,7 +235,6 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     if large:
         run.display.say(f"{policy.name} is sharded from host memory, because it does not fit on one device")
     own = None if large and policy.native is None else own_logps(policy)
-    settle_states(run, policy)
     compiled = _compiles(run, policy)
     if run.config.model.is_float8:
         use_float8(run, policy, compiled)

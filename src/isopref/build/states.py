@@ -11,19 +11,24 @@ from isopref.ops import delta
 FOLLOW_ON_CUDA = "ISOPREF_FOLLOW_STATES"
 
 
-def settle_states(run: Run, policy: Policy) -> None:
-    """Unfold recurrent layers on CUDA unless an environment variable overrides that, and log which kernels they use."""
+def settle_states(run: Run, policy: Policy, *, quiet: bool = False) -> None:
+    """Unfold recurrent layers on CUDA unless an environment variable overrides that, and log which kernels they use.
+
+    Called before a policy scores its first row. `quiet`: log nothing, as the user has been told.
+    """
     if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
         return
     first = policy.following[0]
     linear = "DeltaNet" in type(policy.model.get_submodule(first)).__name__
     if os.environ.get(FOLLOW_ON_CUDA) != "1":
         policy.unfold_all()
+        if quiet:
+            return
         run.display.say(
             f"note: {first} and layers like it compute a shared prompt once per answer. Code that computes it once is "
             f"tested on CPUs only; to try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment"
         )
-    elif linear and delta.kernel() is None:
+    elif linear and delta.kernel() is None and not quiet:
         run.display.say(
             f"note: {first} and layers like it run in plain PyTorch, because flash-linear-attention is not installed. "
             "For speed: pip install 'isopref[linear]'"
