@@ -18,14 +18,18 @@ class Stored:
     def __init__(self, value: str):
         self.value = value
         self.name_or_path = ""
+        self.template = ""
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "file.json").write_text(json.dumps(self.value))
+        (folder / "template.jinja").write_text("template")
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> "Stored":
-        return cls(json.loads((folder / "file.json").read_text()))
+        loaded = cls(json.loads((folder / "file.json").read_text()))
+        loaded.template = (folder / "template.jinja").read_text() if (folder / "template.jinja").exists() else ""
+        return loaded
 
 
 class Shrinking(Stored):
@@ -75,9 +79,24 @@ def test_what_changes_on_the_way_is_not_kept(file: Path) -> None:
 
 def test_a_damaged_folder_is_made_again(file: Path) -> None:
     kept(Stored, file, "tokenizer", lambda: Stored("tokens"))
-    (kept_folder(file, "tokenizer") / "file.json").write_text("{")
+    (kept_folder(file, "tokenizer") / "files" / "file.json").write_text("{")
     assert kept(Stored, file, "tokenizer", lambda: Stored("tokens")).value == "tokens"
     assert kept(Stored, file, "tokenizer", never).value == "tokens"
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "added"])
+def test_files_that_would_load_as_something_else_are_made_again(file: Path, damage: str) -> None:
+    """As a folder does whose chat template was removed by whoever tidies caches."""
+    kept(Stored, file, "tokenizer", lambda: Stored("tokens"))
+    files = kept_folder(file, "tokenizer") / "files"
+    if damage == "missing":
+        (files / "template.jinja").unlink()
+    else:
+        name = "template.jinja" if damage == "changed" else "added.json"
+        (files / name).write_text('"other"')
+    assert kept(Stored, file, "tokenizer", lambda: Stored("tokens")).value == "tokens"
+    again = kept(Stored, file, "tokenizer", never)
+    assert (again.value, again.template) == ("tokens", "template")
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
