@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from isopref import remote
 from isopref.build import sample as build_sample
 from support.chat_server import Fault, chat_server
-from support.project import SCRIPT, TIMEOUT_S, Project
+from support.forked import slow_answers, start_isopref
+from support.project import TIMEOUT_S, Project
 
 COMMAND = ("sample", "my.yaml", "--prompts", "prompts.jsonl", "--answers", "3", "--max-tokens", "12")
 
@@ -180,40 +180,43 @@ def test_stopped_again_and_again_the_file_is_the_same(project: Project, torn: st
 
 @pytest.mark.soak
 def test_killed_twenty_times_at_random_the_file_is_the_same(project: Project) -> None:
-    """Slowed down, so that most kills hit it while it writes."""
-    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(80)])
-    whole = sampled(project, "whole.jsonl")
-    slow = (
-        "import time; from isopref.build import sample; add = sample._Out.add\n"
-        "def slowly(self, answers):\n    add(self, answers); time.sleep(0.1)\n"
-        "sample._Out.add = slowly\nfrom isopref.cli.main import main; main()"
-    )
-    command = [str(SCRIPT.with_name("python")), "-c", slow, *COMMAND, "--out", "killed.jsonl", "--parallel", "4"]
+    """Each kill waits for a random number of answers, then for a random part of the time that the next one takes."""
+    num_prompts, num_kills = 80, 20
+    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(num_prompts)])
+    whole = sampled(project, "whole.jsonl", "--parallel", "4")
+    command = (*COMMAND, "--out", "killed.jsonl", "--parallel", "4")
     out, partial = project.folder / "killed.jsonl", project.folder / ".killed.jsonl.partial"
-    rng, killed, progress = random.Random(0), 0, []
-    while not out.exists():
-        process = subprocess.Popen(
-            command, cwd=project.folder, env=project.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if killed < 20:
-            before = partial.stat().st_size if partial.exists() else 0
-            give_up = time.monotonic() + TIMEOUT_S
-            while process.poll() is None and time.monotonic() < give_up:  # until it writes, in most cases
-                if rng.random() < 0.01 or (partial.exists() and partial.stat().st_size > before):
-                    break
-                time.sleep(0.05)
-            time.sleep(rng.uniform(0, 1.0))
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            killed += 1
-            progress.append(partial.stat().st_size if partial.exists() else 0)
-            continue
-        text, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, text
-    assert killed == 20
-    assert len(set(progress)) > 8  # it was killed in the middle, again and again
-    assert lines(out) == whole
+    ledger = project.folder / "ledger"  # a second name for the partial file, which is removed at the end
+    rng, progress = random.Random(0), []
+    # The last ones early enough that the command does not end first.
+    for target in sorted(rng.sample(range(1, 3 * num_prompts - 40), num_kills)):
+        process = start_isopref(project, *command, prepare=slow_answers)
+        give_up = time.monotonic() + TIMEOUT_S
+        while len(kept_keys(partial)) < target and process.is_alive() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, (project.folder / "forked.err").read_text()
+        progress.append(len(kept_keys(partial)))
+        assert progress[-1] >= target
+        if not ledger.exists():
+            ledger.hardlink_to(partial)
+    assert len(set(progress)) >= num_kills // 2, progress  # spread over the work
+    assert not out.exists()
+    outcome = project.isopref(*command)
+    assert outcome.code == 0, outcome.err
+    assert f"resume: {progress[-1]} of {3 * num_prompts} answers" in outcome.out
+    assert out.read_bytes() == (project.folder / "whole.jsonl").read_bytes()
     assert not partial.exists()
+    # Each answer was kept once: none was sampled again after it was in the ledger.
+    assert sorted(kept_keys(ledger)) == sorted(key for one in whole for key in one["keys"])
+
+
+def kept_keys(ledger: Path) -> list[str]:
+    """The keys in a ledger, as often as they are there. A torn line has none."""
+    text = ledger.read_text() if ledger.exists() else ""
+    return [json.loads(line)["key"] for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 @pytest.mark.usefixtures("prompts")

@@ -1,14 +1,18 @@
-"""The command line on several ranks without a launcher, for tests whose subject is the result and not the processes.
+"""The command line in processes that start at once: on several ranks without a launcher, or to be killed many times.
 
-A process that `--nproc` starts first imports torch and the engine, which takes most of such a test. These ranks are
-forked from a server that has imported both.
+A process that a shell or `--nproc` starts first imports torch and the engine, which takes most of such a test. These
+are forked from a server that has imported both.
 """
 
 import multiprocessing
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,7 @@ from support.project import TIMEOUT_S, Outcome, Project
 
 def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> Outcome:
     """Run `isopref ARGUMENTS` on every rank. Once one of them fails, the others are ended, as torchrun does."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isopref.testing.exactness", "isopref.build.train", "isopref.cli.main"])
+    context = _server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -45,13 +48,46 @@ def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> O
     return Outcome(code, out, err)
 
 
+def start_isopref(project: Project, *arguments: str, prepare: Callable[[], None] | None = None) -> BaseProcess:
+    """Start `isopref ARGUMENTS`, after `prepare` in its process. It prints to the files forked.out and forked.err."""
+    target = (arguments, project.folder, project.env, project.folder / "forked", prepare)
+    process = _server().Process(target=_run, args=target)
+    process.start()
+    return process
+
+
+def slow_answers() -> None:
+    """Make `isopref sample` wait after each answer that it has kept, so that there is time to kill it."""
+    from isopref.build import sample
+
+    add = sample._Out.add
+
+    def slowly(self: Any, answers: Any) -> None:
+        add(self, answers)
+        time.sleep(0.05)
+
+    sample._Out.add = slowly  # type: ignore[method-assign]
+
+
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["isopref.testing.exactness", "isopref.build.train", "isopref.cli.main"])
+    return context
+
+
 def _rank_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     return {**{name: str(value) for name, value in numbers.items()}, **meeting}
 
 
-def _run(arguments: tuple[str, ...], folder: Path, env: dict[str, str], file: Path) -> None:
+def _run(
+    arguments: tuple[str, ...],
+    folder: Path,
+    env: dict[str, str],
+    file: Path,
+    prepare: Callable[[], None] | None = None,
+) -> None:
     for number, kind in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(file.with_suffix(kind), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.environ.clear()
@@ -63,4 +99,6 @@ def _run(arguments: tuple[str, ...], folder: Path, env: dict[str, str], file: Pa
     from isopref.cli.main import main
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     main()
