@@ -1,4 +1,4 @@
-"""What GPUs can do, by the makers' data sheets. Imports nothing of ours but errors."""
+"""GPU specifications from the manufacturers' data sheets. Imports nothing of isopref but errors."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Card:
         return {2: self.flops, 4: self.flops_float32}[number_bytes]
 
 
-# By what torch calls the device: the first name that is part of it counts.
+# By torch's device name: the first name contained in it counts.
 CARDS = {
     "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9, 4500e12),
     "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12),
@@ -41,7 +41,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """The card called `name`, in whatever case, with or without its spaces. Raises ConfigError."""
+    """The card called `name`, ignoring case and spaces. Raises ConfigError."""
     for known, card in CARDS.items():
         if known.lower().replace(" ", "") == name.lower().replace(" ", ""):
             return card

@@ -1,4 +1,4 @@
-"""Examples: a prompt with K answers, what is known of them, and how many tokens they have. Knows numpy alone.
+"""Examples: a prompt with K answers, their labels or scores, and their token counts. Depends only on numpy.
 
 Dimensions: N examples, A answers of all of them, M comparisons of all of them. Answers and comparisons are listed
 example by example.
@@ -19,19 +19,19 @@ FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to ho
 
 
 class Example(NamedTuple):
-    """Token ids of one prompt and its answers, each of which follows the prompt directly; and what is known of them.
+    """Token ids of one prompt and its answers, each directly following the prompt, with their comparisons or scores.
 
-    Comparisons are for objectives of pairs, scores for those of lists and labels. A labelled answer has the score 1.0
+    Comparisons are for pairwise objectives, scores for list and label objectives. A labelled answer has the score 1.0
     (good) or 0.0 (bad) and no comparison. The log-probability of an answer is the sum over its tokens of weight times
-    log p. Tokens of weight 0 are context: a tool result, a later user turn. The others are trained.
+    log p. Tokens of weight 0 are context: a tool result, a later user turn. All others are trained.
     """
 
     prompt: IntArray
     answers: tuple[IntArray, ...]
     comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
-    scores: tuple[float, ...] = ()  # of each answer, the higher the better; none at all where they are not known
-    gaps: tuple[float, ...] = ()  # of each comparison: score of better minus worse, where `scores` do not say it
-    weights: tuple[FloatArray, ...] = ()  # of the tokens of each answer; none at all where all are one
+    scores: tuple[float, ...] = ()  # of each answer, higher is better; empty if unknown
+    gaps: tuple[float, ...] = ()  # of each comparison: score of better minus worse, if not given by `scores`
+    weights: tuple[FloatArray, ...] = ()  # of the tokens of each answer; empty if all are 1
 
     @property
     def parts(self) -> tuple[IntArray, ...]:
@@ -40,9 +40,9 @@ class Example(NamedTuple):
 
     @property
     def score_gaps(self) -> tuple[float, ...]:
-        """By how much the better answer of each comparison is better; empty if that is unknown.
+        """How much better the better answer of each comparison is; empty if unknown.
 
-        The scores of a plain pair only say which answer is better: they are 1 and 0 whatever the answers are.
+        The scores of a plain pair only say which answer is better: they are always 1 and 0.
         """
         if self.gaps or not self.scores or is_plain_pair(self):
             return self.gaps
@@ -50,18 +50,18 @@ class Example(NamedTuple):
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """How many tokens of each answer are trained."""
+        """The number of trained tokens of each answer."""
         if not self.weights:
             return tuple(map(len, self.answers))
         return tuple(int(np.count_nonzero(weights)) for weights in self.weights)
 
     @property
     def token_weights(self) -> tuple[FloatArray, ...]:
-        """The weights of the tokens of each answer, also where all are one."""
+        """The token weights of each answer, even if all are 1."""
         return self.weights or tuple(np.ones(len(answer)) for answer in self.answers)
 
     def weights_of(self, answer: int) -> FloatArray | None:
-        """The weights of an answer's tokens; None where all are one."""
+        """The weights of an answer's tokens; None if all are 1."""
         return None if not self.weights or (self.weights[answer] == 1).all() else self.weights[answer]
 
 
@@ -70,12 +70,12 @@ PAIR_SCORES = (1.0, 0.0)  # a pair is a ranked list of two, too
 
 
 def is_plain_pair(example: Example) -> bool:
-    """Whether an example is a pair about which nothing is known but which answer is better."""
+    """Whether an example is a pair without scores: only which answer is better is known."""
     return example.comparisons == PAIR and example.scores == PAIR_SCORES and not example.gaps
 
 
 class PairTokens(NamedTuple):
-    """Token ids of one pair: an example with two answers, the first of which is better; all of it is trained."""
+    """Token ids of one pair: an example with two answers, the first one better, with all their tokens trained."""
 
     prompt: IntArray
     chosen: IntArray
@@ -88,19 +88,19 @@ class PairTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts of N examples: all that a plan and a denominator have to know of them."""
+    """Token counts of N examples: all that the plan and the denominator need."""
 
     prompt: IntArray  # N
     answer: IntArray  # A
-    trained: IntArray  # A: those of them that are trained, which are not context
-    tree: IntArray  # N: tokens of the example as a prefix tree, in which every shared beginning counts once
+    trained: IntArray  # A: trained tokens, without context
+    tree: IntArray  # N: tokens of the example as a prefix tree, in which every shared prefix counts once
     num_answers: IntArray  # N
     num_comparisons: IntArray  # N
-    compared: IntArray  # M, 2: better and worse, as numbers of the example's own answers
+    compared: IntArray  # M, 2: better and worse, as indices of the example's own answers
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Self:
-        """Those of some examples."""
+        """The lengths of some examples."""
         compared = [pair for one in examples for pair in one.comparisons]
         return cls(
             prompt=_counts(len(one.prompt) for one in examples),
@@ -114,7 +114,7 @@ class Lengths:
 
     @classmethod
     def of_pairs(cls, lengths_N3: IntArray) -> Self:
-        """Those of pairs without context in their answers, which begin differently: of prompt, chosen and rejected."""
+        """The lengths of pairs, from prompt, chosen and rejected; without context or a common prefix of answers."""
         lengths = np.asarray(lengths_N3, np.int64)
         size = len(lengths)
         return cls(
@@ -131,7 +131,7 @@ class Lengths:
         return len(self.prompt)
 
     def select(self, index: IntArray | Sequence[int]) -> Lengths:
-        """Those of some of the examples, in this order."""
+        """The lengths of these examples, in this order."""
         index = np.asarray(index, np.int64)
         return Lengths(
             prompt=self.prompt[index],
@@ -146,22 +146,22 @@ class Lengths:
     # --- where answers and comparisons are -----------------------------------------------------------
 
     def answers_of(self, index: IntArray) -> IntArray:
-        """The numbers, among all A, of the answers of some examples, example by example."""
+        """Indices, among all A, of the answers of some examples, example by example."""
         return _ranges(self.first_answer[index], self.num_answers[index])
 
     def comparisons_of(self, index: IntArray) -> IntArray:
-        """The numbers, among all M, of the comparisons of some examples, example by example."""
+        """Indices, among all M, of the comparisons of some examples, example by example."""
         return _ranges(self.first_comparison[index], self.num_comparisons[index])
 
     @cached_property
     def first_answer(self) -> IntArray:
-        """The number, among all A, of the first answer of each example: N."""
+        """The index, among all A, of the first answer of each example: N."""
         first: IntArray = np.cumsum(self.num_answers) - self.num_answers
         return first
 
     @cached_property
     def first_comparison(self) -> IntArray:
-        """The number, among all M, of the first comparison of each example: N."""
+        """The index, among all M, of the first comparison of each example: N."""
         first: IntArray = np.cumsum(self.num_comparisons) - self.num_comparisons
         return first
 
@@ -177,7 +177,7 @@ class Lengths:
 
     @cached_property
     def sides(self) -> IntArray:
-        """The better and the worse answer of each comparison, as numbers among all A: 2, M."""
+        """The better and the worse answer of each comparison, as indices among all A: 2, M."""
         sides: IntArray = (self.compared + self.first_answer[self.of_comparison][:, None]).T
         return sides
 
@@ -191,7 +191,7 @@ class Lengths:
 
     @cached_property
     def sequences(self) -> IntArray:
-        """The same for each example, one after the other, 0 where it has fewer answers than another: N, K."""
+        """The same per example, padded with 0 if it has fewer answers than another: N, K."""
         most = int(self.num_answers.max(initial=0))
         filled = np.zeros((len(self), most), np.int64)
         filled[self.of_answer, np.arange(len(self.answer)) - self.first_answer[self.of_answer]] = self.sequence
@@ -204,7 +204,7 @@ class Lengths:
 
 
 def tree_tokens(example: Example) -> int:
-    """Tokens of an example in a row that holds every shared beginning once."""
+    """Tokens of an example in a row that holds every shared prefix once."""
     total = len(example.prompt)
     for k, answer in enumerate(example.answers):
         total += len(answer) - max((shared_tokens(answer, other) for other in example.answers[:k]), default=0)
@@ -212,13 +212,13 @@ def tree_tokens(example: Example) -> int:
 
 
 def shared_tokens(answer: IntArray, other: IntArray) -> int:
-    """Tokens that two answers of a prompt begin with and that a row holds once."""
+    """Tokens of the common prefix of two answers that a row holds once."""
     shared = common_tokens(answer, other)
     return shared if shared >= FEWEST_SHARED else 0
 
 
 def common_tokens(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences begin with alike."""
+    """The length of the common prefix of two sequences."""
     shorter = min(len(a), len(b))
     different = np.flatnonzero(a[:shorter] != b[:shorter])
     return int(different[0]) if len(different) else shorter

@@ -77,7 +77,7 @@ def label_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> 
 
 
 def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatArray:
-    """w_p / sum of w over the global batch, in float64. `total` is that sum where P is only a part of the batch."""
+    """w_p / sum of w over the global batch, in float64. `total` is that sum if P is only part of the batch."""
     total = float(weights_P.sum(dtype=np.float64)) if total is None else total
     if not total > 0:
         raise ValueError(f"the weights of a global batch must have a positive sum, got {total}")
@@ -85,10 +85,10 @@ def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatA
 
 
 def token_coefficients(own_A: FloatArray, num_tokens_A: IntArray, *, total: float | None = None) -> FloatArray:
-    """v_a / sum of v * n over the global batch: what a sum over the n_a tokens of an answer counts for in their mean.
+    """v_a / sum of v * n over the global batch: the coefficient of a sum over an answer's n_a tokens in their mean.
 
-    v says how often each token of an answer counts. `total` is as in `coefficients`. Zeros if nothing counts, as in a
-    batch without good answers.
+    v is the weight of each token of an answer. `total` is as in `coefficients`. Zeros if nothing counts, as in a batch
+    without good answers.
     """
     total = token_weight(own_A, num_tokens_A) if total is None else total
     return coefficients(own_A, total=total) if own_A.any() else np.zeros_like(own_A)
@@ -100,9 +100,9 @@ def token_weight(own_A: FloatArray, num_tokens_A: IntArray) -> float:
 
 
 def side_coefficients(counts_KP: FloatArray) -> FloatArray:
-    """What each one counts for in K means over the global batch, of which mean k has it `counts[k, p]` times: K, P.
+    """Coefficients of P values in K means over the global batch; mean k counts value p `counts[k, p]` times: K, P.
 
-    Zeros for a mean over nothing, as over the bad answers of a batch that has none.
+    Zeros for a mean over nothing, such as over the bad answers of a batch without any.
     """
     totals = counts_KP.sum(axis=1, keepdims=True)
     shares: FloatArray = np.divide(counts_KP, totals, out=np.zeros_like(counts_KP), where=totals > 0)

@@ -26,14 +26,14 @@ WINDOW = 256  # examples planned together when many are scored
 
 
 def score(policy: nn.Module, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
-    """What a policy says of a microbatch, with gradient where gradients are on."""
+    """A policy's scores of a microbatch, with gradients if they are enabled."""
     found: Readout = policy(microbatch, needs)
     return found
 
 
 @dataclass(frozen=True, init=False)
 class TableLogps:
-    """Log-probabilities of the answers of a table, on the host in float64. Made of arrays or tensors."""
+    """Log-probabilities of the answers of a table, on the host in float64. Takes arrays or tensors."""
 
     answers: FloatArray  # A
     heads: FloatArray | None = None  # 2, M: of the first tokens of better and worse, as many as the shorter one has
@@ -57,7 +57,7 @@ class TableLogps:
 
     @classmethod
     def of_pairs(cls, chosen: FloatArray | Tensor, rejected: FloatArray | Tensor) -> "TableLogps":
-        """Those of a table of pairs."""
+        """The log-probabilities of a table of pairs."""
         sides = _on_host(chosen), _on_host(rejected)
         if sides[0].shape != sides[1].shape or sides[0].ndim != 1:
             raise ConfigError(
@@ -68,22 +68,22 @@ class TableLogps:
 
     @property
     def every(self) -> FloatArray:
-        """All values, as they are numbered in reference/answers.py."""
+        """All values, in the order of reference/answers.py."""
         parts = (self.answers, self.heads, self.mismatched)
         return np.concatenate([part.ravel() for part in parts if part is not None])
 
     @property
     def chosen(self) -> FloatArray:
-        """Of a table of pairs: those of the chosen answers."""
+        """For a table of pairs: log-probabilities of the chosen answers."""
         return self.answers[::2]
 
     @property
     def rejected(self) -> FloatArray:
-        """Of a table of pairs: those of the rejected answers."""
+        """For a table of pairs: log-probabilities of the rejected answers."""
         return self.answers[1::2]
 
     def compared(self, lengths: Lengths, gaps: FloatArray | None = None) -> PairLogps:
-        """The comparisons of the table that these are of, as pairs; with the table's gaps, if given."""
+        """The comparisons of the corresponding table as pairs; with the table's gaps, if given."""
         chosen, rejected = (torch.from_numpy(self.answers[side]) for side in lengths.sides)
         num_chosen, num_rejected = (torch.from_numpy(count.astype(np.int64)) for count in lengths.compared_tokens)
         heads = None if self.heads is None else torch.from_numpy(self.heads)
@@ -97,7 +97,7 @@ def _on_host(values: FloatArray | Tensor) -> FloatArray:
 
 
 class Examples(Protocol):
-    """What can be scored: a table, or some answers of one (reference/answers.py)."""
+    """Anything that can be scored: a table, or some answers of one (reference/answers.py)."""
 
     @property
     def lengths(self) -> Lengths: ...
@@ -121,10 +121,10 @@ def score_table(
 ) -> TableLogps:
     """Score every answer of a table without gradients. All ranks call this; they share the work, each returns all.
 
-    `needs`: heads are returned too. `mismatched`: so are prompts with other examples' answers, for kto. `progress` is
-    called with the number of answers done since the last call, taking the other ranks to be as fast. `scored` is called
-    with what this rank has just scored: some answers of the table, and their log-probabilities (float64, on the
-    device). Raises ConfigError where an example is longer than the budget.
+    `needs`: also return heads. `mismatched`: also score prompts with other examples' answers, for kto. `progress` is
+    called with the number of answers done since the last call, assuming that other ranks are as fast. `scored` is
+    called with what this rank has just scored: some answers of the table, and their log-probabilities (float64, on the
+    device). Raises ConfigError if an example is longer than the budget.
     """
     lengths = table.lengths
     if len(lengths):

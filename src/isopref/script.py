@@ -1,6 +1,6 @@
-"""A run in one call, for scripts and notebooks: it leaves the process as it was, and raises where the command exits.
+"""A run in one call, for scripts and notebooks: it restores the process's state, and raises where the command exits.
 
-isopref.build is imported when a run starts, as by the command: some of what it needs writes while it is imported.
+isopref.build is imported when a run starts, as in the command, because some of its dependencies print on import.
 """
 
 import gc
@@ -35,12 +35,12 @@ LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils.
 def train(
     config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), *, resume: "Resume" = "no"
 ) -> RunRecord:
-    """Do what `isopref train` does, in this process, and return what the run left in its folder.
+    """Run `isopref train` in this process, and return the contents of its run folder.
 
     `config` is a YAML file or a mapping with the same sections; `overrides` are as on the command line; `resume` is
-    "no", "must" (as --resume) or "auto". Ctrl-C finishes the step, saves a checkpoint and returns: `status` says so.
-    In a mapping, data.train and data.eval also take records themselves: a list of dicts, or a `datasets.Dataset`.
-    Raises UserError.
+    "no", "must" (like --resume) or "auto". After Ctrl-C, the run finishes the step, saves a checkpoint and returns;
+    `status` says so. In a mapping, data.train and data.eval also accept the records themselves: a list of dicts, or a
+    `datasets.Dataset`. Raises UserError.
     """
     _check_process()
     if isinstance(overrides, str):
@@ -62,13 +62,13 @@ def train(
         from isopref.runs.folder import run_folder
 
         train_run(settings, name=name, resume=resume, memory=memory)
-    gc.collect()  # what a model and its trainer hold of a GPU would be missing in the next run
+    gc.collect()  # GPU memory still held by a model and its trainer would be missing in the next run
     torch.cuda.empty_cache()
     return read_run(run_folder(settings, name))
 
 
 def _check_process() -> None:
-    """Raise RunError where a run could not have this process to itself."""
+    """Raise RunError if a run could not have this process to itself."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         raise RunError(
             "isopref.train: a process that tokenises imports this script, which would train in it again. Put the call "
@@ -90,7 +90,7 @@ def _check_process() -> None:
 
 @contextmanager
 def untouched_process() -> Iterator[None]:
-    """Put back what a run changes in its process: loggers, warnings, bars, random states, environment."""
+    """Restore what a run changes in its process: loggers, warnings, progress bars, random states, environment."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(list(one.handlers), one.level) for one in loggers]
     show, bars = warnings.showwarning, transformers_logging.is_progress_bar_enabled()

@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]
 
-# What a loss has a value for each of: comparisons of two answers, answers of ranked lists, labelled answers.
+# The terms of a loss: comparisons of two answers, answers of ranked lists, or labelled answers.
 Kind = Literal["pairs", "lists", "labels"]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective has to know of a microbatch besides the log-probability of every answer."""
+    """What an objective needs from a microbatch besides the log-probability of every answer."""
 
-    heads: bool = False  # log-probabilities of the first tokens of compared answers, as many as the shorter one has
+    heads: bool = False  # log-probabilities of compared answers up to the length of the shorter one
     confidence: bool = False  # how likely an answer's tokens are compared with the policy's own samples
     routing: bool = False  # where the routers of a mixture of experts sent the tokens
-    gaps: bool = False  # by how much the better answer of each comparison is better, as the data scores them
+    gaps: bool = False  # score gap of each comparison in the data
 
 
 LOGPS_ALONE = Needs()
 
 
 class Readout(NamedTuple):
-    """What a policy says of a microbatch: float32 or wider. What was not asked for is None.
+    """A policy's scores of a microbatch, in float32 or wider. Fields that were not requested are None.
 
-    A tuple, since FSDP looks for tensors in those, and not in dataclasses.
+    A tuple, because FSDP looks for tensors in tuples but not in dataclasses.
     """
 
-    # A: log-probability (natural log) of each answer: the sum over its tokens of weight * log p. Of a reward model: its
-    # reward.
+    # A: log-probability (natural log) of each answer: the sum over its tokens of weight * log p. For a reward model,
+    # its reward.
     logp: Tensor
     head_logp: Tensor | None = None  # 2, M: the same of the first tokens of better and worse (Needs.heads)
     confidence: Tensor | None = None  # A: mean over tokens of log p(token) - log sum_v p(v)^2, without gradient
@@ -55,7 +55,7 @@ class Readout(NamedTuple):
 class PairLogps:
     """Summed log-probabilities (natural log) of the answers of P pairs, with the counts of their trained tokens.
 
-    A comparison of two answers of an example is such a pair, whatever other answers the example has.
+    A comparison of two answers is such a pair, whatever other answers its example has.
     """
 
     chosen: Tensor  # P
@@ -64,18 +64,18 @@ class PairLogps:
     num_rejected: Tensor  # P
     heads: Tensor | None = None  # 2, P: of the first tokens of both, as many as the shorter one has (Needs.heads)
     weight: Tensor | None = None  # P: WPO's weight of the pair (Needs.confidence)
-    whole_chosen: Tensor | None = None  # P: that of chosen with all its tokens, where LD-DPO discounts some in `chosen`
-    gap: Tensor | None = None  # P: the data's score of chosen minus that of rejected; never made up (Needs.gaps)
+    whole_chosen: Tensor | None = None  # P: of chosen with all its tokens, if LD-DPO discounts some in `chosen`
+    gap: Tensor | None = None  # P: score of chosen minus score of rejected in the data; never inferred (Needs.gaps)
 
 
 @dataclass(frozen=True)
 class ListLogps:
-    """Summed log-probabilities (natural log) of the A answers of some lists; their trained tokens and scores."""
+    """Summed log-probabilities (natural log) of the A answers of some lists, with their trained tokens and scores."""
 
     logp: Tensor  # A
     num_tokens: Tensor  # A
     list: Tensor  # A: which list it is in, counted from 0
-    score: Tensor  # A: the higher the better
+    score: Tensor  # A: higher is better
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ Logps = PairLogps | ListLogps | LabelLogps
 
 @dataclass(frozen=True)
 class Anchors:
-    """What losses of labels have to know of a global batch: gains in nats, each a number. None if not asked for."""
+    """What losses for labels need from a global batch: gains in nats, each a scalar. None if not requested."""
 
     kl: Tensor | None = None  # mean gain of mismatched pairs, a prompt with another prompt's answer; at least 0
     midpoint: Tensor | None = None  # of the mean gains of good and of bad answers so far, this batch included
@@ -102,9 +102,9 @@ class Anchors:
 class Segments:
     """Which keys the queries of a packed row see.
 
-    Query segment s attends causally to key segment s, the two aligned at their ends. Keys are taken from the row by
-    `key_index`, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the
-    offsets on the host, so that nobody has to ask the device for them; `follows` says where each segment branches off.
+    Query segment s attends causally to key segment s, the two aligned at their ends. `key_index` gathers keys from the
+    row, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the offsets on
+    the host, so that nothing has to synchronise with the device; `follows` says where each segment branches off.
     """
 
     query_offsets: Tensor  # S+1, int32
@@ -141,7 +141,7 @@ class Pass:
     last_index: Tensor  # Q: flat position of the last token of each sequence
     last_copies: Tensor  # R, B*T: where among the Q each position is (see ops/take.py)
     last_answer: Tensor  # Q: which answer the sequence ends with
-    weight: Tensor | None = None  # C: float64: what the token's log-probability counts for; None where all are one
+    weight: Tensor | None = None  # C: float64: weight of the token's log-probability; None if all are 1
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -149,7 +149,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward and backward takes: whole examples, in one pass or in several. None at all make a filler."""
+    """The input of one forward and backward: complete examples, in one pass or several. Without examples, a filler."""
 
     passes: tuple[Pass, ...]
     num_tokens: Tensor  # A: trained tokens of each answer
@@ -175,7 +175,7 @@ Part = TypeVar("Part")
 
 
 def moved(value: Part, move: Callable[[Tensor], Tensor]) -> Part:
-    """A copy of one of the dataclasses of this project whose tensors, also those of its parts, are moved."""
+    """A copy of one of this project's dataclasses with all tensors moved, including nested ones."""
     return replace(value, **{name: _moved(part, move) for name, part in vars(value).items()})  # type: ignore[type-var]
 
 

@@ -1,1 +1,1 @@
-"""The reference's log-probabilities, computed once and kept on disk under a key of content."""
+"""The reference's log-probabilities, computed once and cached on disk by content."""

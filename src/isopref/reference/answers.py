@@ -1,8 +1,7 @@
-"""What a reference scores of a table: its answers, for LD-DPO beginnings of them, and for KTO mismatched pairs.
+"""What a reference scores of a table: its answers, for LD-DPO prefixes ("heads") of them, for KTO mismatched pairs.
 
-Each is scored once, together with others of its prompt. A beginning of an answer has the log-probability of an answer
-that ends there, so that it is one like the others. It has the first trained tokens of the answer, as many as the
-comparison's other answer has.
+Each item is scored once, together with others of its prompt. A head is scored like an answer that ends there. It has
+the first trained tokens of the answer, as many as the comparison's other answer has.
 
 N: examples of a table, A: its answers, M: its comparisons, I: items, which are A answers, 2 M heads and N mismatches.
 """
@@ -30,7 +29,7 @@ MOST_TOGETHER = 16  # answers that are scored as one example
 
 @dataclass(frozen=True)
 class Items:
-    """The answers of a table, in order; if asked for, the heads of all better and all worse answers; and mismatches."""
+    """The answers of a table, in order; if requested, the heads of all better and all worse answers; and mismatches."""
 
     table: ExampleTable
     heads: bool = False
@@ -49,12 +48,12 @@ class Items:
 
     @cached_property
     def others(self) -> Mismatched | None:
-        """The mismatched pairs, if asked for."""
+        """The mismatched pairs, if requested."""
         return Mismatched(self.table) if self.mismatched else None
 
     @cached_property
     def answer(self) -> IntArray:
-        """The answer that each item is a beginning of, or the whole of, as a number of the table: I."""
+        """The table's index of the answer that each item is, or is a prefix of: I."""
         lengths = self.table.lengths
         parts: list[IntArray] = [np.arange(len(lengths.answer))]
         if self.heads:
@@ -106,7 +105,7 @@ class Items:
         return len(np.unique(self.example[some]))
 
     def tokens(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
-        """Prompt, answer and the weights of its tokens; None where all are one."""
+        """Prompt, answer and the weights of its tokens; None if all are 1."""
         prompt, answer, weights = self._whole(item)
         end = int(self.num_tokens[item])
         if weights is not None:
@@ -114,7 +113,7 @@ class Items:
         return prompt, answer[:end], weights
 
     def _whole(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
-        """The same with the whole of its answer."""
+        """The same with the full answer."""
         number = int(self.example[item])
         if self.others is not None and item >= self.num_answers + self.num_heads:
             example, k = self.others.example(number), 0
@@ -128,7 +127,7 @@ class Items:
 
 
 def one_of_each(items: Items, some: IntArray) -> IntArray:
-    """Of items that are equal, the first."""
+    """The first of each set of equal items."""
     _, first = np.unique(as_keys(items.ids[some]), return_index=True)
     return some[np.sort(first)]
 
@@ -173,7 +172,7 @@ def _by_prompt(items: Items, some: IntArray, budget: Budget) -> list[list[int]]:
 
 
 def _tokens(prompt: int, answers: list[int], kind: RowKind) -> int:
-    """Token slots of an example whose answers have no beginning in common."""
+    """Token slots of an example whose answers have no common prefix."""
     if kind == "shared":
         return prompt + sum(answers)
     if kind == "padded":
@@ -182,7 +181,7 @@ def _tokens(prompt: int, answers: list[int], kind: RowKind) -> int:
 
 
 def _lengths(items: Items, groups: Sequence[Sequence[int]]) -> Lengths:
-    """Their token counts, whatever answers begin with alike."""
+    """Their token counts, ignoring common prefixes."""
     flat = np.array([item for group in groups for item in group], np.int64)
     count = np.array([len(group) for group in groups], np.int64)
     first = np.array([group[0] for group in groups], np.int64)

@@ -1,13 +1,13 @@
 """Stores: log-probabilities of one reference for any number of answers, on disk. Knows no model and no torch.
 
 A store is a folder named by its key. `manifest.json` says what the key was made of. Everything else is in shards: files
-that are written once, whole or not at all, and never changed. A shard is
+that are written atomically, once, and never changed. A shard is
 
     magic, 8 bytes | key of the store, 16 | number of records, 8 | records of 28 bytes:
     id of the answer, 16 | its log-probability, float64 | its tokens, uint32
 
 (little-endian) and its name is the digest of all of that. So any number of processes may write to one store at a time,
-a process may be killed at any moment, and no damaged byte is ever believed.
+a process may be killed at any moment, and no damaged byte goes undetected.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Store:
     def open(cls, root: Path, identity: Identity, hints: Mapping[str, str]) -> "Store":
         """The store of an identity, made if there is none yet. `hints` are for people and take no part in the key.
 
-        Raises CacheError where it has to be written and cannot be.
+        Raises CacheError if it has to be written and cannot be.
         """
         store = cls(root / key_of(identity), identity=identity)
         problem = store.manifest_problem()
@@ -105,7 +105,7 @@ class Store:
         return replace(store, repaired=repaired)
 
     def manifest(self) -> dict[str, Any]:
-        """What the manifest says; nothing where it cannot be read."""
+        """The content of the manifest; empty if it cannot be read."""
         try:
             found = json.loads(self.manifest_file.read_bytes())
         except (OSError, ValueError):
@@ -113,7 +113,7 @@ class Store:
         return found if isinstance(found, dict) else {}
 
     def is_outdated(self) -> bool:
-        """Whether an earlier version wrote the store, whose records cannot be read any more."""
+        """Whether the store was written by an earlier version, whose records can no longer be read."""
         found = self.manifest()
         return found.get("format") in range(1, FORMAT) and key_of(found.get("identity", {})) == self.key
 
@@ -130,7 +130,7 @@ class Store:
         return sorted(self.folder.glob("*.shard"))
 
     def write(self, some: Records) -> None:
-        """Add a shard. Raises CacheError where that is impossible."""
+        """Add a shard. Raises CacheError if that is impossible."""
         if not len(some):
             return
         content = HEADER.pack(MAGIC, bytes.fromhex(self.key), len(some)) + some.tobytes()
@@ -139,14 +139,14 @@ class Store:
             write_whole(self.folder / f"{_digest(content)}.shard", content)
 
     def read(self, *, repair: bool = False) -> tuple[Records, list[str]]:
-        """All records of whole shards, and what is wrong with the others. `repair` removes those."""
+        """All records of intact shards, and what is wrong with the others. `repair` removes those."""
         parts, damage = [np.empty(0, RECORD)], []
         for path in self.shards():
             try:
                 parts.append(self._read(path))
             except FileNotFoundError:  # another process repaired the store
                 continue
-            except OSError as error:  # it may be well, and readable for others
+            except OSError as error:  # it may be intact, and readable for others
                 damage.append(f"{path}: cannot be read ({error.strerror or error})")
             except ValueError as error:
                 damage.append(f"{path}: {error}")

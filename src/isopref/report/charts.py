@@ -1,6 +1,6 @@
-"""Charts as inline SVG. They stand without the page's script, which only adds values under the pointer.
+"""Charts as inline SVG. They work without the page's script, which only adds values under the pointer.
 
-Colours are classes of the page's style: slot0 to slot5, and `was` for what is in the background.
+Colours are CSS classes of the page: slot0 to slot5, and `was` for background data.
 """
 
 import math

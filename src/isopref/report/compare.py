@@ -1,4 +1,4 @@
-"""Two runs side by side: whether they have the same math, where their curves part, and how they end."""
+"""Two runs side by side: whether they have the same math, where their curves diverge, and how they end."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from isopref.objectives.registry import PARAMS, resolve
 from isopref.report.figures import LABELS, OF_LISTS, FieldRow, field_rows
 from isopref.runs.read import RunRecord
 
-# How far the losses of two runs with the same math may be apart by rounding alone, by the number type they compute in:
+# How far the losses of two runs with the same math may differ by rounding alone, by compute dtype:
 # relative above a loss of 1, absolute below. (Metrics are kept in float32.)
 ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float8": 5e-2}
 
@@ -29,7 +29,7 @@ class Parting:
 
 
 def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
-    """What of the math is not the same in all runs: fields of the config, the pairs, the reference."""
+    """Which parts of the math differ between runs: config fields, the pairs, the reference."""
     rows = field_rows(runs, math=True)
     if all(run.starts for run in runs):
         rows += [
@@ -40,7 +40,7 @@ def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
 
 
 def _is_default_written_out(row: FieldRow, runs: Sequence[RunRecord]) -> bool:
-    """Whether the runs differ only in saying a parameter of the loss that another leaves to its default."""
+    """Whether runs differ only in spelling out a loss parameter that another leaves at its default."""
     section, _, param = row.name.partition(".")
     if section != "objective" or param not in PARAMS:
         return False
@@ -59,7 +59,7 @@ def _loss_params(run: RunRecord, param: str) -> dict[str, Any]:
 
 
 def parting(a: RunRecord, b: RunRecord) -> Parting | None:
-    """Where the losses of two runs part; None where they have no logged step in common."""
+    """Where the losses of two runs diverge; None if they have no logged step in common."""
     steps = sorted(set(_logged(a)) & set(_logged(b)))
     if not steps:
         return None
@@ -81,7 +81,7 @@ def _logged(run: RunRecord) -> list[int]:
 
 
 def _between(run: RunRecord, steps: list[int]) -> list[float]:
-    """Mean losses from one of the steps to the next. A line is the mean since the line before, in each run its own."""
+    """Mean losses from one of the steps to the next. A logged value is the mean since that run's previous line."""
     series = run.metrics["train/loss"]
     sums, found = 0.0, []
     before, wanted = 0, iter(steps)

@@ -1,6 +1,6 @@
-"""Signs that a run taught its preference and spoilt the model: what a held-out accuracy of 1.00 does not show.
+"""Signs that a run learnt its preference but damaged the model, which a held-out accuracy of 1.00 does not show.
 
-They come from what every run leaves: training metrics, and answers to held-out prompts before and after.
+They come from what every run records: training metrics, and answers to held-out prompts before and after.
 """
 
 from collections.abc import Iterator, Sequence

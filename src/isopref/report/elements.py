@@ -1,4 +1,4 @@
-"""HTML and SVG as values: what is not marked as ready is text, and is escaped. Also how numbers are written."""
+"""HTML and SVG as values: anything not marked as markup is text and gets escaped. Also number formatting."""
 
 import math
 from html import escape

@@ -1,4 +1,4 @@
-"""What the report's page, its Markdown and the terminal have in common: names and figures of runs."""
+"""Names and metrics of runs, shared by the HTML report, its Markdown and the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs nothing but itself: no network, no library. Its parts are sections.py's."""
+"""Runs as one self-contained HTML page: no network, no library. sections.py has its parts."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ MOST_RUNS = 6  # as many as there are colours that can be told apart
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The page of one run, or of several laid over each other. Raises RunError for more than can be told apart."""
+    """The page of one run, or of several overlaid. Raises RunError for more than can be told apart."""
     if len(runs) > MOST_RUNS:
         raise RunError(f"{len(runs)} runs are too many for one report, which tells {MOST_RUNS} apart. Name fewer.")
     every = entries(runs)
