@@ -173,6 +173,9 @@ def test_what_is_refused(ready: Project) -> None:
         ((*ROUNDS, "1", "model.reference=x/y"), "the rounds choose the reference"),
         (("eval", "my.yaml", "--model", "m", "--win-rate"), "--win-rate: needs a judge"),
         (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--max-tokens", "9"), "--max-tokens: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--ties", "keep"), "--ties: is for --win-rate"),
     ):
         outcome = ready.isopref(*arguments)
         assert outcome.code == 1

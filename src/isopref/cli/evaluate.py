@@ -32,9 +32,15 @@ def evaluate(
     by: Annotated[
         str | None, typer.Option(metavar="JUDGE", help="With --win-rate: the judge, as isopref judge takes it.")
     ] = None,
-    ties: Annotated[Ties, typer.Option(help="With --win-rate and a URL: what to do with ties.")] = Ties.drop,
-    temperature: Annotated[float, typer.Option(min=0, metavar="T", help="With --win-rate: of both models.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="With --win-rate: longest answer.")] = 512,
+    ties: Annotated[
+        Ties | None, typer.Option(help="With --win-rate and a URL: what to do with ties. Default: drop.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, metavar="T", help="With --win-rate: of both models. Default: 1.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --win-rate: longest answer. Default: 512.")
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", help="With --win-rate: where answers are kept.")
     ] = None,
@@ -74,14 +80,22 @@ def evaluate(
             name=config_file.stem,
             model=model,
             against=against or config.model.path,
-            judge=JudgeOptions(by, ties=ties.value),
-            sampling=Sampling(temperature, 1.0, max_tokens, 0),
+            judge=JudgeOptions(by, ties=(ties or Ties.drop).value),
+            sampling=Sampling(1.0 if temperature is None else temperature, 1.0, max_tokens or 512, 0),
             folder=folder or Path(f"{config_file.stem}.win-rate"),
         )
         if json_file is not None:
             write_json(json_file, found.as_json())
         return
-    for name, given in (("--against", against), ("--by", by), ("--out", folder)):
+    only_win_rate = {
+        "--against": against,
+        "--by": by,
+        "--ties": ties,
+        "--temperature": temperature,
+        "--max-tokens": max_tokens,
+        "--out": folder,
+    }
+    for name, given in only_win_rate.items():
         if given is not None:
             raise ConfigError(f"{name}: is for --win-rate. Add it, or remove {name}.")
     options = ["--model", model]

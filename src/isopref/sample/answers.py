@@ -5,14 +5,17 @@ and its number. The file holds records of the shape `list` without scores, which
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isopref.errors import RunError
+from isopref.errors import ConfigError, RunError
 from isopref.sample.prompts import Prompt
+
+LOWEST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,16 @@ class Sampling:
     top_p: float
     max_tokens: int
     seed: int
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers that no comparison with a limit refuses, and for logits that would overflow."""
+        if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf):
+            raise ConfigError(
+                f"--temperature: must be 0, which takes the most likely token, or a number from {LOWEST_TEMPERATURE:g} "
+                f"on; found {self.temperature:g}."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p: must be a number from 0.001 to 1; found {self.top_p:g}.")
 
 
 class Asked(NamedTuple):
