@@ -6,12 +6,13 @@ processes may append to the same file.
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from isopref.errors import ConfigError, RunError
-from isopref.locks import FileLock
+from isopref.locks import FileLock, held
 from isopref.places import write_whole
 
 
@@ -42,6 +43,10 @@ class Ledger:
     def append(self, results: Mapping[str, Any]) -> None:
         """Append results. They are in the file when this returns."""
         lines = "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in results.items())
+        with self._named_faults():
+            self._append(lines)
+
+    def _append(self, lines: str) -> None:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             FileLock(file).wait()
@@ -56,8 +61,30 @@ class Ledger:
     def finish(self, records: Collection[Mapping[str, Any]]) -> None:
         """Write the complete result atomically and remove the ledger."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        write_whole(self.out, lines.encode("utf-8", "surrogatepass"))
-        self.path.unlink(missing_ok=True)
+        with self._named_faults():
+            write_whole(self.out, lines.encode("utf-8", "surrogatepass"))
+            self.path.unlink(missing_ok=True)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other commands from writing the same file. Raises RunError if one does."""
+
+        def in_use(holder: str) -> RunError:
+            return RunError(
+                f"--out: {self.out} is being written by another command ({holder}). Wait for it to finish, stop it, or "
+                "choose another name."
+            )
+
+        return held(self.out.with_name(f".{self.out.name}.lock"), in_use)
+
+    @contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk, or a folder that is gone
+            raise RunError(
+                f"{self.out}: cannot be written ({error}). What was kept before is safe: free disk space or make the "
+                "folder writable, then run the command again."
+            ) from error
 
 
 def check_out(out: Path, *, may_exist: bool = False) -> None:

@@ -1,6 +1,14 @@
 """File locks between processes. The OS releases a lock when its process ends, however it ends."""
 
 import fcntl
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 class FileLock:
@@ -28,3 +36,35 @@ class FileLock:
         except OSError:
             return True
         return False
+
+
+@contextmanager
+def held(path: Path, in_use: Callable[[str], Exception]) -> Iterator[None]:
+    """Hold the lock of a file that names its holder. Raises `in_use` of the holder if there is one."""
+    descriptor = _hold(path, in_use)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _hold(path: Path, in_use: Callable[[str], Exception]) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            is_free = FileLock(descriptor).take()
+        except OSError as error:  # a file system without locks
+            is_free = True
+            log.warning("%s cannot be locked (%s): two processes there would go unnoticed", path, error)
+        if not is_free:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise in_use(holder)
+        with suppress(FileNotFoundError):  # otherwise its holder removed it while this process was opening it
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return descriptor
+        os.close(descriptor)

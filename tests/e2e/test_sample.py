@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +18,10 @@ import pytest
 
 from isopref import remote
 from isopref.build import sample as build_sample
+from isopref.errors import ConfigError
+from isopref.ledger import Ledger
+from isopref.sample.answers import Asked, Sampling
+from isopref.sample.prompts import Prompt
 from support.chat_server import Fault, chat_server
 from support.forked import slow_answers, start_isopref
 from support.project import TIMEOUT_S, Project
@@ -108,12 +116,16 @@ def test_what_is_refused(project: Project) -> None:
     (project.folder / "there.jsonl").write_text('{"a": 1}\n')
     (project.folder / "no.jsonl").write_text('{"colour": "red"}\n')
     (project.folder / "long.jsonl").write_text(json.dumps({"prompt": "why? " * 100}) + "\n")
+    shutil.copytree(project.model, project.folder / "copy")
     for more, message in (
         (("--out", "there.jsonl"), "was not written by isopref sample"),
         (("--prompts", "no.jsonl"), "no prompt in the columns colour"),
         (("--prompts", "long.jsonl"), "no room for an answer"),
         (("--url", "nowhere"), "--url: must be a URL"),
         (("--model", "a/b/c"), "--model: there is no folder"),
+        (("--model", str(project.model), "--model", "copy"), "have the same weights"),
+        (("--temperature", "inf"), "--temperature: must be 0"),
+        (("--temperature", "1e-40"), "--temperature: must be 0"),
         (
             ("--prompts", "long.jsonl", "--url", "http://127.0.0.1:9/v1", "data.template=none"),
             "a server uses its own chat template",
@@ -176,6 +188,64 @@ def test_stopped_again_and_again_the_file_is_the_same(project: Project, torn: st
     assert "resume: 6 of 9 answers" in outcome.out
     assert lines(project.folder / "again.jsonl") == whole
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_numbers_that_no_answer_can_be_drawn_with(number: float) -> None:
+    with pytest.raises(ConfigError, match="--temperature: must be 0"):
+        Sampling(number, 1.0, 4, 0)
+    with pytest.raises(ConfigError, match="--top-p: must be a number"):
+        Sampling(1.0, number, 4, 0)
+
+
+@pytest.mark.usefixtures("prompts")
+def test_one_command_at_a_time_writes_a_file(project: Project) -> None:
+    """Two of them would take each other's answers for left-overs of other settings, or miss their own."""
+    with Ledger(project.folder / "a.jsonl").alone():
+        outcome = project.isopref(*COMMAND, "--out", "a.jsonl")
+        assert outcome.code == 1
+        assert "a.jsonl is being written by another command (process " in outcome.err
+        sampled(project, "b.jsonl")
+    sampled(project, "a.jsonl")
+    assert not list(project.folder.glob(".*.lock"))
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_full_disk_is_said_and_costs_nothing(project: Project) -> None:
+    whole = sampled(project, "whole.jsonl")
+    write, room = os.write, [400]
+
+    def full(file: int, content: bytes) -> int:
+        if content.startswith((b"{", b"\n{")):  # of the ledger
+            content = content[: room[0]]
+            room[0] -= len(content)
+            if not content:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content)
+
+    with mock.patch.object(os, "write", full):
+        outcome = project.isopref(*COMMAND, "--out", "a.jsonl")
+    assert outcome.code == 1
+    assert "a.jsonl: cannot be written ([Errno 28] No space left on device)" in outcome.err
+    assert "resume: " in project.isopref(*COMMAND, "--out", "a.jsonl").out
+    assert lines(project.folder / "a.jsonl") == whole
+
+
+def test_ranks_add_answers_only_once_all_have_seen_what_is_missing(tmp_path: Path) -> None:
+    """They share out the missing prompts, so they must agree on them."""
+    out = tmp_path / "a.jsonl"
+    Ledger(out).append({"first": ["text", True, 1]})
+    prompt = Prompt("why?", None, {}, "here")
+    asked = [Asked(key, prompt, number, "m") for number, key in enumerate(("first", "second"))]
+
+    def barrier() -> None:
+        Ledger(out).append({"second": ["of another rank", True, 1]})
+
+    run = SimpleNamespace(env=SimpleNamespace(barrier=barrier), display=mock.Mock())
+    job = build_sample.Job("prompts.jsonl", out, Sampling(1.0, 1.0, 4, 0))
+    found = build_sample._Out(run, job, asked)  # type: ignore[arg-type]
+    assert [one.key for one in found.missing] == ["second"]
+    assert set(Ledger(out).read({"first", "second"})) == {"first", "second"}  # the barrier was reached
 
 
 @pytest.mark.soak

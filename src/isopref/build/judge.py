@@ -78,8 +78,12 @@ class JudgeOptions:
 
 def judge_file(file: str, out: Path, options: JudgeOptions) -> None:
     """Score the answers of every record of a file and write `out`. Raises UserError."""
-    display = Display()
     check_out(out)
+    with Ledger(out).alone():
+        _judge_file(file, out, options, Display())
+
+
+def _judge_file(file: str, out: Path, options: JudgeOptions, display: Display) -> None:
     records = read_records(file)
     judge = open_judge(options)
     found = judge.scores(records, Ledger(out), display)
@@ -262,8 +266,9 @@ class LanguageModel:
             if letter is not None:
                 return verdict_of(letter, one.swapped)
         raise RemoteError(
-            f"--by: {model} gave no verdict in {ASKS} replies; the last one ends with {reply.text[-100:]!r}. What was "
-            "judged before is kept. Make --rubric plainer, or use another model."
+            f"--by: {model} gave no verdict in {ASKS} replies about answers {one.first + 1} and {one.second + 1} of "
+            f"record {one.record + 1}; the last one ends with {reply.text[-100:]!r}. What was judged before is kept. "
+            "Make --rubric plainer, use another model, or remove the record."
         )
 
     def _joined(self, record: Judged, asked: Sequence[Comparison], known: Mapping[str, Verdict]) -> Scores:

@@ -5,6 +5,7 @@ Answers are saved by key as they arrive (sample/answers.py). The file is written
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -61,11 +62,12 @@ def sample_file(config: Config, job: Job, *, name: str) -> None:
         check_hardware(run)
         if run.env.is_first:
             check_out(job.out, may_exist=True)
-        prompts = _prompts(run, job)
-        if job.url is not None:
-            _from_server(run, job, prompts)
-        else:
-            _from_models(run, job, prompts)
+        with Ledger(job.out).alone() if run.env.is_first else nullcontext():
+            prompts = _prompts(run, job)
+            if job.url is not None:
+                _from_server(run, job, prompts)
+            else:
+                _from_models(run, job, prompts)
 
 
 def _prompts(run: Run, job: Job) -> list[Prompt]:
@@ -98,6 +100,7 @@ class _Out:
                     "not overwritten: choose another name, or remove it."
                 )
         self.known.update(self.ledger.read(wanted))
+        run.env.barrier()  # ranks share out what is missing: none may add to it before all have seen it
         if self.known:
             run.display.say(f"resume: {len(self.known)} of {len(asked)} answers are there already")
 
@@ -162,6 +165,8 @@ def _from_models(run: Run, job: Job, prompts: Sequence[Prompt]) -> None:
         raise ConfigError("--model: the same model is given twice. Remove one of them.")
     # Compute the keys of all answers first, so that a file with other answers is refused before any work.
     models = [_open(run, path, setting, prompts, keep=len(paths) == 1) for path in paths]
+    if len({one.digest for one in models}) < len(models):
+        raise ConfigError(f"--model: two of {', '.join(paths)} have the same weights. Remove one of them.")
     asked = [one.asked(prompts, job) for one in models]
     out = _Out(run, job, [key for of_model in asked for key in of_model])
     missing = {one.key for one in out.missing}

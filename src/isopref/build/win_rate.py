@@ -16,7 +16,6 @@ from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
 from isopref.evaluate.win_rate import WinRate, win_rate
 from isopref.ledger import Ledger
-from isopref.places import write_whole
 from isopref.runs.write import write_json
 from isopref.sample.answers import Sampling
 
@@ -76,8 +75,9 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
         raise DataError(f"{file} and {other} have answers to different prompts. Sample both from the same file.")
     records = [Judged(one.prompt, [one.answers[0], theirs[key].answers[0]], one.fields) for key, one in mine.items()]
     folder.mkdir(parents=True, exist_ok=True)
-    judge = open_judge(options)
-    scores = judge.scores(records, Ledger(folder / JUDGED_FILE), Display())
+    judge, ledger = open_judge(options), Ledger(folder / JUDGED_FILE)
+    with ledger.alone():
+        scores = judge.scores(records, ledger, Display())
     outcomes = [outcome(record.answers, pair, options.ties) for record, pair in zip(records, scores, strict=True)]
     tokens = np.array([[_tokens(mine[key]), _tokens(theirs[key])] for key in mine])
     counted = np.array([one is not None for one in outcomes])
@@ -88,8 +88,7 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
         {"prompt": record.prompt, "responses": record.answers, "scores": pair, "won": one}
         for record, pair, one in zip(records, scores, outcomes, strict=True)
     ]
-    write_whole(folder / JUDGED_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
-    Ledger(folder / JUDGED_FILE).path.unlink(missing_ok=True)
+    ledger.finish(lines)
     write_json(folder / FIGURES_FILE, found.as_json())
     return found
 
