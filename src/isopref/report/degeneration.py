@@ -6,7 +6,7 @@ They come from what every run records: training metrics, and answers to held-out
 from collections.abc import Iterator, Sequence
 
 from isopref.report.elements import fixed
-from isopref.runs.read import RunRecord
+from isopref.runs.read import RunRecord, Series
 
 FALL = 0.15  # of the chosen answers' log-probability, as a share of what it was
 REPEATED = 0.3  # share of an answer's word triples that it has had before
@@ -49,16 +49,33 @@ def _collapsed(run: RunRecord, before: float, after: float) -> Iterator[str]:
 
 
 def _less_likely(run: RunRecord) -> Iterator[str]:
-    series = run.metrics.get("train/logps_chosen")
-    if series is None or len(series.values) < 2:
+    logps = run.metrics.get("train/logps_chosen")
+    if logps is None or len(logps.values) < 2:
         return
+    first, last = _ends(logps)
+    if last >= first - FALL * abs(first):
+        return
+    rewards = run.metrics.get("train/rewards_chosen")
+    if rewards is not None:
+        # Steps have different pairs, and longer answers are less likely. The reward compares like with like.
+        reward_first, reward_last = _ends(rewards)
+        if reward_last >= reward_first:
+            return
+    weight = run.config["objective"]["nll_weight"]
+    remedy = (
+        f"a larger objective.nll_weight ({weight} here) or a smaller optim.lr" if weight else "objective.nll_weight"
+    )
+    yield (
+        f"Chosen answers became less likely: their mean log-probability in training fell from {fixed(first, 1)} to "
+        f"{fixed(last, 1)} nats. Losses that see only the margin allow this; {remedy} counteracts it."
+    )
+
+
+def _ends(series: Series) -> tuple[float, float]:
+    """Means over the first and the last logged steps."""
     part = max(1, len(series.values) // AT_EACH_END)
     first, last = (sum(some) / part for some in (series.values[:part], series.values[-part:]))
-    if last < first - FALL * abs(first):
-        yield (
-            f"Chosen answers became less likely: their mean log-probability in training fell from {fixed(first, 1)} to "
-            f"{fixed(last, 1)} nats. Losses that see only the margin allow this; objective.nll_weight counteracts it."
-        )
+    return first, last
 
 
 def _mean_repetition(texts: Sequence[str]) -> float:

@@ -55,6 +55,33 @@ def test_chosen_answers_that_become_less_likely(tmp_path: Path) -> None:
     assert "fell from \N{MINUS SIGN}100.0 to \N{MINUS SIGN}116.0 nats" in sign
 
 
+def test_later_batches_with_longer_answers_are_no_sign(tmp_path: Path) -> None:
+    """The steps have different pairs. The reward compares each with its own reference, and here it rose."""
+    logps, rewards = (-15.0, -36.0, -31.0), (0.0, 0.2, 0.7)
+    metrics = [
+        {"step": step, "train/logps_chosen": logp, "train/rewards_chosen": reward}
+        for step, (logp, reward) in enumerate(zip(logps, rewards, strict=True), start=1)
+    ]
+    assert list(signs(read_run(make_run(tmp_path / "longer", metrics)))) == []
+    metrics[-1]["train/rewards_chosen"] = -0.7
+    (sign,) = signs(read_run(make_run(tmp_path / "less_likely", metrics)))
+    assert "fell from \N{MINUS SIGN}15.0 to \N{MINUS SIGN}31.0 nats" in sign
+
+
+@pytest.mark.parametrize(
+    ("weight", "advice"),
+    [
+        (0.0, "; objective.nll_weight counteracts it."),
+        (4.0, "; a larger objective.nll_weight (4.0 here) or a smaller optim.lr counteracts it."),
+    ],
+)
+def test_the_advice_knows_the_config(tmp_path: Path, weight: float, advice: str) -> None:
+    metrics = [{"step": step, "train/logps_chosen": value} for step, value in enumerate((-100.0, -116.0), start=1)]
+    settings = {"objective": {"nll_weight": weight}}
+    (sign,) = signs(read_run(make_run(tmp_path / "run", metrics, settings=settings)))
+    assert sign.endswith(advice)
+
+
 def test_answers_that_repeat_themselves(tmp_path: Path) -> None:
     (sign,) = found(tmp_path / "run", [-100.0, -100.0], [(PLAIN, LOOP), (PLAIN, LOOP)])
     assert sign.startswith(
