@@ -23,6 +23,7 @@ from isopref.data.columns import (
     quoted,
 )
 from isopref.data.conversations import is_conversation, is_empty, part
+from isopref.data.known_shapes.labels import UNJUDGED
 from isopref.data.known_shapes.registry import SHAPES
 from isopref.data.known_shapes.shape import Fields, Shape
 from isopref.data.messages import (
@@ -329,8 +330,10 @@ def _no_shape(first: Record, columns: Mapping[str, str]) -> DataError:
     renames = _renames(first.fields)
     names = ", ".join(f"{ours}: {quoted(theirs)}" for ours, theirs in {**columns, **renames}.items())
     way_out = f"Set data.columns={{{names}}}" if renames else "Rename columns with data.columns (ours: theirs)"
+    if not renames and SHAPES["label"].fits(first.fields | {"label": True}):
+        way_out = UNJUDGED
     known = "".join(f"\n  {shape.name}: {shape.looks}" for shape in SHAPES.values())
-    return DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. The shapes we know:{known}")
+    return DataError(f"{first.origin}: no shape fits the columns {found}. {way_out}. Supported shapes:{known}")
 
 
 def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]) -> None:

@@ -44,6 +44,20 @@ def test_two_columns_that_may_hold_the_answer_are_not_chosen_from() -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "tools": "[]"},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {"prompt": "why?", "completion": "because"},
+        {"instruction": "why?", "input": "", "output": "because"},
+    ],
+)
+def test_data_without_a_judgement_is_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"one answer per record and no judgement of it.*isopref sample"):
+        detect_shape([Record(fields, "file:7")], raw=False)
+
+
+@pytest.mark.parametrize(
     ("base", "change", "reason", "says"),
     [
         (LABELLED, {"label": "meh"}, "label", "'label' is str 'meh', which is no label: write true or false, 1 or 0"),

@@ -21,6 +21,10 @@ from isopref.data.messages import (
 )
 
 LABELS = ("label", "kto_tag")  # the second is LLaMA-Factory's
+UNJUDGED = (  # what data for supervised fine-tuning lacks
+    "It has one answer per record and no judgement of it. Add a column rejected or label, or sample more answers with "
+    "isopref sample and judge them with isopref judge (docs/rounds.md)"
+)
 PROMPTS = ("prompt", "instruction")
 COMPLETION, OTHER_ANSWERS = "completion", ("response", "answer", "output")
 CHATS = ("messages", "conversations")
