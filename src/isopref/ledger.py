@@ -92,4 +92,7 @@ def check_out(out: Path, *, may_exist: bool = False) -> None:
     if out.exists() and not may_exist:
         raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):
-        raise ConfigError(f"--out: the folder {out.absolute().parent} is not there or cannot be written to.")
+        raise ConfigError(
+            f"--out: the folder {out.absolute().parent} does not exist or is not writable. Create it, or choose "
+            "another --out."
+        )

@@ -106,12 +106,27 @@ def test_two_processes(project: Project, reward: Path) -> None:
         assert a["rewards"] == pytest.approx(b["rewards"], abs=1e-12)
 
 
+def test_dropped_records_are_counted(project: Project) -> None:
+    short = {"prompt": "why?", "chosen": "because", "rejected": "no"}
+    project.write_pairs("mixed.jsonl", [short, short | {"chosen": "because " * 40}, short])
+    outcome = project.isopref("score", "mixed.jsonl", "--model", str(project.model), "data.max_length=100")
+    assert outcome.code == 0, outcome.err
+    assert [line["origin"] for line in lines(project.folder / "mixed.scores.jsonl")] == [
+        "mixed.jsonl:1",
+        "mixed.jsonl:3",
+    ]
+    assert "of 4 answers. Of 3 records 1 were dropped: 1 too_long." in " ".join(outcome.out.split())
+
+
 def test_what_is_refused(project: Project) -> None:
     (project.folder / "there.jsonl").write_text("")
     model = ("--model", str(project.model))
     for arguments, message in (
         (("eval.jsonl", *model, "--out", "there.jsonl"), "there.jsonl exists already"),
-        (("eval.jsonl", *model, "--out", "no/folder/out.jsonl"), "is not there or cannot be written to"),
+        (
+            ("eval.jsonl", *model, "--out", "no/folder/out.jsonl"),
+            "does not exist or is not writable. Create it, or choose another --out.",
+        ),
         (("none.jsonl", *model), "none.jsonl"),
         (("eval.jsonl", *model, "optim.lr=1"), "takes settings of model, data, layout, run"),
     ):

@@ -67,7 +67,9 @@ def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) 
                 part.append(_lines(table, first, answers, what))
         if run.env.is_first:
             part.finish()
-        run.display.say(f"wrote {out}: the {policy.scores} of {len(table.lengths.answer)} answers")
+        run.display.say(
+            f"wrote {out}: the {policy.scores} of {len(table.lengths.answer)} answers.{table.stats.dropped_note}"
+        )
 
 
 def _config(file: str, model: str, overrides: Sequence[str]) -> Config:
@@ -180,4 +182,7 @@ def _check_out(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):
-        raise ConfigError(f"--out: the folder {out.absolute().parent} is not there or cannot be written to.")
+        raise ConfigError(
+            f"--out: the folder {out.absolute().parent} does not exist or is not writable. Create it, or choose "
+            "another --out."
+        )
