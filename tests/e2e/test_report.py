@@ -152,6 +152,11 @@ def test_report_command(project: Project, run: Path, other: Path) -> None:
 POINTS = """Object.fromEntries([...document.querySelectorAll("svg[data-chart]")].map(svg => [svg.dataset.chart,
     [...svg.querySelectorAll("path.line")].map(path => path.getAttribute("d").match(/[ML]/g).length)]))"""
 
+# Numbers below the strips of intervals that stick out of their strip, which hides them.
+CLIPPED = """[...document.querySelectorAll('svg.strip text')].filter(text => {
+    const inner = text.getBoundingClientRect(), outer = text.closest('svg').getBoundingClientRect()
+    return inner.left < outer.left - 1 || inner.right > outer.right + 1
+}).map(text => text.textContent)"""
 HINT = "getComputedStyle(document.querySelector"
 
 
@@ -234,6 +239,7 @@ def test_a_phone_in_the_dark_and_paper(tab: Tab, run: Path, other: Path, tmp_pat
         for dark in (False, True):
             tab.show(path, width=PHONE, height=844, dark=dark)
             assert tab.value("document.documentElement.scrollWidth") == PHONE, path
+            assert tab.value(CLIPPED) == [], path
             colours.add(tab.value("getComputedStyle(document.body).backgroundColor"))
             shown_hints = [hint for hint in ("mouse", "touch") if tab.value(f"{HINT}('.{hint}')).display") != "none"]
             assert shown_hints == ["touch"]

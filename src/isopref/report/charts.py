@@ -21,7 +21,7 @@ TREND_FROM, TREND_PARTS = 120, 25  # points from which a line gets a trend, and 
 MOST_DOTS = 1500
 LABEL_HEIGHT = 11.0
 NUM_BINS = 30
-STRIP = (4.0, 96.0)  # percent of its width in which a strip of intervals is drawn
+STRIP = (9.0, 91.0)  # percent of its width in which a strip of intervals is drawn: the ends leave room for numbers
 
 
 @dataclass(frozen=True)
