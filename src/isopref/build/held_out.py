@@ -81,7 +81,9 @@ def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:
         elif found.pairs and name not in (*OF_LISTS, *OF_LABELS, *OF_ONE_READOUT):
             yield label, "-"
     for bucket in found.by_length:
-        yield f"accuracy, {bucket.shortest:g}-{bucket.longest:g} tokens", _cell(bucket.accuracy)
+        shortest, longest = f"{bucket.shortest:g}", f"{bucket.longest:g}"
+        tokens = shortest if shortest == longest else f"{shortest}-{longest}"
+        yield f"accuracy, {tokens} tokens", _cell(bucket.accuracy)
     for part, of_part in (*found.by_source.items(), *found.by_subset.items()):
         name, one = of_part.headline
         if one is not None:

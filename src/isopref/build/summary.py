@@ -40,7 +40,8 @@ def _loader(run: Run) -> str:
 
 def say_end(run: Run, seconds: float) -> None:
     """How long it took, where everything is, and what to type next."""
-    run.display.say(f"\nDone in {int(seconds) // 60} min {int(seconds) % 60} s.")
+    minutes, rest = divmod(int(seconds), 60)
+    run.display.say(f"\nDone in {f'{minutes} min ' if minutes else ''}{rest} s.")
     if (run.folder / REPORT_FILE).exists():
         run.display.say(f"  report      {run.folder / REPORT_FILE}, for a browser")
     run.display.say(f"  metrics     {run.folder / METRICS_FILE}")

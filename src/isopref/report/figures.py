@@ -104,9 +104,10 @@ def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
             yield FigureRow(label, before.get(name), after.get(name), sign, BOUNDS.get(name))
     old = {bucket["quarter"]: bucket["accuracy"] for bucket in before.get("by_length", ())}
     for bucket in after.get("by_length", ()):
-        tokens = f"{bucket['shortest']:g} to {bucket['longest']:g} tokens"
+        shortest, longest = f"{bucket['shortest']:g}", f"{bucket['longest']:g}"
+        tokens = shortest if shortest == longest else f"{shortest} to {longest}"
         yield FigureRow(
-            f"accuracy, {tokens}", old.get(bucket["quarter"]), bucket["accuracy"], bounds=BOUNDS["accuracy"]
+            f"accuracy, {tokens} tokens", old.get(bucket["quarter"]), bucket["accuracy"], bounds=BOUNDS["accuracy"]
         )
     for parts in ("by_source", "by_subset"):
         for part, figures in after.get(parts, {}).items():
