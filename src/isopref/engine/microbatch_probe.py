@@ -28,7 +28,7 @@ from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.models.tiles import tile_mlps
 from isopref.ranks import num_ranks
-from isopref.types import Microbatch
+from isopref.types import IntArray, Microbatch
 
 HEADROOM = 0.08  # of device memory: for fragmentation, and for differences between long and short rows
 PROBE_TOKENS = 1024  # small: a row that does not fit ends the run, because FSDP and DDP cannot recover from it
@@ -108,7 +108,7 @@ def choose(
     # The first recomputing layer saves nothing: its backward pass holds all at once what it did not keep.
     paying = max(0, layers[1] - layers[0] - 1)
     count = layers[0] if over <= 0 else min(layers[1], layers[0] + 1 + math.ceil(share * paying))
-    share = max(0, count - layers[0] - 1) / max(1, paying)
+    share = max(0, count - layers[0] - 1) / paying if paying else float(count > layers[0])
     line = StepMemory(*(a + share * (b - a) for a, b in ((few.fixed, many.fixed), (few.per_token, many.per_token))))
     most = int((room - line.fixed) / line.per_token)
     if most < (tokens or longest):
@@ -133,11 +133,13 @@ def choose_for_long(
     """The least that makes `wanted` tokens fit with all `layers` recomputing; None if nothing does.
 
     `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles. Offloading comes first,
-    because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately.
+    because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately. Rows
+    shorter than two tiles gain little from tiles, and measuring would take rows that do not fit.
     """
     most = max(0, layers - 1) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
-    for tile in (None, TILE_TOKENS) if allowed.tile else (None,):
+    may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS
+    for tile in (None, TILE_TOKENS) if may_tile else (None,):
         line = recomputing if tile is None else tiled()
         over = line.at(wanted) - room
         count = 0 if over <= 0 else math.ceil(over / in_host) if in_host else layers
@@ -182,7 +184,7 @@ def fit_microbatch(
     fit = None
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
-        tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload)
+        tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload, tokens or longest)
         fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest)
     if fit is None:
         fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
@@ -198,11 +200,12 @@ def _offloaded(layers: int) -> int:
 
 
 def _measure_tiled(
-    model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool
+    model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool, wanted: int
 ) -> StepMemory:
-    """Measure with MLPs in tiles, on rows of several tiles."""
+    """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit."""
     tile_mlps(unwrap(model), TILE_TOKENS)
-    return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=2 * TILE_TOKENS)
+    tokens = min(2 * TILE_TOKENS, wanted // 2)  # the second row has twice as many
+    return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=tokens)
 
 
 def _measure(
@@ -236,6 +239,7 @@ def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Mi
     """Two rows of pairs of typical length, each with its token count; the second has twice the pairs."""
     alone = tokens_alone(table.lengths, kind)
     order = np.argsort(np.abs(alone - np.median(alone)), kind="stable")
+    order = order[: (len(order) + 1) // 2]  # a small table is repeated without its longest examples
     count = max(1, int(tokens / min(SHORTENED, np.median(alone))))
     indices = [np.resize(order, pairs) for pairs in (count, 2 * count)]
     microbatches = [build_microbatch([_shortened(table.example(int(i))) for i in index], kind) for index in indices]
@@ -243,13 +247,23 @@ def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Mi
 
 
 def _shortened(example: Example) -> Example:
-    """The example, shortened proportionally to at most about SHORTENED tokens: a longer row may not fit."""
+    """The example, thinned out to at most about SHORTENED tokens: a longer row may not fit.
+
+    Tokens are left out evenly, and at the same places of all answers, so that trained tokens and shared beginnings keep
+    their share of the row. The last turn alone may be trained, and two answers may differ in nothing else.
+    """
     share = SHORTENED / sum(len(part) for part in example.parts)
     if share >= 1:
         return example
-    prompt, *answers = (part[: max(1, int(share * len(part)))] for part in example.parts)
-    weights = tuple(w[: len(answer)] for w, answer in zip(example.weights, answers, strict=bool(example.weights)))
+    prompt, *answers = (part[_evenly(len(part), share)] for part in example.parts)
+    weights = tuple(one[_evenly(len(one), share)] for one in example.weights)
     return example._replace(prompt=prompt, answers=tuple(answers), weights=weights)
+
+
+def _evenly(length: int, share: float) -> IntArray:
+    """This share of the indices below `length`, at least one. A shorter part gets the first of a longer one's."""
+    chosen: IntArray = np.flatnonzero(np.diff(np.floor(share * np.arange(length + 1))))
+    return chosen if len(chosen) else np.arange(min(1, length))
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:

@@ -24,7 +24,7 @@ from isopref.engine.microbatch_probe import (
     choose_for_long,
 )
 from isopref.errors import ConfigError
-from isopref.examples import PairTokens
+from isopref.examples import PAIR, PAIR_SCORES, Example, PairTokens
 from isopref.models.adapter import quantize_nf4, stored_bytes
 from isopref.models.offload import HostCheckpoints
 from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, unwrap
@@ -112,6 +112,16 @@ def test_tiles_come_where_offloading_is_not_enough() -> None:
     assert for_long(15_000.0, long_rows(offload=False)) == (0, TILE_TOKENS)
     assert for_long(14_999.0, long_rows(offload=False)) is None
     assert for_long(10_999.0, long_rows(tile=False)) is None
+
+
+def test_rows_of_less_than_two_tiles_are_not_computed_in_tiles() -> None:
+    assert for_long(9_000.0, long_rows(offload=False), wanted=2 * TILE_TOKENS - 1) is None
+    assert for_long(15_000.0, long_rows(offload=False), wanted=2 * TILE_TOKENS) == (0, TILE_TOKENS)
+
+
+def test_a_model_of_one_layer_takes_what_was_measured_with_it_recomputing() -> None:
+    found = choose((PLAIN, FULL), (0, 1), FULL.at(LEAST_TOKENS), longest=LEAST_TOKENS)
+    assert (found.tokens, found.layers) == (LEAST_TOKENS, 1)
 
 
 def test_host_memory_limits_what_is_offloaded() -> None:
@@ -246,6 +256,45 @@ def test_rows_are_not_measured_on_pairs_that_are_long_themselves(device: Policy)
     (few, _), (many, _) = microbatch_probe._rows(ExampleTable.from_tokens(pairs), "shared", 1024)
     assert few <= microbatch_probe.SHORTENED
     assert many == 2 * few
+
+
+def test_shortened_examples_keep_their_trained_tokens_and_shared_beginnings() -> None:
+    """Of answers that share nine tenths, and of which the last tenth is trained, a row has a quarter."""
+    rng = np.random.default_rng(0)
+    common, rest = rng.integers(1, 50, 6480), [rng.integers(1, 50, size) for size in (720, 640)]
+    answers = tuple(np.concatenate([common, one]) for one in rest)
+    weights = tuple(np.concatenate([np.zeros(6480), np.ones(len(one))]) for one in rest)
+    size = 4 * microbatch_probe.SHORTENED - sum(map(len, answers))
+    long = Example(rng.integers(1, 50, size), answers, PAIR, PAIR_SCORES, weights=weights)
+    short = microbatch_probe._shortened(long)
+    assert sum(map(len, short.parts)) == microbatch_probe.SHORTENED
+    assert short.trained == (180, 160)
+    assert np.array_equal(short.answers[0][:1620], short.answers[1][:1620])
+    first = long._replace(prompt=np.resize(common, 90_000), answers=(common[:1], common), weights=())
+    assert min(map(len, microbatch_probe._shortened(first).parts)) == 1
+
+
+def test_no_row_is_measured_in_tiles_that_is_longer_than_the_one_that_must_fit(
+    device: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would run out of memory and end the run, where a row as long as the longest pair fits."""
+    longest = 3 * TILE_TOKENS
+
+    def peak(_model: nn.Module, row: Microbatch, _sync: str) -> float:
+        tokens = row.passes[0].input_ids.numel()
+        if tokens > longest:
+            raise torch.OutOfMemoryError
+        return tokens * (5.0 if any(isinstance(one.forward, TiledForward) for one in device.modules()) else 8.0)
+
+    pairs = random_pairs(3, seed=0, longest=9)
+    long = pairs[0]._replace(prompt=np.resize(pairs[0].prompt, longest - 30))
+    monkeypatch.setattr(microbatch_probe, "_peak", peak)
+    monkeypatch.setattr(microbatch_probe, "_room", lambda *_: 6.0 * longest)
+    table, allowed = ExampleTable.from_tokens([*pairs, long]), long_rows(offload=False)
+    found = microbatch_probe.fit_microbatch(
+        *(device, table, "shared"), grad_sync="last", layers=(2, 2), tokens=None, allowed=allowed
+    )
+    assert found.tile == TILE_TOKENS
 
 
 def test_a_row_that_does_not_fit_ends_the_run(device: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
