@@ -24,7 +24,7 @@ def evaluate(
         typer.Option(metavar="PATH", help="Reference model. Default: the config's reference."),
     ] = None,
     win_rate: Annotated[
-        bool, typer.Option("--win-rate", help="Have two models answer the held-out prompts, and judge them (--by).")
+        bool, typer.Option("--win-rate", help="Let two models answer the held-out prompts, and judge them (--by).")
     ] = False,
     against: Annotated[
         str | None, typer.Option(metavar="PATH", help="With --win-rate: the other model. Default: model.path.")
@@ -36,13 +36,13 @@ def evaluate(
         Ties | None, typer.Option(help="With --win-rate and a URL: what to do with ties. Default: drop.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, metavar="T", help="With --win-rate: of both models. Default: 1.")
+        float | None, typer.Option(min=0, metavar="T", help="With --win-rate: for both models. Default: 1.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --win-rate: longest answer. Default: 512.")
+        int | None, typer.Option(min=1, metavar="N", help="With --win-rate: longest answer, in tokens. Default: 512.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="With --win-rate: where answers are kept.")
+        Path | None, typer.Option("--out", metavar="FOLDER", help="With --win-rate: where to save answers.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this file.")

@@ -32,13 +32,13 @@ def judge(
     overrides: Overrides = None,
     *,
     by: By,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: which of its models judges.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
     rubric: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With a URL: the question, with {prompt}, {a} and {b} in it. Default: ours."),
+        typer.Option(metavar="FILE", help="With a URL: the question, with {prompt}, {a} and {b}. Default: built in."),
     ] = None,
     ties: Annotated[
-        Ties, typer.Option(help="With a URL: drop ties and disagreements, or keep them as half a win for both.")
+        Ties, typer.Option(help="With a URL: drop ties and disagreements, or keep them as half a win for each.")
     ] = Ties.drop,
     parallel: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With a URL: requests at a time. Default: 16.")
@@ -47,12 +47,12 @@ def judge(
         Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.judged.jsonl, here.")
     ] = None,
 ) -> None:
-    """Score the answers to prompts, so that they can be trained on.
+    """Score answers to prompts, so that you can train on them.
 
     A Python function takes the prompt and the list of answers and returns a score for each. A language model compares
-    every two answers in both orders; an answer's score is the share of its comparisons that it won. Writes the records
-    that have two answers of different scores. To continue a command that was stopped, run it again. An API key is read
-    from ISOPREF_API_KEY or OPENAI_API_KEY.
+    all pairs of answers, in both orders; an answer's score is the share of its comparisons that it wins. Writes the
+    records that have at least two distinct scores. To resume a stopped command, run it again. The API key is read from
+    ISOPREF_API_KEY or OPENAI_API_KEY.
 
     \b
     Examples:

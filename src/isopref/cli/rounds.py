@@ -26,26 +26,26 @@ def rounds(
     overrides: Overrides = None,
     *,
     by: By,
-    num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often to repeat.")] = 2,
-    answers: Annotated[int, typer.Option(min=2, metavar="K", help="Answers to each prompt.")] = 4,
+    num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Number of rounds.")] = 2,
+    answers: Annotated[int, typer.Option(min=2, metavar="K", help="Answers per prompt.")] = 4,
     reference: Annotated[
-        Reference, typer.Option(help="Reference of every round: the start model, or that of the round before.")
+        Reference, typer.Option(help="Reference of every round: the start model, or the previous round's model.")
     ] = Reference.start,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Another seed gives other answers.")] = 0,
-    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: its model that judges.")] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="A different seed gives different answers.")] = 0,
+    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="With a URL: the question for the judge.")] = None,
     ties: Annotated[Ties, typer.Option(help="With a URL: what to do with ties and disagreements.")] = Ties.drop,
     nproc: NumProcesses = 1,
 ) -> None:
-    """Sample, judge and train, several times.
+    """Sample, judge and train in a loop.
 
-    Prompts are those of data.train, held-out ones those of data.eval; answers in these files are not trained on. Every
-    round samples from the model of the round before, judges, and trains it on the result. Stages are folders below
-    run.folder (default: runs/NAME-rounds). Run the command again to continue it, or to add rounds. Ends with a report:
-    reward, win rate against the start model, KL to it, length, held-out accuracy, answers side by side.
+    Prompts come from data.train and held-out prompts from data.eval; answers in these files are not trained on. Every
+    round samples from the previous round's model, judges the answers, and trains the model on them. Results go to
+    run.folder (default: runs/NAME-rounds). To resume, or to add rounds, run the command again. Ends with a report:
+    reward, win rate against the start model, KL divergence from it, length, held-out accuracy, answers side by side.
 
     \b
     Example:

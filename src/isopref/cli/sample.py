@@ -28,34 +28,34 @@ def sample(
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="Prompts, with or without answers, named like data.train.")
     ],
-    answers: Annotated[int, typer.Option(min=1, metavar="K", help="Answers to each prompt, of each model.")] = 4,
+    answers: Annotated[int, typer.Option(min=1, metavar="K", help="Answers per prompt and model.")] = 4,
     model: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATH",
-            help="Model, adapter or run to sample from; several are allowed. With --url: a model that it serves. "
+            help="Model, adapter or run to sample from; repeatable. With --url: the name of a model on the server. "
             "Default: model.path.",
         ),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="OpenAI-compatible server to ask, such as http://localhost:8000/v1."),
+        typer.Option(metavar="URL", help="OpenAI-compatible server to sample from, e.g. http://localhost:8000/v1."),
     ] = None,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Another seed gives other answers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="A different seed gives different answers.")] = 0,
     parallel: Parallel = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.answers.jsonl, here.")
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
-    """Sample answers to prompts, several to each.
+    """Sample several answers to each prompt.
 
-    Writes one JSON line for each prompt: prompt, responses, and for each response its model, whether it ended, its
-    tokens and its key. isopref judge adds scores. To continue a command that was stopped, run it again; with more
-    prompts or answers, only the new ones are sampled. An API key is read from ISOPREF_API_KEY or OPENAI_API_KEY.
+    Writes one JSON line per prompt: the prompt, its responses, and for each response its model, whether it ended, its
+    number of tokens and its key. isopref judge adds scores. To resume a stopped command, run it again; with more
+    prompts or answers, only the new ones are sampled. The API key is read from ISOPREF_API_KEY or OPENAI_API_KEY.
 
     \b
     Examples:
