@@ -18,13 +18,13 @@ from support.chat_server import chat_server
 from support.project import Project
 
 REWARD = "def short(prompt, answers):\n    return [-len(one) for one in answers]\n"
-COMMAND = ("--by", "my_rewards.py:short", "--answers", "3", "--max-tokens", "8", "--rounds")
-ROUNDS = ("rounds", "my.yaml", "run.folder=out", "optim.epochs=1", *COMMAND)
+SAMPLING = ("--by", "my_rewards.py:short", "--max-tokens", "8")
+ROUNDS = ("rounds", "my.yaml", "run.folder=out", "optim.max_steps=1", *SAMPLING, "--answers", "3", "--rounds")
 
 
 @pytest.fixture
 def ready(project: Project) -> Project:
-    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(6)])
+    project.write_pairs("prompts.jsonl", [{"prompt": f"question {n}?"} for n in range(4)])
     (project.folder / "my_rewards.py").write_text(REWARD)
     path = project.folder / "my.yaml"
     config = yaml.safe_load(path.read_text())
@@ -76,12 +76,15 @@ def test_rounds_follow_each_other_and_resume(ready: Project, monkeypatch: pytest
 
 def test_held_out_prompts_alone_are_judged_for_accuracy(ready: Project) -> None:
     ready.write_pairs("held.jsonl", [{"prompt": f"held out {n}?"} for n in range(4)])
-    outcome = ready.isopref(*ROUNDS, "1", "data.eval=held.jsonl", "--reference", "previous", "model.adapter.rank=2")
+    options = ("--reference", "previous", "--temperature", "0.9")
+    outcome = ready.isopref(*ROUNDS, "1", "data.eval=held.jsonl", "model.adapter.rank=2", *options)
     assert outcome.code == 0, outcome.err
     out = ready.folder / "out"
     assert config_of(out / "round-1")["data"]["eval"] == str(Path("out/start/judged.jsonl"))
     assert (out / "round-1" / "run" / "model" / "adapter_config.json").exists()
-    assert json.loads((out / "figures.json").read_text())["round 1"]["accuracy"] is not None
+    figures = json.loads((out / "figures.json").read_text())["round 1"]
+    assert figures["accuracy"] is not None
+    assert figures["kl"] is None  # of temperature 1 alone
 
 
 def test_an_adapter_continues_over_rounds(ready: Project) -> None:
@@ -150,14 +153,15 @@ def test_prompts_that_differ_in_their_template_arguments_are_different(tmp_path:
 
 
 def test_win_rate_of_a_run(ready: Project) -> None:
-    ready.train("run", "data.train=train.jsonl", "optim.epochs=1")
-    command = ("eval", "my.yaml", "--model", "run", "--win-rate", "--by", "my_rewards.py:short", "--max-tokens", "8")
+    ready.train("run", "data.train=train.jsonl", "data.eval=null", "optim.max_steps=1", "optim.lr=0.05")
+    command = ("eval", "my.yaml", "--model", "run", "--win-rate", *SAMPLING)
     outcome = ready.isopref(*command, "--json", "found.json")
     assert outcome.code == 0, outcome.err
     found = json.loads((ready.folder / "found.json").read_text())
     judged = [json.loads(line) for line in (ready.folder / "my.win-rate" / "judged.jsonl").read_text().splitlines()]
     expected = [0.5 + 0.5 * ((b > a) - (b < a)) for a, b in (map(len, one["responses"]) for one in judged)]
     assert len(expected) == 8
+    assert set(expected) != {0.5}
     assert [one["won"] for one in judged] == expected
     assert found["win_rate"]["value"] == pytest.approx(sum(expected) / 8)
     outcome = ready.isopref(*command, "--against", "run")
