@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -102,9 +103,10 @@ def _comet(run: Run, _package: Any) -> Callback:
 
 
 def _mlflow(run: Run, mlflow: Any) -> Callback:
-    where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / MLFLOW_FILE).resolve()}"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.folder / MLFLOW_FILE).resolve()}"
+    where = without_password(uri)
     try:
-        client = mlflow.MlflowClient(tracking_uri=where)
+        client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = client.get_experiment_by_name(name)
         experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
@@ -112,13 +114,18 @@ def _mlflow(run: Run, mlflow: Any) -> Callback:
         params = [mlflow.entities.Param(*field) for field in _fields(run.config.model_dump(mode="json"))]
         client.log_batch(run_id, params=params)
     except Exception as error:  # whatever the server, the connection or a missing database driver raises
+        why = without_password(" ".join(str(error).split()))
         raise ConfigError(
-            f"run.loggers: mlflow cannot start at {where} ({' '.join(str(error).split())}). Set MLFLOW_TRACKING_URI to "
-            "a server that answers, or unset it to write to the run folder, for which you need: pip install "
-            "'isopref[mlflow]'"
+            f"run.loggers: mlflow cannot start at {where} ({why}). Set MLFLOW_TRACKING_URI to a server that answers, or "
+            "unset it to write to the run folder, for which you need: pip install 'isopref[mlflow]'"
         ) from error
     run.display.say(f"mlflow {where}, experiment {name}")
     return MlflowCallback(package=mlflow, client=client, run_id=run_id, display=run.display)
+
+
+def without_password(text: str) -> str:
+    """A text without the user and password of the URLs in it."""
+    return re.sub(r"://[^/\s]*@", "://***@", text)
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
