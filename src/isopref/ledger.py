@@ -6,6 +6,7 @@ processes may append to the same file.
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -61,8 +62,10 @@ class Ledger:
     def finish(self, records: Collection[Mapping[str, Any]]) -> None:
         """Write the complete result atomically and remove the ledger."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        # Half of a surrogate pair, which a reply may end with, is no UTF-8: nothing could read the file.
+        readable = re.sub(r"[\ud800-\udfff]", "\ufffd", lines)
         with self._named_faults():
-            write_whole(self.out, lines.encode("utf-8", "surrogatepass"))
+            write_whole(self.out, readable.encode())
             self.path.unlink(missing_ok=True)
 
     def alone(self) -> AbstractContextManager[None]:

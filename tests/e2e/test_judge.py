@@ -111,11 +111,13 @@ def test_a_judge_that_gives_no_verdict(project: Project) -> None:
 
 @pytest.mark.usefixtures("answers")
 def test_what_is_refused(project: Project) -> None:
+    project.write_pairs("more.jsonl", [{"instruction": "Translate", "input": "cat", "responses": ["a", "b"]}])
     (project.folder / "bad.py").write_text("def few(prompt, answers):\n    return [1.0]\n")
     for arguments, message in (
         (("answers.jsonl", "--by", "nothing:here"), "cannot be imported"),
         (("answers.jsonl", "--by", "bad.py:many"), "has no function 'many'"),
         (("answers.jsonl", "--by", "bad.py:few"), "returned [1.0] for 3 answers"),
+        (("more.jsonl", "--by", "my_rewards:brevity"), "the judge would not read input"),
         (("train.jsonl", "--by", "my_rewards:brevity"), "expected prompt and responses"),
         (("answers.jsonl", "--by", str(project.model)), "is not a reward model"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: is for a judge that compares"),

@@ -109,6 +109,11 @@ def read_records(file: str | Path) -> list[Judged]:
                 f"{record.origin}: expected prompt and responses (a list of texts), found "
                 f"{', '.join(record.fields) or 'nothing'}. isopref sample writes such a file."
             )
+        if ignored := [name for name in ("input", "history") if record.fields.get(name)]:
+            raise DataError(
+                f"{record.origin}: the judge would not read {', '.join(ignored)}. Put everything that was asked into "
+                "prompt, as isopref sample does."
+            )
         rest = {name: value for name, value in record.fields.items() if name not in (column, "scores")}
         found.append(Judged(prompt, list(answers), rest))
     return found
