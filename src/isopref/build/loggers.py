@@ -116,8 +116,8 @@ def _mlflow(run: Run, mlflow: Any) -> Callback:
     except Exception as error:  # whatever the server, the connection or a missing database driver raises
         why = without_password(" ".join(str(error).split()))
         raise ConfigError(
-            f"run.loggers: mlflow cannot start at {where} ({why}). Set MLFLOW_TRACKING_URI to a server that answers, or "
-            "unset it to write to the run folder, for which you need: pip install 'isopref[mlflow]'"
+            f"run.loggers: mlflow cannot start at {where} ({why}). Set MLFLOW_TRACKING_URI to a server that answers, "
+            "or unset it to write to the run folder, for which you need: pip install 'isopref[mlflow]'"
         ) from error
     run.display.say(f"mlflow {where}, experiment {name}")
     return MlflowCallback(package=mlflow, client=client, run_id=run_id, display=run.display)
