@@ -61,11 +61,13 @@ def _remembered(cell: Cell) -> Expected:
         return _computed(cell)
     path = Path(folder) / f"{hashlib.blake2b(repr(cell).encode(), digest_size=16).hexdigest()}.pt"
     if path.exists():
-        kept: Expected = torch.load(path, weights_only=False)
-        return kept
+        loss, gradient, metrics, reference = torch.load(path, weights_only=True)
+        return loss, gradient, metrics, TableLogps(**reference)
     found = _computed(cell)
+    *figures, kept = found
+    tensors = {name: None if one is None else torch.from_numpy(one) for name, one in vars(kept).items()}
     part = path.with_suffix(f".{os.getpid()}")
-    torch.save(found, part)
+    torch.save((*figures, tensors), part)
     part.replace(path)  # a reader finds all of it or nothing
     return found
 
