@@ -152,7 +152,7 @@ def test_columns_of_other_names_are_suggested_as_they_work(
 ) -> None:
     with pytest.raises(DataError) as caught:
         detect_shape([Record(fields, "f:1")], raw=False)
-    assert f" Set data.columns={columns}. The shapes" in str(caught.value)
+    assert f" Set data.columns={columns}. Supported shapes:" in str(caught.value)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(fields))
     assert detect_shape(list(read_source(str(path), columns=yaml.safe_load(columns))), raw=False)
