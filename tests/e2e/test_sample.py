@@ -138,8 +138,8 @@ def test_what_is_refused(project: Project) -> None:
 
 @pytest.mark.usefixtures("prompts")
 def test_a_server_that_misbehaves_costs_no_answer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "TIMEOUT_S", 0.6)
-    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 0.6, 4, lambda s: None))
+    monkeypatch.setattr(remote, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 4, lambda s: None))
     project.extra_env["ISOPREF_API_KEY"] = "sk-very-secret"
     faults: list[Fault] = ["500", "429", "truncated", "slow", "cut", "no choices"]
     with chat_server() as server:

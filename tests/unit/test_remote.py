@@ -22,7 +22,7 @@ def remote() -> Iterator[ChatServer]:
 
 
 def client(remote: ChatServer, waits: list[float], attempts: int = 3) -> Server:
-    return Server(remote.url, SECRET, timeout_s=0.6, attempts=attempts, sleep=waits.append)
+    return Server(remote.url, SECRET, timeout_s=3.0, attempts=attempts, sleep=waits.append)
 
 
 @pytest.mark.parametrize("fault", ["500", "429", "truncated", "slow", "dripping", "cut", "no choices", "not json"])
