@@ -206,7 +206,7 @@ def _figures(plan: Plan, number: int, compared: str) -> Round:
 def _kl(plan: Plan, number: int, records: Sequence[Judged]) -> dict[str, float] | None:
     """The mean of log(model / start model) over the model's own answers that ended, in nats per answer.
 
-    An unbiased estimate of the KL divergence from the start model at temperature 1.
+    Estimates the KL divergence from the start model at temperature 1, but leaves out answers cut at the token limit.
     """
     path = plan.round_folder(number) / KL_FILE
     ended = [one for one in records if one.answers[0] and one.fields.get("ended", [True])[0]]
