@@ -1,8 +1,8 @@
 """A reward for `isopref judge` and `isopref rounds`: short answers that address the question and come to an end.
 
 A reward is what the model will exploit, so each part blocks the cheap way to earn another: brevity alone is won by
-"Yes.", a full stop by any sentence at all, and words of the question by repeating them. A reward for polite words, for
-example, prefers an advertisement that ends with "I'm sure" to an answer about gases.
+"Yes.", a full stop by any sentence at all, and words of the question by repeating the question. An unfinished answer
+earns nothing, however short: training would teach the model to stop in the middle of a sentence.
 """
 
 import re
@@ -11,14 +11,21 @@ from itertools import pairwise
 ENOUGH_WORDS = 20
 FEWEST_WORDS = 4
 FILLER = frozenset(["does", "from", "have", "should", "that", "they", "this", "what", "when", "which", "with", "your"])
+LIST_NUMBER = re.compile(r"(?:^|\n)\s*\d+\.$")
 
 
 def reward(prompt: str, answers: list[str]) -> list[float]:
-    """One number per answer, at most 2: brevity, plus 0.5 for a proper end, plus 0.5 for addressing the question.
+    """One number per answer: 0 if it is unfinished, otherwise brevity, plus 0.5 for addressing the question.
 
     Multiplied by the share of distinct word pairs, so that repetition costs all of it.
     """
-    return [(brevity(one) + 0.5 * ends(one) + 0.5 * addresses(prompt, one)) * variety(one) for one in answers]
+    return [ends(one) * variety(one) * (brevity(one) + 0.5 * addresses(prompt, one)) for one in answers]
+
+
+def ends(answer: str) -> bool:
+    """Whether the text ends as a statement does. Most answers that were cut at --max-tokens do not."""
+    text = answer.rstrip().rstrip("\"')*")
+    return text.endswith((".", "!")) and LIST_NUMBER.search(text) is None
 
 
 def brevity(answer: str) -> float:
@@ -27,14 +34,10 @@ def brevity(answer: str) -> float:
     return 0.0 if count < FEWEST_WORDS else min(1.0, ENOUGH_WORDS / count)
 
 
-def ends(answer: str) -> bool:
-    """Whether the text ends as a sentence does. Most answers that were cut at --max-tokens do not."""
-    return answer.rstrip().endswith((".", "!", "?"))
-
-
 def addresses(prompt: str, answer: str) -> bool:
-    """Whether the answer takes up a content word of the question."""
-    return bool(content_words(prompt) & content_words(answer))
+    """Whether the answer takes up a content word of the question and adds one of its own."""
+    asked, said = content_words(prompt), content_words(answer)
+    return bool(said & asked) and bool(said - asked)
 
 
 def content_words(text: str) -> set[str]:
