@@ -60,8 +60,9 @@ class Comparison:
 
 def shape_of_cell(cell: Cell) -> ModelShape:
     kind: Any = LlamaForSequenceClassification if cell.is_reward else LlamaForCausalLM
+    widths = {**workload.SHAPES[cell.shape], **({"num_labels": 1} if cell.is_reward else {})}
     with torch.device("meta"):
-        model = kind(LlamaConfig(**workload.SHAPES[cell.shape], **({"num_labels": 1} if cell.is_reward else {})))
+        model = kind(LlamaConfig(**widths))
         if cell.adapter is not None:
             add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
         return shape_of(model)
