@@ -1,6 +1,6 @@
-"""What `isopref plan` predicts beside what `vs_trl.py` measured.
+"""What `isopref plan` predicts beside what `vs_trl.py` and `float8.py` measured.
 
-python benchmarks/plan_check.py [results.json]     # without a file: measured.json, the figures of RESULTS.md
+python benchmarks/plan_check.py [results.json ...]     # without a file: those of RESULTS.md
 """
 
 import argparse
@@ -11,24 +11,30 @@ from typing import Any
 
 import torch
 import workload
-from transformers import LlamaConfig, LlamaForCausalLM
+from ready import Cell
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from vs_trl import CELLS
 
 from isopref.batch.packing import Budget
 from isopref.build import resolve
 from isopref.build.model import new_adapter
+from isopref.build.planner import first_pass
 from isopref.cards import CARDS, GIB
 from isopref.config.values import AdapterConfig
 from isopref.data.schedule import batch, epoch_order
 from isopref.examples import Lengths
 from isopref.models.adapter import add_adapter
-from isopref.models.shape import shape_of
-from isopref.plan.layout import ONE_GPU
+from isopref.models.shape import ModelShape, shape_of
+from isopref.objectives.loss import pair_loss
+from isopref.plan.layout import ONE_GPU, Layout
 from isopref.plan.network import Network
 from isopref.plan.scale import forecast
 
-MEASURED = Path(__file__).with_name("measured.json")
+FOLDER = Path(__file__).parent
+MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8")]
+OURS = ("isopref", "isopref-small", "isopref-mixed", "isopref-torch", "bfloat16", "float8")
 SMALL_TOKENS = 8192
+MIXED: dict[str, Any] = {"parallel": "fsdp", "weight_bytes": 4, "state_bytes": 8}
 
 
 @dataclass(frozen=True)
@@ -37,38 +43,52 @@ class Comparison:
 
     cell: str
     system: str
-    measured_pairs_per_s: float
-    predicted_pairs_per_s: float
+    unit: str
+    measured_per_s: float
+    predicted_per_s: float
     measured_gib: float
     predicted_gib: float
 
     @property
     def speed_error(self) -> float:
-        return self.predicted_pairs_per_s / self.measured_pairs_per_s - 1
+        return self.predicted_per_s / self.measured_per_s - 1
 
     @property
     def memory_error(self) -> float:
         return self.predicted_gib / self.measured_gib - 1
 
 
-def compare(result: dict[str, Any]) -> Comparison:
-    """Predict one of vs_trl.py's results, over the steps that it timed; memory over all its steps."""
-    cell, mixed = CELLS[result["cell"]], result["system"] == "isopref-mixed"
+def shape_of_cell(cell: Cell) -> ModelShape:
+    kind: Any = LlamaForSequenceClassification if cell.is_reward else LlamaForCausalLM
+    widths = {**workload.SHAPES[cell.shape], **({"num_labels": 1} if cell.is_reward else {})}
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(LlamaConfig(**workload.SHAPES[cell.shape]))
+        model = kind(LlamaConfig(**widths))
         if cell.adapter is not None:
             add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
-        shape = shape_of(model)
-    layout = replace(ONE_GPU, parallel="fsdp", weight_bytes=4, state_bytes=8) if mixed else ONE_GPU
-    lengths = Lengths.of_pairs(workload.lengths(cell.data, (cell.warmup + cell.steps) * cell.batch_size))
+        return shape_of(model)
+
+
+def layout_of(cell: Cell, system: str, lengths: Lengths) -> Layout:
+    """All ran in bfloat16 with flash-attn-4, unless the system's name says otherwise."""
+    layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "float8")
+    forwards = first_pass(pair_loss(cell.loss), lengths, layout.rows)
+    return replace(layout, kernel="varlen_attn" if system == "isopref-torch" else "flash-attn-4", forwards=forwards)
+
+
+def compare(result: dict[str, Any]) -> Comparison:
+    """Predict one result, over its timed steps; memory over all steps, the first without optimizer state."""
+    cell, system = CELLS[result["cell"]], result["system"]
+    shape = shape_of_cell(cell)
+    lengths = Lengths.of(cell.examples(1000))
     order = epoch_order(len(lengths), seed=0, epoch=1)
     batches = [lengths.select(batch(order, cell.batch_size, n)) for n in range(cell.warmup + cell.steps)]
-    tokens = SMALL_TOKENS if result["system"] == "isopref-small" else cell.microbatch_tokens
+    profiled = 1 if system in ("bfloat16", "float8") else 0  # the last step of float8.py, which is not timed
+    tokens = SMALL_TOKENS if system == "isopref-small" else cell.microbatch_tokens
     card = CARDS["H200"]
-    whole, timed = (
+    first, later, timed = (
         forecast(
             shape,
-            layout,
+            layout_of(cell, system, lengths),
             card,
             Network.of(card),
             some,
@@ -76,32 +96,34 @@ def compare(result: dict[str, Any]) -> Comparison:
             answers=len(lengths.answer),
             attention_share=resolve.attention_share(shape.width),
         )
-        for some in (batches, batches[cell.warmup :])
+        for some in (batches[:1], batches[1:], batches[cell.warmup : len(batches) - profiled])
     )
     return Comparison(
         result["cell"],
-        result["system"],
-        result["pairs_per_s"],
-        timed.examples_per_s,
+        system,
+        cell.unit,
+        result[cell.speed],
+        cell.terms_per_step / timed.time.total,
         result["peak_memory_gib"],
-        whole.memory.total / GIB,
+        max(first.memory.total - first.memory.optimizer, later.memory.total) / GIB,
     )
 
 
-def comparisons(file: Path) -> list[Comparison]:
-    """Every result of isopref in a file that vs_trl.py wrote."""
-    results = json.loads(file.read_text())["results"]
-    return [compare(one) for one in results if one["system"].startswith("isopref") and "error" not in one]
+def comparisons(*files: Path) -> list[Comparison]:
+    """Every result of isopref in files that vs_trl.py or float8.py wrote."""
+    found = [json.loads(file.read_text()) for file in files]
+    results = [one for file in found for one in file.get("results", file.get("speed"))]
+    return [compare(one) for one in results if one["system"] in OURS and "error" not in one]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="?", type=Path, default=MEASURED)
-    print("| | pairs/s | predicted | | GiB | predicted | |")
+    parser.add_argument("results", nargs="*", type=Path, default=MEASURED)
+    print("| | per second | predicted | | GiB | predicted | |")
     print("|---|---|---|---|---|---|---|")
-    for one in comparisons(parser.parse_args().results):
+    for one in comparisons(*parser.parse_args().results):
         print(
-            f"| {one.cell}, {one.system} | {one.measured_pairs_per_s:.1f} | {one.predicted_pairs_per_s:.1f} | "
+            f"| {one.cell}, {one.system} | {one.measured_per_s:.1f} {one.unit} | {one.predicted_per_s:.1f} | "
             f"{one.speed_error:+.1%} | {one.measured_gib:.1f} | {one.predicted_gib:.1f} | {one.memory_error:+.1%} |"
         )
 

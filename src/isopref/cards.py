@@ -20,6 +20,7 @@ class Card:
     link: float  # bytes a second to another card of the same machine, each way
     flops_float8: float | None = None  # a second, dense, with a scale per row; None: before Hopper
     host_link: float = 64e9  # bytes a second to the host's memory, each way: PCIe 5.0 with 16 lanes
+    capability: int = 8  # CUDA's major number: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
 
     def rate(self, number_bytes: int) -> float:
         """Operations a second on numbers of two bytes (bfloat16) or four (float32)."""
@@ -28,10 +29,10 @@ class Card:
 
 # By torch's device name: the first name contained in it counts.
 CARDS = {
-    "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9, 4500e12),
-    "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12),
-    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9, 1513e12),
-    "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9, 1979e12),
+    "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9, 4500e12, capability=10),
+    "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12, capability=9),
+    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 79.2 * GIB, 64e9, 1513e12, capability=9),
+    "H100": Card(989e12, 67e12, 3.35e12, 79.2 * GIB, 450e9, 1979e12, capability=9),
     "A100": Card(312e12, 19.5e12, 2.0e12, 79.2 * GIB, 300e9, host_link=32e9),
     "L40S": Card(362e12, 91.6e12, 0.864e12, 44.4 * GIB, 32e9, host_link=32e9),
     "A10G": Card(70e12, 31.2e12, 0.6e12, 22.1 * GIB, 32e9, host_link=32e9),

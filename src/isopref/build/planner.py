@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from isopref.batch.packing import Budget, check_budget, tokens_alone
-from isopref.build import resolve
+from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
+from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
 from isopref.build.model import check_base, new_adapter
 from isopref.build.run import loss_of
@@ -40,9 +40,12 @@ from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
 from isopref.models.shape import ModelShape, shape_of
 from isopref.objectives.loss import Loss
+from isopref.ops import flash
+from isopref.ops.attention import Kernel, kernel_for
+from isopref.plan.attention import NAMES
 from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.long_rows import Reach, Setting, settings
-from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory, whole_bytes
+from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory
 from isopref.plan.scale import Forecast, forecast
 from isopref.types import IntArray
 
@@ -133,6 +136,7 @@ class Planner:
             tile=layout.tile,
             layers=self.shape.layers,
             grad_sync=layout.grad_sync,
+            attention=NAMES[layout.kernel] if layout.rows in ("shared", "packed") else "the model's own",
             usable=self.usable,
             run=run,
             hours=steps * run.time.total / 3600 if run.fits else None,
@@ -213,6 +217,7 @@ class Planner:
             shard=shard if sharded else 1,
             grad_sync=resolve.grad_sync(self.config, kept, room, sharded=sharded),
             compiled=can and compiled,
+            kernel=self._kernel(compute),
             recompute=self.shape.layers if asked.checkpointing == "full" else 0,
             offloaded=self.shape.layers - 1 if asked.offload_activations == "full" else 0,
             tile=asked.mlp_tile_tokens if isinstance(asked.mlp_tile_tokens, int) else None,
@@ -225,14 +230,14 @@ class Planner:
             from_host=from_host and not quantised,  # layers are quantised to 4 bits on the device, one by one
             references=references,
             float8=model.is_float8,
-            forwards=references + self._first_pass(loss) * (1 + references),
+            forwards=references + first_pass(loss, self.lengths, asked.rows) * (1 + references),
         )
 
-    def _first_pass(self, loss: Loss) -> float:
-        """Tokens scored before the pass with gradients, per token of the batch."""
-        matched = int(self.lengths.sequence.sum())
-        mismatched = int(self.lengths.prompt.sum() + self.lengths.answer.mean() * len(self.lengths))
-        return loss.scores_twice + loss.needs_mismatched * mismatched / matched
+    def _kernel(self, compute_bytes: int) -> Kernel:
+        """The attention kernel that the card would run, with what is installed here."""
+        newer = flash.covers(self.hardware.card.capability) and flash.load().kernels is not None
+        heads = (self.shape.head_width, self.shape.value_width)
+        return kernel_for(*heads, half=compute_bytes == 2, softcap=self.shape.softcap, newer=newer)
 
     def _score_hours(self, layout: Layout, run: Forecast) -> float:
         """Hours to score the training examples with a fixed reference before the first step."""
@@ -327,30 +332,10 @@ class Planner:
         if why_not is None and run.loading > self.usable:
             why_not = f"loading the model alone takes {run.loading / GIB:.1f} GiB of a rank."
         if why_not is not None:
-            yield why_not
-            if layout.quantised:
-                yield "a model in four bits is whole on every rank; without model.adapter.quantize, FSDP shards it"
-            elif not layout.offload:
-                yield "slower, with less memory on the GPU: layout.offload=true"
-            if self.config.model.adapter is None:
-                yield "other math, with much less memory: an adapter, as in model.adapter.rank=16"
-        if layout.from_host:
-            ranks = min(layout.ranks, self.hardware.network.ranks_per_node)
-            size = ranks * whole_bytes(self.shape, layout) / GIB
-            yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
-        if layout.offloaded:
-            size = layout.offloaded * run.largest_tokens * self.shape.width * layout.compute_bytes / GIB
-            yield f"offloaded activations take {size:,.1f} GiB of host memory for each rank"
-        if layout.compute_bytes > 2:
-            yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
-        elif not layout.compiled:
-            yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
-        if layout.offload:
-            yield "layout.offload: copying to the host and stepping there is not in the time"
-        if layout.quantised:
-            yield "model.adapter.quantize: unpacking four bits is not in the time"
-        if self.config.optim.kind == "muon":
-            yield "optim.kind: muon's own products are not in the time"
+            yield from plan_notes.way_out(self.config, layout, why_not)
+        yield from plan_notes.host_memory(self.hardware, self.shape, layout, run)
+        yield from plan_notes.left_out(self.config, layout)
+        yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
         if (idle := layout.ranks - batch_size) > 0:
             yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
@@ -402,6 +387,13 @@ class Planner:
     def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
         found = self.forecast(layout, fit.tokens)
         return found if why_not is None else replace(found, fits=False)
+
+
+def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
+    """Tokens scored before the pass with gradients, per token of the batch in such rows."""
+    matched = int(tokens_alone(lengths, rows).sum())
+    mismatched = int(lengths.prompt.sum() + lengths.answer.mean() * len(lengths))
+    return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
 def _more(gpus: int) -> list[int]:

@@ -52,6 +52,7 @@ class RunPlan:
     tile: int | None  # tokens that MLPs compute at a time
     layers: int
     grad_sync: str
+    attention: str  # the kernel that was assumed
     usable: float  # bytes of a rank that a run may take
     run: Forecast
     hours: float | None  # of all steps; None if they do not fit

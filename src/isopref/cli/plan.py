@@ -54,6 +54,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute"
             + _long_rows(plan),
+            "attention": plan.attention,
             "microbatches": f"{run.microbatches:.1f} per rank, the largest with {run.largest_tokens:,.0f} tokens "
             f"(limit {plan.microbatch_tokens:,}; memory allows {takes})",
             "row fill": f"{run.fill:.1%}",

@@ -35,10 +35,14 @@ class ModelShape:
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
     frozen_in_maps: int  # numbers of all that are not trained; fused experts do not count as linear maps
     summed_parameters: int  # with an adapter: held a second time, with its update
+    adapter_sides: int  # numbers in and out of the linear maps that an adapter updates, per token
     layers: int
     has_layers: bool  # the model declares which blocks they are, so they can compile and recompute
     width: int
     heads: int
+    head_width: int  # of queries and keys
+    value_width: int  # of a head's values
+    softcap: float | None  # that attention applies to its scores
     key_width: int  # of the keys of one token in one layer, over all key heads
     vocabulary: int
     float8: Float8Size
@@ -77,6 +81,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    query_width = getattr(config, "qk_head_dim", None) or head_width
     policy = Policy(model)
     text = [(name, p) for name, p in model.named_parameters() if not is_inside(name, policy.unused)]
     in_layers = {id(p) for name, p in text if any(part.isdigit() for part in name.split("."))}
@@ -96,10 +101,14 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
         summed_parameters=summed_parameters(model),
+        adapter_sides=sum(max(p.shape) for name, p in text if "lora_" in name and p.ndim == 2),
         layers=config.num_hidden_layers,
         has_layers=has_layers(policy),
         width=config.hidden_size,
         heads=heads,
+        head_width=query_width,
+        value_width=getattr(config, "v_head_dim", None) or query_width,
+        softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),

@@ -5,7 +5,7 @@ segment, E width of a head. Query i of a segment sees key j when j <= i + K - Q:
 """
 
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from isopref.types import Segments
 
 # torch 2.11 takes grouped key heads as they come; later versions want to be told.
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+# FlashAttention 4, torch's FlashAttention 2 over packed rows, or torch's attention for one segment after another.
+Kernel = Literal["flash-attn-4", "varlen_attn", "segments"]
+
+
+def kernel_for(query_width: int, value_width: int, *, half: bool, softcap: float | None, newer: bool) -> Kernel:
+    """The kernel that attends on a CUDA card, for a run and for `isopref plan`.
+
+    `half`: in bfloat16 or float16; `newer`: flash-attn-4 can be used and knows the card.
+    """
+    if not half or softcap is not None:
+        return "segments"
+    return "flash-attn-4" if newer and flash.takes(query_width, value_width) else "varlen_attn"
 
 
 def segment_attention(
@@ -42,8 +55,11 @@ def segment_attention(
     if segments.key_index is not None and segments.key_copies is not None:
         key, value = (take(x, segments.key_index, segments.key_copies) for x in (key, value))
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and softcap is None:
-        return _varlen(query, key, value, segments, scale, window, sinks)
+    if query.is_cuda:
+        newer = flash.has_flash(query.device)
+        kernel = kernel_for(query.shape[-1], value.shape[-1], half=half, softcap=softcap, newer=newer)
+        if kernel != "segments":
+            return _varlen(kernel, query, key, value, segments, scale, window, sinks)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     return _portable(query, key, value, segments, scale, window, softcap, sinks)
 
@@ -66,11 +82,18 @@ def batch_attention(
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, sinks: Tensor | None
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     if sinks is not None:
         return attend_with_sinks(q, k, v, sinks, segments, scale, window)
-    if flash.fits(q, v) and flash.has_flash(q.device):
+    if kernel == "flash-attn-4":
         return flash.attend(q, k, v, segments, scale, window)
     out = varlen_attn(
         q,

@@ -46,12 +46,22 @@ def load() -> Package:
 
 def knows(device: torch.device) -> bool:
     """Whether the package has kernels for this card."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
+    return device.type == "cuda" and covers(torch.cuda.get_device_capability(device)[0])
+
+
+def covers(capability: int) -> bool:
+    """Whether the package has kernels for cards of this major capability."""
+    return capability in CAPABILITIES
 
 
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take heads of this width."""
-    return query.shape[-1] == value.shape[-1] and query.shape[-1] in WIDTHS
+    return takes(query.shape[-1], value.shape[-1])
+
+
+def takes(query_width: int, value_width: int) -> bool:
+    """The same, from the widths alone."""
+    return query_width == value_width and query_width in WIDTHS
 
 
 def _masked(window: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from isopref.batch.packing import Budget, Group, RowKind, padded_tokens, plan_step
 from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
+from isopref.ops.attention import Kernel
 from isopref.types import FloatArray, IntArray
 
 TILE = 128  # queries and keys per FlashAttention tile, which is always computed in full
@@ -24,6 +25,7 @@ class Layout:
     shard: int  # ranks that share one copy of the weights; 1 if each has its own
     grad_sync: Literal["last", "every"]
     compiled: bool
+    kernel: Kernel  # that attends
     recompute: int  # layers that recompute their activations
     weight_bytes: int  # of a trained number
     compute_bytes: int
@@ -55,6 +57,7 @@ ONE_GPU = Layout(
     shard=1,
     grad_sync="last",
     compiled=True,
+    kernel="varlen_attn",
     recompute=0,
     weight_bytes=2,
     compute_bytes=2,
@@ -73,6 +76,7 @@ class Loads:
     keys: FloatArray  # slots of keys, a shared prompt's once for each answer
     predicted: FloatArray  # trained tokens of answers
     scores: FloatArray  # of queries with keys, computed in whole tiles
+    tile_rows: FloatArray  # rows of such tiles
 
     @property
     def largest(self) -> "Loads":
@@ -104,22 +108,24 @@ def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -
     else:
         slots = np.array([padded_tokens(lengths, group, kind) / max(1, len(group)) for group in groups])[of_group]
         count = examples.num_answers
-        sizes = np.stack([slots, slots, count * tile_scores(slots / count, slots / count)])
+        each = slots / count
+        sizes = np.stack([slots, slots, count * tile_scores(each, each), count * np.ceil(each / TILE)])
     sizes = np.vstack([sizes, _sums(examples, examples.trained)])
-    tokens, keys, scores, predicted = (
+    tokens, keys, scores, tile_rows, predicted = (
         np.bincount(of_group, size, minlength=len(groups)).astype(np.float64).reshape(len(plan), -1) for size in sizes
     )
-    return Loads(tokens, keys, predicted, scores)
+    return Loads(tokens, keys, predicted, scores, tile_rows)
 
 
 def _packed(examples: Lengths, kind: RowKind) -> FloatArray:
-    """Tokens, keys and scores of each example: 3, N. A common start of answers counts in each of them."""
+    """Tokens, keys, scores and rows of tiles of each example: 4, N. A common start of answers counts in each."""
     queries = keys = examples.sequence.astype(np.float64)
     if kind == "shared":  # the prompt is computed with the first answer
         queries = queries - examples.prompt[examples.of_answer]
         queries[examples.first_answer] += examples.prompt
     tokens = examples.tree if kind == "shared" else _sums(examples, keys)
-    return np.stack([tokens, _sums(examples, keys), _sums(examples, tile_scores(queries, keys))])
+    of_answers = (keys, tile_scores(queries, keys), np.ceil(queries / TILE))
+    return np.stack([tokens, *(_sums(examples, one) for one in of_answers)])
 
 
 def _sums(examples: Lengths, of_answers: IntArray | FloatArray) -> FloatArray:

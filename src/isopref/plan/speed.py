@@ -10,7 +10,8 @@ import numpy as np
 
 from isopref.cards import Card
 from isopref.models.shape import ModelShape
-from isopref.plan.layout import Layout, Loads
+from isopref.plan.attention import attention_rate
+from isopref.plan.layout import TILE, Layout, Loads
 from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
 from isopref.types import FloatArray
@@ -19,12 +20,14 @@ PRODUCTS = 0.72  # of the card's flops, in matrix products
 # These two are fitted to one run, 8B chat in benchmarks/measured_float8.json, and to nothing else.
 FLOAT8 = 0.69  # of the card's float8 flops, in such products
 FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its scale and again, written, transposed
-ATTENTION = 0.165  # of the card's flops, in FlashAttention 2, counting whole tiles
 HOST_BANDWIDTH = 0.8  # of the card's link to host memory, in copies from page-locked memory: assumed, not measured
 BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
 # Over what a layer keeps: forward writes it, backward reads it and writes as many gradients; sums add another pass.
 ELEMENTWISE_PASSES = 3.5
 HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
+# Over the sides of maps with an adapter. Forward: its two thin products read one side, and read and write the other.
+# Backward: they read both sides for the gradient of the adapter, one more for that of the input, which they add to.
+ADAPTER_PASSES = 4
 READ_PASSES = 2  # over the weights, a microbatch: by products, forward and backward
 ACCUMULATE_PASSES = 4  # over what is trained, a microbatch: gradients written, and added up
 OPTIMIZER_PASSES = 6  # over a rank's share of that: the norm, the clip, the step; and two over the optimizer's state
@@ -93,7 +96,9 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
         narrow = passes * 2.0 * shape.float8.parameters * loads.tokens
         seconds = seconds + narrow / (FLOAT8 * card.flops_float8) - narrow / (PRODUCTS * rate)
         casts = FLOAT8_CAST * (passes / 2 * shape.float8.sides * loads.tokens + passes * shape.float8.parameters)
-    attention = (1 + forward + ATTENTION_BACKWARD) * shape.flops.per_query_key * loads.scores
+    kernel = attention_rate(layout.kernel, shape.head_width)
+    scores = loads.scores + kernel.row_tiles * TILE**2 * loads.tile_rows
+    attention = (1 + forward + ATTENTION_BACKWARD) * flops.per_query_key * scores
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
     logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
@@ -102,10 +107,11 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
         + (shape.text_parameters - shape.trained_parameters) * layout.frozen_bytes
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
-    moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights + casts
+    adapter = ADAPTER_PASSES * shape.adapter_sides * layout.compute_bytes * loads.tokens
+    moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights + casts + adapter
     parts = {
         "products": seconds,
-        "attention": attention / (ATTENTION * rate),
+        "attention": attention / (kernel.peak_share * rate),
         "elementwise": moved / (BANDWIDTH * card.bandwidth),
     }
     return {**parts, "copies": _exposed_copies(shape, layout, card, loads.tokens, sum(parts.values()))}

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from isopref.cards import CARDS, GIB, find_card, parse_memory
 from isopref.cli.main import app
 from isopref.errors import ConfigError, DataError, UserError
+from isopref.ops import flash
 from isopref.testing.models import tiny_folder
 
 
@@ -117,6 +118,38 @@ def test_float8_is_faster_and_takes_the_same_memory(project: Path) -> None:
     half, narrow = (plan(project, *card, f"model.compute_dtype={dtype}")["run"] for dtype in ("bfloat16", "float8"))
     assert narrow["memory"] == half["memory"]
     assert 1.1 < narrow["examples_per_s"] / half["examples_per_s"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("card", "installed", "head_width", "kernel", "noted"),
+    [
+        ("H100", False, 128, "FlashAttention 2", "because flash-attn-4 is not installed here"),
+        ("H100", True, 128, "FlashAttention 4", None),
+        ("B200", True, 64, "FlashAttention 4", None),
+        ("A100", True, 128, "FlashAttention 2", None),
+        ("H200", True, 256, "FlashAttention 2", "no rate was measured for heads of 256"),
+    ],
+)
+def test_the_kernel_is_the_one_that_the_card_would_run(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    card: str,
+    installed: bool,
+    head_width: int,
+    kernel: str,
+    noted: str | None,
+) -> None:
+    monkeypatch.setattr(flash, "load", lambda: flash.Package(object() if installed else None, None))
+    config = LlamaConfig.from_pretrained(project / "8b")
+    config.update({"head_dim": head_width, "num_attention_heads": 4096 // head_width})
+    config.save_pretrained(project / "8b")
+    found = plan(project, "--card", card, "--gpus", "8")
+    assert found["attention"].startswith(kernel)
+    notes = [note for note in found["notes"] if note.startswith("attention:")]
+    assert [noted in note for note in notes] == ([True] if noted else [])
+    assert re.search(rf"attention +{kernel}", run(project, "--card", card, "--gpus", "8"))
+    padded = plan(project, "--card", card, "--gpus", "8", "layout.rows=padded")
+    assert padded["attention"] == "the model's own"
 
 
 ROOT = 2 * 128256 * 4096 + 4096  # of the 8B shape: embedding, head, last norm; a layer is smaller

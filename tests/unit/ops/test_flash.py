@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isopref.ops import flash
+from isopref.ops.attention import kernel_for
 
 FILES = ("__init__.py", "cute/__init__.py", "cute/interface.py")
 SYMBOL = "libcute_dsl.so: undefined symbol: _ZN3tvm"
@@ -49,6 +50,25 @@ def test_a_package_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monk
     package(tmp_path, monkeypatch, broken="nothing")
     assert flash.has_flash(torch.device("cuda"))
     assert flash.load().fault is None
+
+
+@pytest.mark.parametrize(
+    ("widths", "half", "softcap", "newer", "kernel"),
+    [
+        ((64, 64), True, None, True, "flash-attn-4"),
+        ((128, 128), True, None, True, "flash-attn-4"),
+        ((128, 128), True, None, False, "varlen_attn"),
+        ((256, 256), True, None, True, "varlen_attn"),
+        ((192, 128), True, None, True, "varlen_attn"),
+        ((64, 64), False, None, True, "segments"),
+        ((64, 64), True, 50.0, True, "segments"),
+    ],
+)
+def test_the_kernel_of_a_head(
+    widths: tuple[int, int], half: bool, softcap: float | None, newer: bool, kernel: str
+) -> None:
+    """One function chooses it for a run and for a plan."""
+    assert kernel_for(*widths, half=half, softcap=softcap, newer=newer) == kernel
 
 
 def test_another_flash_attention_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

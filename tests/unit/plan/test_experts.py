@@ -78,7 +78,7 @@ def test_a_second_copy_of_the_experts_is_kept() -> None:
 def test_the_peak_has_it_for_each_layer_that_keeps_its_activations(recompute: int) -> None:
     """And, in one layer's backward pass, its gradient; there it is computed again, where it was not kept."""
     shape = shape_of(adapted(*ATTENTION, "gate_proj", "up_proj", "down_proj"))
-    load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
+    load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0, 0.0)))
     layout = replace(ONE_GPU, compiled=False, recompute=recompute)
     with_sum, without = (
         peak_memory(one, layout, load, answers=0) for one in (shape, replace(shape, summed_parameters=0))

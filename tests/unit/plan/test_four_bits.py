@@ -142,7 +142,7 @@ def test_the_probe_unpacks_before_layers_are_compiled(frozen: ModelShape) -> Non
 @pytest.mark.parametrize("recompute", [0, 1, 2])
 def test_the_peak_has_them_where_they_are(recompute: int, frozen: ModelShape) -> None:
     """In one layer's backward pass, recomputed or not."""
-    load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0)))
+    load = Loads(*(np.array([[size]]) for size in (1000.0, 1000.0, 0.0, 0.0, 0.0)))
     for compiled, unpacked in ((True, 2 * D * F), (False, D * F * (14 + 2 / 64))):
         layout = in_four_bits(compiled=compiled, recompute=recompute)
         packed = peak_memory(frozen, layout, load, answers=0)

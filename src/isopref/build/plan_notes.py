@@ -1,0 +1,63 @@
+"""What `isopref plan` says besides its figures: why nothing fits, what was assumed, and what is not counted."""
+
+from collections.abc import Iterator
+
+from isopref.build.run_plan import Hardware
+from isopref.cards import GIB
+from isopref.config.schema import Config
+from isopref.models.shape import ModelShape
+from isopref.ops import flash
+from isopref.plan.attention import NAMES, is_measured
+from isopref.plan.layout import Layout
+from isopref.plan.memory import whole_bytes
+from isopref.plan.scale import Forecast
+
+
+def way_out(config: Config, layout: Layout, why_not: str) -> Iterator[str]:
+    """Why no step fits, and what else would."""
+    yield why_not
+    if layout.quantised:
+        yield "a model in four bits is whole on every rank; without model.adapter.quantize, FSDP shards it"
+    elif not layout.offload:
+        yield "slower, with less memory on the GPU: layout.offload=true"
+    if config.model.adapter is None:
+        yield "other math, with much less memory: an adapter, as in model.adapter.rank=16"
+
+
+def host_memory(hardware: Hardware, shape: ModelShape, layout: Layout, run: Forecast) -> Iterator[str]:
+    """What the host's memory is needed for."""
+    if layout.from_host:
+        ranks = min(layout.ranks, hardware.network.ranks_per_node)
+        size = ranks * whole_bytes(shape, layout) / GIB
+        yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
+    if layout.offloaded:
+        size = layout.offloaded * run.largest_tokens * shape.width * layout.compute_bytes / GIB
+        yield f"offloaded activations take {size:,.1f} GiB of host memory for each rank"
+
+
+def kernels(hardware: Hardware, shape: ModelShape, layout: Layout) -> Iterator[str]:
+    """How far the attention kernel is an assumption."""
+    if layout.rows not in ("shared", "packed") or layout.kernel == "segments" or not shape.heads:
+        return
+    could = flash.covers(hardware.card.capability) and flash.takes(shape.head_width, shape.value_width)
+    if layout.kernel == "varlen_attn" and could:
+        yield (
+            f"attention: {NAMES['varlen_attn']} is assumed, because flash-attn-4 is not installed here or cannot be "
+            "imported. With it, attention takes about 0.6 of the time: pip install 'isopref[flash]'"
+        )
+    if not is_measured(layout.kernel, shape.head_width):
+        yield f"attention: no rate was measured for heads of {shape.head_width}, so that of other heads is assumed"
+
+
+def left_out(config: Config, layout: Layout) -> Iterator[str]:
+    """Figures that are rough, and what they leave out."""
+    if layout.compute_bytes > 2:
+        yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
+    elif not layout.compiled:
+        yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
+    if layout.offload:
+        yield "layout.offload: copying to the host and stepping there is not in the time"
+    if layout.quantised:
+        yield "model.adapter.quantize: unpacking four bits is not in the time"
+    if config.optim.kind == "muon":
+        yield "optim.kind: muon's own products are not in the time"
