@@ -230,6 +230,36 @@ def test_figures_of_late_divergence_are_the_measured_ones() -> None:
     assert f"diverge late run at {speed['isopref'] / speed['trl']:.1f} times TRL's speed" in readme
 
 
+def test_figures_of_rows_are_the_measured_ones() -> None:
+    """RESULTS.md quotes benchmarks/measured_layouts.json, which layouts.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_layouts.json").read_text())["results"]
+    speed = {(one["model"], one["layout"]): one["pairs_per_s"] for one in measured}
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("## Shared rows compared")[1].split("\n## ")[0]
+    assert len(speed) == 6
+    for one in measured:
+        line = f"| {one['pairs_per_s']:.1f} | {one['peak_memory_gib']:.1f} |"
+        if one["layout"] != "shared":
+            line += f" {speed[one['model'], 'shared'] / one['pairs_per_s']:.2f}x as fast |"
+        assert line in results, one
+    steps = next(one["steps_s"] for one in measured if (one["model"], one["layout"]) == ("lfm2", "padded-compiled"))
+    others = sorted(steps)[:-1]
+    steady = 64 * len(others) / sum(others)
+    assert f"took {max(steps)} s" in results
+    assert f"runs at {steady:.1f} pairs/s" in results
+    assert f"about {speed['lfm2', 'shared'] / steady:.1f} times as fast" in results
+
+
+def test_figures_of_long_pairs_are_the_measured_ones() -> None:
+    """RESULTS.md quotes benchmarks/measured_long.json, which longest.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_long.json").read_text())["results"]
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("\n## Long pairs")[1].split("\n## ")[0]
+    assert len(measured) == 4
+    for one in measured:
+        assert f"| {one['tokens']:,} | {one['step_s']:.2f} | {one['peak_memory_gib']:.1f} |" in results, one
+    seconds = {one["kind"]: one["step_s"] for one in measured if one["tokens"] == 32768}
+    assert f"isopref is {seconds['trl-8b-lora'] / seconds['8b-lora']:.2f}x as fast" in results
+
+
 def test_sentences_about_speed_are_the_measured_ones() -> None:
     """What README says beside its table: the range of ratios, the card and the day."""
     measured = json.loads((ROOT / "benchmarks" / "measured.json").read_text())
