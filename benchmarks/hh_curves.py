@@ -7,8 +7,8 @@ from typing import Any
 
 from isopref.report.charts import Scale, fitted
 
-COLOURS = {"isopref": "#4269d0", "trl": "#ff725c"}
-NAMES = {"isopref": "isopref", "trl": "TRL"}
+COLOURS = {"isopref": "#4269d0", "trl": "#ff725c", "isopref-float8": "#3ca951"}
+NAMES = {"isopref": "isopref", "trl": "TRL", "isopref-float8": "isopref, float8"}
 WIDTH, HEIGHT = 330, 190  # of a panel, without its labels
 LEFT, TOP, GAP_X, GAP_Y = 62, 52, 70, 66
 
@@ -19,16 +19,21 @@ def summary(runs: Sequence[dict[str, Any]], batch_size: int) -> dict[str, Any]:
         name: [one for one in runs if one["system"] == name] for name in dict.fromkeys(r["system"] for r in runs)
     }
     found: dict[str, Any] = {name: _of_system(some, batch_size) for name, some in by_system.items()}
-    if len(by_system) == 2:
-        ours, theirs = by_system.values()
-        found["train_s_ratio"] = median(one["train_s"] for one in theirs) / median(one["train_s"] for one in ours)
-        found["loss_difference"] = _difference(ours, theirs, "steps", "loss")
-        found["eval_loss_difference"] = _difference(ours, theirs, "evaluations", "loss")
-        found["eval_accuracy_difference"] = _difference(ours, theirs, "evaluations", "accuracy")
-        target = min(mean(one["evaluations"][-1]["accuracy"] for one in some) for some in by_system.values())
-        found["accuracy"] = target
-        found["seconds_to_accuracy"] = {name: _until(some, target) for name, some in by_system.items()}
+    ours = by_system["isopref"]
+    found["beside_isopref"] = {name: _beside(ours, some) for name, some in by_system.items() if name != "isopref"}
     return found
+
+
+def _beside(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    accuracy = min(mean(one["evaluations"][-1]["accuracy"] for one in some) for some in (ours, theirs))
+    return {
+        "train_s_ratio": median(one["train_s"] for one in theirs) / median(one["train_s"] for one in ours),
+        "loss_difference": _difference(ours, theirs, "steps", "loss"),
+        "eval_loss_difference": _difference(ours, theirs, "evaluations", "loss"),
+        "eval_accuracy_difference": _difference(ours, theirs, "evaluations", "accuracy"),
+        "accuracy": accuracy,
+        "seconds_to_accuracy": {"isopref": _until(ours, accuracy), "theirs": _until(theirs, accuracy)},
+    }
 
 
 def _of_system(runs: Sequence[dict[str, Any]], batch_size: int) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def _legend(runs: Sequence[dict[str, Any]]) -> list[str]:
         colour = COLOURS[system]
         parts.append(f'<line x1="{left}" y1="22" x2="{left + 26}" y2="22" stroke="{colour}" stroke-width="3"/>')
         parts.append(f'<text x="{left + 32}" y="26" fill="#222">{escape(NAMES[system])}</text>')
-        left += 110
+        left += 130
     parts.append(f'<text x="{left}" y="26" fill="#555">thin: one seed; thick: their mean</text>')
     return parts
 

@@ -6,7 +6,8 @@
 The pairs are in the repository anthropics/hh-rlhf (MIT). The first --held-out pairs of --data are held out and the
 others trained on; --eval names other files to hold out instead. Both systems take tokens from isopref's table, in the
 order of isopref's epochs, with the same hyperparameters: float32 weights, bfloat16 compute on a GPU, AdamW, linear
-schedule, every pair counting the same. So their curves over steps should coincide, and those over time should not.
+schedule, every pair counting the same. So their curves over steps should coincide, and those over time should not. On a
+GPU isopref also trains in float8, which shows what that costs in loss and accuracy.
 
 TRL's settings are searched first: its microbatch, with and without Liger, on a few steps of the same data; the fastest
 is used (cuDNN attention stays off, as vs_trl.py found best for these lengths). Each system then trains all seeds in one
@@ -46,7 +47,7 @@ from isopref.data.table import ExampleTable  # noqa: E402
 from isopref.engine.display import Display  # noqa: E402
 from isopref.models import hf  # noqa: E402
 
-SYSTEMS = ("isopref", "trl")
+SYSTEMS = ("isopref", "trl", "isopref-float8")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class Plan:
     max_length: int = 1024
     max_steps: int | None = None
 
-    def config(self, seed: int, folder: Path) -> Config:
+    def config(self, seed: int, folder: Path, precision: str = "bfloat16") -> Config:
         """As a user of isopref would write it; layout and microbatches are left to `auto`."""
         work, cuda = Path(self.work), torch.cuda.is_available()
         return Config.model_validate(
             {
-                "model": {"path": str(work / "model"), **({"compute_dtype": "bfloat16"} if cuda else {})},
+                "model": {"path": str(work / "model"), **({"compute_dtype": precision} if cuda else {})},
                 "data": {
                     "train": str(work / "train.jsonl"), "eval": str(work / "held_out.jsonl"),
                     "max_length": self.max_length, "on_bad": "drop",
@@ -170,12 +171,12 @@ class EvaluationEnd(Callback):
             self.course.evaluated()
 
 
-def train_isopref(plan: Plan, seed: int, begun: float) -> Course:
+def train_isopref(plan: Plan, seed: int, begun: float, precision: str = "bfloat16") -> Course:
     """What `isopref train` does, stage by stage, but for its cache, its checkpoints and its export."""
-    course = Course("isopref", seed, begun)
+    course = Course("isopref-float8" if precision == "float8" else "isopref", seed, begun)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with opened_run(plan.config(seed, folder), "hh") as run:
+        with opened_run(plan.config(seed, folder, precision), "hh") as run:
             tables = plan.tables(seed, folder)
             assert tables.held_out is not None
             run = with_longest(run, tables.all)
@@ -240,9 +241,12 @@ def work(told: dict[str, Any]) -> None:
     if told["task"] == "search":
         found = search(plan, told["batches"], told["liger"])
     else:
-        train: Callable[[Plan, int, float], Course] = train_isopref
-        if told["task"] == "trl":
-            train = partial(train_trl, **told["settings"])
+        trains: dict[str, Callable[[Plan, int, float], Course]] = {
+            "isopref": train_isopref,
+            "isopref-float8": partial(train_isopref, precision="float8"),
+            "trl": partial(train_trl, **told["settings"]),
+        }
+        train = trains[told["task"]]
         begun = BEGUN
         for number, seed in enumerate(told["seeds"]):
             course = train(plan, seed, begun)
@@ -316,7 +320,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             "trl_search": tried,
             "runs": [],
         }
-        for system in SYSTEMS:
+        for system in SYSTEMS if torch.cuda.is_available() else SYSTEMS[:2]:
             runs = Path(scratch) / f"{system}.jsonl"
             in_a_process(plan, system, seeds=args.seeds, settings=settings, runs=str(runs), until=args.until)
             results["runs"] += [json.loads(line) for line in runs.read_text().splitlines()]
