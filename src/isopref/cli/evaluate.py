@@ -17,11 +17,13 @@ def evaluate(
     *,
     model: Annotated[
         str,
-        typer.Option(metavar="PATH", help="Model to evaluate, in any form that model.path takes.", show_default=False),
+        typer.Option(
+            metavar="PATH", help="Model to evaluate: a run, or anything that model.path takes.", show_default=False
+        ),
     ],
     reference: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Reference model. Default: the config's reference."),
+        typer.Option(metavar="PATH", help="Reference model, or a run. Default: the config's reference."),
     ] = None,
     win_rate: Annotated[
         bool, typer.Option("--win-rate", help="Let two models answer the held-out prompts, and judge them (--by).")
@@ -57,7 +59,7 @@ def evaluate(
 
     \b
     Examples:
-      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f/model
+      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f
       isopref eval my.yaml --model other/model --reference some/model --json figures.json
       isopref eval my.yaml --model runs/first --win-rate --by http://localhost:8000/v1
     """
