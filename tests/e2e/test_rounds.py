@@ -14,6 +14,7 @@ from isopref.build import rounds as build_rounds
 from isopref.build.judge import JudgeOptions
 from isopref.build.win_rate import contest
 from isopref.errors import DataError
+from isopref.judge.comparing import NoVerdictError
 from support.chat_server import chat_server
 from support.project import Project
 
@@ -126,6 +127,17 @@ def test_another_question_for_the_judge_is_another_setting(ready: Project) -> No
         assert "has rounds with other settings" in ready.isopref(*command, "--judge-model", "two").err
 
 
+def test_skip_failed_can_be_turned_on_and_not_off(ready: Project) -> None:
+    command = ("rounds", "my.yaml", "run.folder=out", "--by", "http://127.0.0.1:9/v1")
+    with mock.patch.object(build_rounds, "_sample", side_effect=DataError("far enough")):
+        assert "far enough" in ready.isopref(*command).err
+        assert "has rounds with other settings" in ready.isopref(*command, "--skip-failed", "--seed", "2").err
+        assert "far enough" in ready.isopref(*command).err
+        assert "far enough" in ready.isopref(*command, "--skip-failed").err
+        assert "far enough" in ready.isopref(*command, "--skip-failed").err
+        assert "has rounds with other settings" in ready.isopref(*command).err
+
+
 def test_a_contest_in_which_nothing_counts_has_no_win_rate(tmp_path: Path) -> None:
     """A judge that prefers whatever it reads first decides nothing. Rounds report the rest of their figures."""
     for name in ("mine", "theirs"):
@@ -138,6 +150,31 @@ def test_a_contest_in_which_nothing_counts_has_no_win_rate(tmp_path: Path) -> No
     assert figures["win_rate"] is None
     assert figures["length_controlled"] is None
     assert figures["tokens"] == [2.0, 2.0]
+
+
+def test_a_contest_with_a_prompt_without_a_verdict(tmp_path: Path) -> None:
+    """The win rate is that of the other prompts, also if ties count."""
+    for name in ("mine", "theirs"):
+        lines = [{"prompt": f"{n}?", "responses": [f"{name} {n}"], "tokens": [2]} for n in range(3)]
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    def mine_wins(request: dict[str, Any]) -> str:
+        a = request["messages"][0]["content"].split("[Answer A]")[1].split("[Answer B]")[0]
+        if "mine 1" in a:
+            return "Who am I to judge?"
+        return "VERDICT: A" if "mine" in a else "VERDICT: B"
+
+    files = tmp_path / "mine", tmp_path / "theirs"
+    with chat_server(mine_wins) as server:
+        with pytest.raises(NoVerdictError, match=r'1 of 3 comparisons, in 3 replies each: record 2 \("1\?"\)'):
+            contest(*files, JudgeOptions(server.url, ties="keep"), tmp_path / "out")
+        assert not (tmp_path / "out" / "figures.json").exists()
+        before = server.answered
+        found = contest(*files, JudgeOptions(server.url, ties="keep", skip_failed=True), tmp_path / "out")
+        assert server.answered == before + 3  # the missing order
+    assert found.rate is not None
+    assert (found.rate.prompts, found.rate.wins, found.dropped, found.failed) == (2, 2, 0, 1)
+    assert json.loads((tmp_path / "out" / "figures.json").read_text())["failed"] == 1
 
 
 def test_prompts_that_differ_in_their_template_arguments_are_different(tmp_path: Path) -> None:
@@ -180,6 +217,7 @@ def test_what_is_refused(ready: Project) -> None:
         (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: is for --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--max-tokens", "9"), "--max-tokens: is for --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--ties", "keep"), "--ties: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--skip-failed"), "--skip-failed: is for --win-rate"),
     ):
         outcome = ready.isopref(*arguments)
         assert outcome.code == 1

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
-from isopref.cli.judge import By, Ties
+from isopref.cli.judge import By, SkipFailed, Ties
 from isopref.cli.launch import launch, torchrun
 from isopref.cli.sample import MaxTokens, Temperature, TopP
 from isopref.errors import ConfigError
@@ -38,6 +38,7 @@ def rounds(
     judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="With a URL: the question for the judge.")] = None,
     ties: Annotated[Ties, typer.Option(help="With a URL: what to do with ties and disagreements.")] = Ties.drop,
+    skip_failed: SkipFailed = False,
     nproc: NumProcesses = 1,
 ) -> None:
     """Sample, judge and train in a loop.
@@ -62,7 +63,7 @@ def rounds(
         num_rounds,
         answers,
         Sampling(temperature, top_p, max_tokens, seed),
-        JudgeOptions(by, judge_model, rubric, ties.value),
+        JudgeOptions(by, judge_model, rubric, ties.value, skip_failed=skip_failed),
         reference.value,
     )
     check_plan(plan)
