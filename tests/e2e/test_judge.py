@@ -77,7 +77,7 @@ def shorter_wins(request: dict[str, Any]) -> str:
 
 @pytest.mark.usefixtures("answers")
 def test_a_language_model_compares_in_both_orders(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 4, lambda s: None))
+    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 5, lambda s: None))
     project.extra_env["OPENAI_API_KEY"] = "sk-very-secret"
     with chat_server(shorter_wins) as server:
         server.faults = ["500", "cut", "truncated", "429"]
