@@ -83,6 +83,7 @@ class JudgeOptions:
     parallel: int | None = None
     skip_failed: bool = False  # leave out comparisons without a verdict
     overrides: tuple[str, ...] = ()
+    prefix: str = ""  # of --model and --parallel on the command line, for messages
 
 
 def judge_file(file: str, out: Path, options: JudgeOptions) -> None:
@@ -145,9 +146,9 @@ def open_judge(options: JudgeOptions) -> Judge:
     if "://" in options.by:
         return LanguageModel(server(options.by, setting="--by"), options)
     only_servers = {
-        "--model": options.model,
+        f"--{options.prefix}model": options.model,
         "--rubric": options.rubric,
-        "--parallel": options.parallel,
+        f"--{options.prefix}parallel": options.parallel,
         "--skip-failed": options.skip_failed or None,
     }
     for name, value in only_servers.items():
@@ -230,7 +231,7 @@ class LanguageModel:
         self.remote, self.ties, self.rubric = remote, options.ties, read_rubric(options.rubric)
         self.parallel = options.parallel or REQUESTS
         self.skip_failed = options.skip_failed
-        self.asked_model = options.model
+        self.asked_model, self.model_option = options.model, f"--{options.prefix}model"
         self.tally = Tally()
         self.empty: Counter[str] = Counter()
         self.failed: set[int] = set()
@@ -250,7 +251,7 @@ class LanguageModel:
     def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
         model = self.asked_model or next(iter(self.remote.models()), None)
         if model is None:
-            raise ConfigError(f"--by: {self.remote.url} lists no models. Name one: --model NAME.")
+            raise ConfigError(f"--by: {self.remote.url} lists no models. Name one: {self.model_option} NAME.")
         judge = blake2b(json.dumps([self.remote.url, model, self.rubric]).encode(), digest_size=16).hexdigest()
         asked = [
             one
@@ -322,7 +323,10 @@ class LanguageModel:
         every = {one[1:4] for one in asked}
         failed = {one[1:4] for one in asked if one.key not in known}
         numbers = sorted({record for record, *_ in failed})
-        named = [f"record {number + 1} ({json.dumps(records[number].prompt)[:60]})" for number in numbers[:NAMED]]
+        named = [
+            f"record {number + 1} ({json.dumps(records[number].prompt, ensure_ascii=False)[:60]})"
+            for number in numbers[:NAMED]
+        ]
         more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
         return NoVerdictError(
             f"--by: {model} gave no verdict on {len(failed)} of {len(every)} comparisons, in {ASKS} replies each: "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from isopref.build.judge import Judged, JudgeOptions, judge_file, read_records, write_labelled
+from isopref.build.judge import Judged, JudgeOptions, judge_file, open_judge, read_records, write_labelled
 from isopref.build.score import score_file
 from isopref.build.win_rate import FIGURES_FILE, contest, one_source
 from isopref.config.load import load_config, to_yaml
@@ -261,3 +261,4 @@ def check_plan(plan: Plan) -> None:
         raise ConfigError(f"--answers: {plan.answers} answer per prompt leaves nothing to compare. Use 2 or more.")
     if plan.config.model.reference is not None:
         raise ConfigError("model.reference: the rounds choose the reference. Remove it, and use --reference.")
+    open_judge(plan.judge)  # raises for options that are not for this judge
