@@ -2,7 +2,7 @@
 
 A reward is what the model will exploit, so each part blocks the cheap way to earn another: brevity alone is won by
 "Yes.", a full stop by any sentence at all, and words of the question by repeating the question. An unfinished answer
-earns nothing, however short: training would teach the model to stop in the middle of a sentence.
+earns nothing, however short: training adds an end token to it, and could teach the model to stop in mid-sentence.
 """
 
 import re

@@ -69,6 +69,15 @@ def test_a_model_against_itself_has_no_margin(shared: Project, run: Path) -> Non
     assert found["reference"] == "run/model"
 
 
+def test_a_run_stands_for_its_model(shared: Project, run: Path) -> None:
+    expected = evaluated(shared, "--model", "run/model", "--reference", "run/model")
+    assert evaluated(shared, "--model", "run", "--reference", "run") == expected
+    assert expected["model"] == "run/model"
+    against_config = evaluated(shared, "--model", "run/model")
+    assert against_config["reward_margin"] != expected["reward_margin"]
+    assert evaluated(shared, "--model", "./run/") == against_config
+
+
 def test_another_reference_changes_rewards_and_nothing_else(
     shared: Project, run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def shorter_wins(request: dict[str, Any]) -> str:
 
 @pytest.mark.usefixtures("answers")
 def test_a_language_model_compares_in_both_orders(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 4, lambda s: None))
+    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 5, lambda s: None))
     project.extra_env["OPENAI_API_KEY"] = "sk-very-secret"
     with chat_server(shorter_wins) as server:
         server.faults = ["500", "cut", "truncated", "429"]
@@ -101,12 +102,64 @@ def test_a_language_model_compares_in_both_orders(project: Project, monkeypatch:
         assert not path.is_file() or b"sk-very-secret" not in path.read_bytes()
 
 
+def undecided_about(word: str) -> Callable[[dict[str, Any]], str]:
+    """The judge above, which is at a loss when B contains a word."""
+
+    def answer(request: dict[str, Any]) -> str:
+        shown_as_b = request["messages"][0]["content"].split("[Answer B]")[1]
+        return "Both are lovely." if word in shown_as_b else shorter_wins(request)
+
+    return answer
+
+
 @pytest.mark.usefixtures("answers")
-def test_a_judge_that_gives_no_verdict(project: Project) -> None:
+def test_a_comparison_without_a_verdict_does_not_lose_the_others(project: Project) -> None:
+    command = ("judge", "answers.jsonl", "--parallel", "1", "--ties", "keep")
+    out = project.folder / "answers.judged.jsonl"
+    with chat_server(shorter_wins) as server:
+        assert project.isopref(*command, "--by", server.url, "--out", "whole.jsonl").code == 0
+    with chat_server(undecided_about("so")) as server:
+        outcome = project.isopref(*command, "--by", server.url)
+        assert outcome.code == 1
+        # One order each of two of the first prompt's three comparisons.
+        assert 'gave no verdict on 2 of 5 comparisons, in 3 replies each: record 1 ("why?").' in outcome.err
+        assert "ends with 'Both are lovely.'" in outcome.err
+        assert not out.exists()
+        assert server.answered == 8 + 2 * 3
+        # Again: only about what is missing.
+        assert project.isopref(*command, "--by", server.url).code == 1
+        assert server.answered == 8 + 2 * 3 + 2 * 3
+        server.answer = shorter_wins
+        outcome = project.isopref(*command, "--by", server.url)
+        assert outcome.code == 0, outcome.err
+        assert "resume: 8 of 10 comparisons" in outcome.out
+        assert server.answered == 8 + 2 * 3 + 2 * 3 + 2
+    whole = (project.folder / "whole.jsonl").read_text()
+    assert [one["scores"] for one in lines(out)] == [json.loads(line)["scores"] for line in whole.splitlines()]
+
+
+@pytest.mark.usefixtures("answers")
+def test_comparisons_without_a_verdict_are_left_out_if_asked(project: Project) -> None:
+    with chat_server(undecided_about("so")) as server:
+        command = ("judge", "answers.jsonl", "--by", server.url, "--ties", "keep")
+        assert project.isopref(*command).code == 1
+        before = server.answered
+        outcome = project.isopref(*command, "--skip-failed")
+        assert outcome.code == 0, outcome.err
+        assert server.answered == before + 2 * 3
+    assert "2 comparisons without a verdict, left out" in outcome.out
+    assert "1 comparisons decided" in outcome.out
+    # Of the first prompt, "because" against "no" remains; the other prompts have only a tie or a disagreement.
+    assert [one["scores"] for one in lines(project.folder / "answers.judged.jsonl")] == [[None, 0.0, None, 1.0]]
+
+
+def test_a_judge_that_never_gives_a_verdict_is_not_asked_for_ever(project: Project) -> None:
+    project.write_pairs("many.jsonl", [{"prompt": f"{n}?", "responses": ["a", "b"]} for n in range(40)])
     with chat_server(lambda request: "Both are lovely.") as server:
-        outcome = project.isopref("judge", "answers.jsonl", "--by", server.url)
+        outcome = project.isopref("judge", "many.jsonl", "--by", server.url, "--parallel", "1", "--skip-failed")
+        assert server.answered == 3 * 32
     assert outcome.code == 1
-    assert re.search(r"gave no verdict in 3 replies about answers \d and \d of record \d", outcome.err)
+    assert "gave no verdict on any of the first 32 comparisons" in outcome.err
 
 
 @pytest.mark.usefixtures("answers")
@@ -122,6 +175,7 @@ def test_what_is_refused(project: Project) -> None:
         (("answers.jsonl", "--by", str(project.model)), "is not a reward model"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: is for a judge that compares"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"), "--rubric: is for a judge at a URL"),
+        (("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
     ):
         outcome = project.isopref("judge", *arguments)
         assert outcome.code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,10 +11,12 @@ from unittest import mock
 import pytest
 import yaml
 
+from isopref import remote
 from isopref.build import rounds as build_rounds
 from isopref.build.judge import JudgeOptions
 from isopref.build.win_rate import contest
 from isopref.errors import DataError
+from isopref.judge.comparing import NoVerdictError
 from support.chat_server import chat_server
 from support.project import Project
 
@@ -126,6 +129,135 @@ def test_another_question_for_the_judge_is_another_setting(ready: Project) -> No
         assert "has rounds with other settings" in ready.isopref(*command, "--judge-model", "two").err
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs fails a test in seconds: a time-out of 3 s, two attempts, no pause."""
+    monkeypatch.setattr(remote.Server.__init__, "__defaults__", (None, 3.0, 2, lambda s: None))
+
+
+def shorter_wins(request: dict[str, Any]) -> str:
+    a, b = answers_shown(request)
+    if len(a) == len(b):
+        return "VERDICT: TIE"
+    return f"VERDICT: {'A' if len(a) < len(b) else 'B'}"
+
+
+def answers_shown(request: dict[str, Any]) -> list[str]:
+    parts = r"\[Answer A\]\n(.*)\n\n\[Answer B\]\n(.*)\n\nThink it over"
+    found = re.search(parts, request["messages"][0]["content"], re.DOTALL)
+    assert found
+    return list(found.groups())
+
+
+def judged_by(url: str) -> tuple[str, ...]:
+    options = ("--by", url, "--judge-parallel", "1", "--max-tokens", "8", "--answers", "3", "--rounds", "2")
+    return ("rounds", "my.yaml", "run.folder=out", "optim.max_steps=1", "optim.lr=0.05", *options)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def results(folder: Path) -> dict[str, str]:
+    """All that the judge decided, and the figures."""
+    names = ["figures.json"]
+    names += [f"round-{n}/{name}" for n in (1, 2) for name in ("judged.jsonl", "contest/judged.jsonl")]
+    return {name: (folder / name).read_text() for name in names}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("stage", ["round-2", "round-2/contest"])
+def test_a_language_model_judges_two_rounds_and_is_asked_nothing_twice(ready: Project, stage: str) -> None:
+    out, whole = ready.folder / "out", ready.folder / "whole"
+    num_kept = 3
+
+    def locked_out_later(request: dict[str, Any]) -> str:
+        """In one stage, the server accepts `num_kept` requests and refuses the next."""
+        partial = out / stage / ".judged.jsonl.partial"
+        if partial.exists() and len(lines(partial)) == num_kept - 1:
+            server.faults = ["401"]
+        return shorter_wins(request)
+
+    with chat_server(shorter_wins) as server:
+        outcome = ready.isopref(*judged_by(server.url))
+        assert outcome.code == 0, outcome.err
+        num_asked = server.answered
+        out.rename(whole)
+        server.answer = locked_out_later
+        outcome = ready.isopref(*judged_by(server.url))
+        assert outcome.code == 1
+        assert "the server refuses the request, status 401" in outcome.err
+        assert len(lines(out / stage / ".judged.jsonl.partial")) == num_kept
+        assert not (out / stage / "judged.jsonl").exists()
+        server.answer = shorter_wins
+        outcome = ready.isopref(*judged_by(server.url))
+        assert outcome.code == 0, outcome.err
+        assert f"resume: {num_kept} of" in outcome.out
+        assert server.answered == 2 * num_asked
+    assert results(out) == results(whole)
+    assert not list(out.rglob(".judged.jsonl*"))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_scores_by_a_language_model_are_shares_of_comparisons_won(ready: Project) -> None:
+    with chat_server(shorter_wins) as server:
+        outcome = ready.isopref(*judged_by(server.url))
+    assert outcome.code == 0, outcome.err
+    figures = json.loads((ready.folder / "out" / "figures.json").read_text())
+    for n in (1, 2):
+        folder = ready.folder / "out" / f"round-{n}"
+        assert lines(folder / "judged.jsonl")
+        for one in lines(folder / "judged.jsonl"):
+            assert one["scores"] == shares_won([len(text) for text in one["responses"]])
+        won = [one["won"] for one in lines(folder / "contest" / "judged.jsonl") if one["won"] is not None]
+        assert figures[f"round {n}"]["win_rate"]["value"] == pytest.approx(sum(won) / len(won))
+        assert figures[f"round {n}"]["failed"] == 0
+        assert figures[f"round {n}"]["reward"] is None  # a judge that compares gives none
+
+
+def shares_won(lengths: list[int]) -> list[float | None]:
+    """Of each answer: the share of the others of another length that are longer; an empty one is not compared."""
+    shares: list[float | None] = []
+    for mine in lengths:
+        others = [other for other in lengths if other not in (0, mine)]
+        shares.append(sum(other > mine for other in others) / len(others) if mine and others else None)
+    return shares
+
+
+@pytest.mark.usefixtures("impatient")
+def test_rounds_with_comparisons_that_have_no_verdict(ready: Project) -> None:
+    """The judge says nothing about one of the prompts and one of the held-out ones, until --skip-failed."""
+    silent = ("question 0?", lines(ready.folder / "eval.jsonl")[0]["prompt"])
+
+    def undecided(request: dict[str, Any]) -> str:
+        content = request["messages"][0]["content"]
+        about = any(f"[Conversation]\n{prompt}\n\n[Answer A]" in content for prompt in silent)
+        return "Well." if about else shorter_wins(request)
+
+    with chat_server(undecided) as server:
+        outcome = ready.isopref(*judged_by(server.url))
+        assert outcome.code == 1
+        assert "gave no verdict on 3 of 12 comparisons" in outcome.err
+        assert not (ready.folder / "out" / "round-1" / "judged.jsonl").exists()
+        outcome = ready.isopref(*judged_by(server.url), "--skip-failed")
+        assert outcome.code == 0, outcome.err
+    assert "3 comparisons without a verdict, left out" in outcome.out
+    figures = json.loads((ready.folder / "out" / "figures.json").read_text())
+    assert [figures[f"round {n}"]["failed"] for n in (1, 2)] == [1, 1]
+    assert "prompts without a verdict" in (ready.folder / "out" / "report.html").read_text()
+
+
+def test_skip_failed_can_be_turned_on_and_not_off(ready: Project) -> None:
+    command = ("rounds", "my.yaml", "run.folder=out", "--by", "http://127.0.0.1:9/v1")
+    with mock.patch.object(build_rounds, "_sample", side_effect=DataError("far enough")):
+        assert "far enough" in ready.isopref(*command).err
+        assert "has rounds with other settings" in ready.isopref(*command, "--skip-failed", "--seed", "2").err
+        assert "far enough" in ready.isopref(*command).err
+        assert "far enough" in ready.isopref(*command, "--skip-failed").err
+        assert "far enough" in ready.isopref(*command, "--skip-failed").err
+        assert "has rounds with other settings" in ready.isopref(*command).err
+
+
 def test_a_contest_in_which_nothing_counts_has_no_win_rate(tmp_path: Path) -> None:
     """A judge that prefers whatever it reads first decides nothing. Rounds report the rest of their figures."""
     for name in ("mine", "theirs"):
@@ -138,6 +270,31 @@ def test_a_contest_in_which_nothing_counts_has_no_win_rate(tmp_path: Path) -> No
     assert figures["win_rate"] is None
     assert figures["length_controlled"] is None
     assert figures["tokens"] == [2.0, 2.0]
+
+
+def test_a_contest_with_a_prompt_without_a_verdict(tmp_path: Path) -> None:
+    """The win rate is that of the other prompts, also if ties count."""
+    for name in ("mine", "theirs"):
+        lines = [{"prompt": f"{n}?", "responses": [f"{name} {n}"], "tokens": [2]} for n in range(3)]
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    def mine_wins(request: dict[str, Any]) -> str:
+        a = request["messages"][0]["content"].split("[Answer A]")[1].split("[Answer B]")[0]
+        if "mine 1" in a:
+            return "Who am I to judge?"
+        return "VERDICT: A" if "mine" in a else "VERDICT: B"
+
+    files = tmp_path / "mine", tmp_path / "theirs"
+    with chat_server(mine_wins) as server:
+        with pytest.raises(NoVerdictError, match=r'1 of 3 comparisons, in 3 replies each: record 2 \("1\?"\)'):
+            contest(*files, JudgeOptions(server.url, ties="keep"), tmp_path / "out")
+        assert not (tmp_path / "out" / "figures.json").exists()
+        before = server.answered
+        found = contest(*files, JudgeOptions(server.url, ties="keep", skip_failed=True), tmp_path / "out")
+        assert server.answered == before + 3  # the missing order
+    assert found.rate is not None
+    assert (found.rate.prompts, found.rate.wins, found.dropped, found.failed) == (2, 2, 0, 1)
+    assert json.loads((tmp_path / "out" / "figures.json").read_text())["failed"] == 1
 
 
 def test_prompts_that_differ_in_their_template_arguments_are_different(tmp_path: Path) -> None:
@@ -175,12 +332,17 @@ def test_what_is_refused(ready: Project) -> None:
     for arguments, message in (
         ((*ROUNDS, "1", "data.eval=0.5"), "data.eval: prompts are read from one file"),
         ((*ROUNDS, "1", "model.reference=x/y"), "the rounds choose the reference"),
+        ((*ROUNDS, "1", "--judge-model", "m"), "--judge-model: is for a judge at a URL"),
+        ((*ROUNDS, "1", "--judge-parallel", "2"), "--judge-parallel: is for a judge at a URL"),
+        ((*ROUNDS, "1", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
         (("eval", "my.yaml", "--model", "m", "--win-rate"), "--win-rate: needs a judge"),
         (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: is for --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: is for --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--max-tokens", "9"), "--max-tokens: is for --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--ties", "keep"), "--ties: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--skip-failed"), "--skip-failed: is for --win-rate"),
     ):
         outcome = ready.isopref(*arguments)
         assert outcome.code == 1
         assert message in outcome.err
+    assert not (ready.folder / "out").exists()

@@ -9,6 +9,7 @@ from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut, say_figures
 from isopref.build.model import load_policy, score_all, spread
 from isopref.build.run import check_score_budget, check_scores, opened_run, quiet_libraries, with_longest
+from isopref.build.sample import model_path
 from isopref.config.schema import Config
 from isopref.errors import ConfigError
 from isopref.models import hf
@@ -20,7 +21,12 @@ from isopref.runs.write import write_json
 def evaluate_model(
     config: Config, *, name: str, model: str, reference_model: str | None = None, json_file: Path | None = None
 ) -> None:
-    """Evaluate a model on a config's held-out pairs, against its reference or another one."""
+    """Evaluate a model on a config's held-out pairs, against its reference or another one.
+
+    A run folder stands for the model in it.
+    """
+    model = model_path(model)
+    reference_model = None if reference_model is None else model_path(reference_model)
     with opened_run(config, name) as run:
         quiet_libraries()
         check_hardware(run)

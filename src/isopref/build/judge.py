@@ -6,7 +6,7 @@ judgements are saved as they arrive (ledger.py).
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +22,7 @@ from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
 from isopref.judge.comparing import (
     Comparison,
+    NoVerdictError,
     Tally,
     Ties,
     Verdict,
@@ -36,11 +37,13 @@ from isopref.judge.functions import is_function, load_function
 from isopref.judge.functions import scores_of as function_scores
 from isopref.ledger import Ledger, check_out
 from isopref.models.reward import is_reward_model
-from isopref.remote import RemoteError, Server, server
+from isopref.remote import Server, server
 
 ANSWERS = ("responses", "generations", "answers", "completions")
 JUDGE_TOKENS = 512
 ASKS = 3  # attempts to get a verdict from a judge
+HOPELESS = 32  # comparisons without a verdict, and none with one, after which judging stops
+NAMED = 5  # prompts named in a message
 
 Scores = list[float | None]
 
@@ -63,6 +66,11 @@ class Judge(Protocol):
         """What a user should know about the judgements."""
         ...
 
+    @property
+    def failed(self) -> Collection[int]:
+        """The records with a comparison that has no verdict and was skipped."""
+        ...
+
 
 @dataclass(frozen=True)
 class JudgeOptions:
@@ -73,7 +81,9 @@ class JudgeOptions:
     rubric: Path | None = None
     ties: Ties = "drop"
     parallel: int | None = None
+    skip_failed: bool = False  # leave out comparisons without a verdict
     overrides: tuple[str, ...] = ()
+    prefix: str = ""  # of --model and --parallel on the command line, for messages
 
 
 def judge_file(file: str, out: Path, options: JudgeOptions) -> None:
@@ -135,7 +145,13 @@ def open_judge(options: JudgeOptions) -> Judge:
     """The judge that --by names. Raises ConfigError."""
     if "://" in options.by:
         return LanguageModel(server(options.by, setting="--by"), options)
-    for name, value in (("--model", options.model), ("--rubric", options.rubric), ("--parallel", options.parallel)):
+    only_servers = {
+        f"--{options.prefix}model": options.model,
+        "--rubric": options.rubric,
+        f"--{options.prefix}parallel": options.parallel,
+        "--skip-failed": options.skip_failed or None,
+    }
+    for name, value in only_servers.items():
         if value is not None:
             raise ConfigError(f"{name}: is for a judge at a URL, and --by is {options.by}. Remove it.")
     if options.ties != "drop":
@@ -159,6 +175,7 @@ class Function:
     def __init__(self, name: str):
         self.name, self.function = name, load_function(name)
         self.counts: Counter[str] = Counter()
+        self.failed: Collection[int] = ()
 
     def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
         found: list[Scores] = []
@@ -182,6 +199,7 @@ class RewardModel:
     def __init__(self, path: str, overrides: Sequence[str]):
         self.path, self.overrides = path, overrides
         self.counts: Counter[str] = Counter()
+        self.failed: Collection[int] = ()
 
     def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
         with TemporaryDirectory(dir=ledger.out.absolute().parent, prefix=".judging-") as folder:
@@ -212,9 +230,11 @@ class LanguageModel:
             raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a URL.")
         self.remote, self.ties, self.rubric = remote, options.ties, read_rubric(options.rubric)
         self.parallel = options.parallel or REQUESTS
-        self.asked_model = options.model
+        self.skip_failed = options.skip_failed
+        self.asked_model, self.model_option = options.model, f"--{options.prefix}model"
         self.tally = Tally()
         self.empty: Counter[str] = Counter()
+        self.failed: set[int] = set()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -224,13 +244,14 @@ class LanguageModel:
             "comparisons decided, both orders agreeing": counts["decided"],
             f"comparisons tied, {word}": counts["ties"],
             f"comparisons in which the orders disagree, {word}": counts["disagreements"],
+            "comparisons without a verdict, left out": counts["failed"],
             **self.empty,
         }
 
     def scores(self, records: Sequence[Judged], ledger: Ledger, display: Display) -> list[Scores]:
         model = self.asked_model or next(iter(self.remote.models()), None)
         if model is None:
-            raise ConfigError(f"--by: {self.remote.url} lists no models. Name one: --model NAME.")
+            raise ConfigError(f"--by: {self.remote.url} lists no models. Name one: {self.model_option} NAME.")
         judge = blake2b(json.dumps([self.remote.url, model, self.rubric]).encode(), digest_size=16).hexdigest()
         asked = [
             one
@@ -242,17 +263,29 @@ class LanguageModel:
             display.say(f"resume: {len(known)} of {len(asked)} comparisons are there already")
         missing = [one for one in asked if one.key not in known]
 
-        def ask(one: Comparison) -> Verdict:
-            return self._ask(model, records[one.record], one)
+        replies: list[str] = []  # without a verdict
+
+        def ask(one: Comparison) -> Verdict | None:
+            try:
+                return self._ask(model, records[one.record], one)
+            except NoVerdictError as error:
+                replies.append(str(error))
+                if not known and len(replies) >= HOPELESS:
+                    raise self._hopeless(model, replies) from error
+                return None
 
         with display.bar("judge", len(missing)) as advance:
             for one, verdict in in_parallel(ask, missing, self.parallel):
-                known[one.key] = verdict
-                ledger.append({one.key: verdict})
+                if verdict is not None:
+                    known[one.key] = verdict
+                    ledger.append({one.key: verdict})
                 advance(1, "")
+        if replies and not self.skip_failed:
+            raise self._incomplete(model, records, asked, known, replies[-1])
         of_record: list[list[Comparison]] = [[] for _ in records]
         for one in asked:
             of_record[one.record].append(one)
+        self.failed = {one.record for one in asked if one.key not in known}
         return [self._joined(record, mine, known) for record, mine in zip(records, of_record, strict=True)]
 
     def _ask(self, model: str, record: Judged, one: Comparison) -> Verdict:
@@ -270,16 +303,46 @@ class LanguageModel:
             letter = read_verdict(reply.text)
             if letter is not None:
                 return verdict_of(letter, one.swapped)
-        raise RemoteError(
-            f"--by: {model} gave no verdict in {ASKS} replies about answers {one.first + 1} and {one.second + 1} of "
-            f"record {one.record + 1}; the last one ends with {reply.text[-100:]!r}. What was judged before is kept. "
-            "Make --rubric plainer, use another model, or remove the record."
+        raise NoVerdictError(repr(reply.text[-100:]))
+
+    def _hopeless(self, model: str, replies: Sequence[str]) -> NoVerdictError:
+        return NoVerdictError(
+            f"--by: {model} gave no verdict on any of the first {len(replies)} comparisons, in {ASKS} replies each; "
+            f"the last one ends with {replies[-1]}. Make --rubric plainer, or use another model."
+        )
+
+    def _incomplete(
+        self,
+        model: str,
+        records: Sequence[Judged],
+        asked: Sequence[Comparison],
+        known: Mapping[str, Verdict],
+        reply: str,
+    ) -> NoVerdictError:
+        """The comparisons without a verdict, counted, and their prompts."""
+        every = {one[1:4] for one in asked}
+        failed = {one[1:4] for one in asked if one.key not in known}
+        numbers = sorted({record for record, *_ in failed})
+        named = [
+            f"record {number + 1} ({json.dumps(records[number].prompt, ensure_ascii=False)[:60]})"
+            for number in numbers[:NAMED]
+        ]
+        more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
+        return NoVerdictError(
+            f"--by: {model} gave no verdict on {len(failed)} of {len(every)} comparisons, in {ASKS} replies each: "
+            f"{', '.join(named)}{more}. A reply ends with {reply}. Nothing was written, and all other verdicts are "
+            "kept: run the command again to ask only about the missing ones, or add --skip-failed to leave them out."
         )
 
     def _joined(self, record: Judged, asked: Sequence[Comparison], known: Mapping[str, Verdict]) -> Scores:
-        both: dict[tuple[int, int], list[Verdict]] = {}
+        both: dict[tuple[int, int], list[Verdict | None]] = {}
         for one in asked:
-            both.setdefault((one.first, one.second), []).append(known[one.key])
-        verdicts = {pair: self.tally.joined(*said) for pair, said in both.items()}
+            both.setdefault((one.first, one.second), []).append(known.get(one.key))
+        verdicts: dict[tuple[int, int], Verdict | None] = {}
+        for pair, (one_order, other_order) in both.items():
+            if one_order is None or other_order is None:
+                self.tally.counts["failed"] += 1
+            else:
+                verdicts[pair] = self.tally.joined(one_order, other_order)
         self.empty["empty answers, without a score"] += sum(not one for one in record.answers)
         return scores_of(len(record.answers), verdicts, self.ties)

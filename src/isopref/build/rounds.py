@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from isopref.build.judge import Judged, JudgeOptions, judge_file, read_records, write_labelled
+from isopref.build.judge import Judged, JudgeOptions, judge_file, open_judge, read_records, write_labelled
 from isopref.build.score import score_file
 from isopref.build.win_rate import FIGURES_FILE, contest, one_source
 from isopref.config.load import load_config, to_yaml
@@ -94,7 +94,10 @@ def run_rounds(plan: Plan, execute: Execute) -> None:
 
 
 def _check_settings(plan: Plan) -> None:
-    """Raise RunError if the folder holds rounds with different settings. Adding rounds is allowed."""
+    """Raise RunError if the folder holds rounds with different settings. Adding rounds is allowed.
+
+    So is turning on --skip-failed, which changes no verdict that is there already.
+    """
     content = {
         "config": plan.config.model_dump(mode="json", exclude={"layout": True, "run": True}),
         "answers": plan.answers,
@@ -103,13 +106,15 @@ def _check_settings(plan: Plan) -> None:
         "judge_model": plan.judge.model,
         "rubric": None if plan.judge.rubric is None else read_rubric(plan.judge.rubric),
         "ties": plan.judge.ties,
+        "skip_failed": plan.judge.skip_failed,
         "reference": plan.reference,
     }
     path = plan.folder / SETTINGS_FILE
-    if not path.exists():
-        write_json(path, content)
-    elif json.loads(path.read_text()) != content:
+    found = json.loads(path.read_text()) if path.exists() else content
+    if found not in (content, {**content, "skip_failed": False}):
         raise RunError(f"{plan.folder} has rounds with other settings ({path}). Set another run.folder, or remove it.")
+    if not path.exists() or found != content:
+        write_json(path, content)
 
 
 def _has_answers(source: str, config: Config) -> bool:
@@ -195,6 +200,7 @@ def _figures(plan: Plan, number: int, compared: str) -> Round:
         base,
         win_rate=found["win_rate"],
         length_controlled=found["length_controlled"],
+        failed=found["failed"],
         kl=_kl(plan, number, records),
         accuracy=run.figure("accuracy"),
         accuracy_before=run.figure("accuracy", "before"),
@@ -255,3 +261,4 @@ def check_plan(plan: Plan) -> None:
         raise ConfigError(f"--answers: {plan.answers} answer per prompt leaves nothing to compare. Use 2 or more.")
     if plan.config.model.reference is not None:
         raise ConfigError("model.reference: the rounds choose the reference. Remove it, and use --reference.")
+    open_judge(plan.judge)  # raises for options that are not for this judge

@@ -33,11 +33,12 @@ class Contest:
     rate: WinRate | None
     tokens: tuple[float, float]  # mean tokens of an answer
     reward: tuple[float, float] | None
-    dropped: int  # prompts whose comparison does not count
+    dropped: int  # prompts with a tie or a disagreement that does not count
+    failed: int = 0  # prompts without a verdict
 
     def as_json(self) -> dict[str, Any]:
         rate = {"win_rate": None, "length_controlled": None} if self.rate is None else self.rate.as_json()
-        return {**rate, "tokens": self.tokens, "reward": self.reward, "dropped": self.dropped}
+        return {**rate, "tokens": self.tokens, "reward": self.reward, "dropped": self.dropped, "failed": self.failed}
 
 
 def one_source(sources: SourcesOrShare | None, setting: str) -> str:
@@ -63,7 +64,10 @@ def win_rate_of(
         sample_file(config, Job(prompts, file, sampling, 1, (path,)), name=name)
     found = contest(files[0], files[1], judge, folder)
     if found.rate is None:
-        raise DataError(f"{folder}: every comparison is a tie or a disagreement. Try --ties keep.")
+        raise DataError(
+            f"{folder}: no comparison counts: {found.dropped} ties or disagreements (try --ties keep), {found.failed} "
+            "without a verdict."
+        )
     say_contest(found, model, against, Display())
     return found
 
@@ -78,12 +82,13 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
     judge, ledger = open_judge(options), Ledger(folder / JUDGED_FILE)
     with ledger.alone():
         scores = judge.scores(records, ledger, Display())
-    outcomes = [outcome(record.answers, pair, options.ties) for record, pair in zip(records, scores, strict=True)]
+    outcomes = [outcome(record.answers, pair) for record, pair in zip(records, scores, strict=True)]
     tokens = np.array([[_tokens(mine[key]), _tokens(theirs[key])] for key in mine])
     counted = np.array([one is not None for one in outcomes])
     won = np.array([one for one in outcomes if one is not None])
     rate = win_rate(won, *tokens[counted].T) if len(won) else None
-    found = Contest(rate, _pair(tokens.mean(axis=0)), _rewards(options, scores), int((~counted).sum()))
+    failed = len(judge.failed)
+    found = Contest(rate, _pair(tokens.mean(axis=0)), _rewards(options, scores), int((~counted).sum()) - failed, failed)
     lines = [
         {"prompt": record.prompt, "responses": record.answers, "scores": pair, "won": one}
         for record, pair, one in zip(records, scores, outcomes, strict=True)
@@ -93,7 +98,7 @@ def contest(file: Path, other: Path, options: JudgeOptions, folder: Path) -> Con
     return found
 
 
-def outcome(answers: Sequence[str], scores: Scores, ties: str) -> float | None:
+def outcome(answers: Sequence[str], scores: Scores) -> float | None:
     """The score of the first of two answers: 1, 0.5 or 0; None if the comparison does not count."""
     first, second = answers
     if first == second:
@@ -101,7 +106,7 @@ def outcome(answers: Sequence[str], scores: Scores, ties: str) -> float | None:
     if not first or not second:
         return 1.0 if first else 0.0
     if scores[0] is None or scores[1] is None:
-        return None if ties == "drop" else 0.5
+        return None
     return 0.5 + 0.5 * float(np.sign(scores[0] - scores[1]))
 
 
@@ -142,6 +147,8 @@ def say_contest(found: Contest, model: str, against: str, display: Display) -> N
         rows.append(("mean reward", f"{found.reward[0]:.3f}, against {found.reward[1]:.3f}"))
     if found.dropped:
         rows.append(("ties and disagreements dropped", str(found.dropped)))
+    if found.failed:
+        rows.append(("comparisons without a verdict, left out", str(found.failed)))
     display.table(f"{rate.prompts} held-out prompts, against {against}, with 95% intervals", ("", "figure"), rows)
 
 

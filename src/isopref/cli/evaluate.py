@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
-from isopref.cli.judge import Ties
+from isopref.cli.judge import SkipFailed, Ties
 from isopref.config.load import load_config
 from isopref.errors import ConfigError
 
@@ -17,11 +17,13 @@ def evaluate(
     *,
     model: Annotated[
         str,
-        typer.Option(metavar="PATH", help="Model to evaluate, in any form that model.path takes.", show_default=False),
+        typer.Option(
+            metavar="PATH", help="Model to evaluate: a run, or anything that model.path takes.", show_default=False
+        ),
     ],
     reference: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Reference model. Default: the config's reference."),
+        typer.Option(metavar="PATH", help="Reference model, or a run. Default: the config's reference."),
     ] = None,
     win_rate: Annotated[
         bool, typer.Option("--win-rate", help="Let two models answer the held-out prompts, and judge them (--by).")
@@ -35,6 +37,7 @@ def evaluate(
     ties: Annotated[
         Ties | None, typer.Option(help="With --win-rate and a URL: what to do with ties. Default: drop.")
     ] = None,
+    skip_failed: SkipFailed = False,
     temperature: Annotated[
         float | None, typer.Option(min=0, metavar="T", help="With --win-rate: for both models. Default: 1.")
     ] = None,
@@ -57,7 +60,7 @@ def evaluate(
 
     \b
     Examples:
-      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f/model
+      isopref eval my.yaml --model runs/my-1a2b3c4d5e6f
       isopref eval my.yaml --model other/model --reference some/model --json figures.json
       isopref eval my.yaml --model runs/first --win-rate --by http://localhost:8000/v1
     """
@@ -80,7 +83,7 @@ def evaluate(
             name=config_file.stem,
             model=model,
             against=against or config.model.path,
-            judge=JudgeOptions(by, ties=(ties or Ties.drop).value),
+            judge=JudgeOptions(by, ties=(ties or Ties.drop).value, skip_failed=skip_failed),
             sampling=Sampling(1.0 if temperature is None else temperature, 1.0, max_tokens or 512, 0),
             folder=folder or Path(f"{config_file.stem}.win-rate"),
         )
@@ -91,6 +94,7 @@ def evaluate(
         "--against": against,
         "--by": by,
         "--ties": ties,
+        "--skip-failed": skip_failed or None,
         "--temperature": temperature,
         "--max-tokens": max_tokens,
         "--out": folder,

@@ -26,6 +26,14 @@ By = Annotated[
     ),
 ]
 
+SkipFailed = Annotated[
+    bool,
+    typer.Option(
+        "--skip-failed",
+        help="With a URL: leave out comparisons on which the judge gives no verdict, instead of failing at the end.",
+    ),
+]
+
 
 def judge(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Prompts with answers, as isopref sample writes them.")],
@@ -43,6 +51,7 @@ def judge(
     parallel: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With a URL: requests at a time. Default: 16.")
     ] = None,
+    skip_failed: SkipFailed = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.judged.jsonl, here.")
     ] = None,
@@ -65,5 +74,5 @@ def judge(
     start_processes(1, [])
     from isopref.build.judge import JudgeOptions, judge_file
 
-    options = JudgeOptions(by, model, rubric, ties.value, parallel, tuple(overrides or ()))
+    options = JudgeOptions(by, model, rubric, ties.value, parallel, skip_failed, tuple(overrides or ()))
     judge_file(file, out, options)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
-from isopref.cli.judge import By, Ties
+from isopref.cli.judge import By, SkipFailed, Ties
 from isopref.cli.launch import launch, torchrun
 from isopref.cli.sample import MaxTokens, Temperature, TopP
 from isopref.errors import ConfigError
@@ -36,8 +36,12 @@ def rounds(
     max_tokens: MaxTokens = 512,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="A different seed gives different answers.")] = 0,
     judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
+    judge_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With a URL: requests to the judge at a time. Default: 16.")
+    ] = None,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="With a URL: the question for the judge.")] = None,
     ties: Annotated[Ties, typer.Option(help="With a URL: what to do with ties and disagreements.")] = Ties.drop,
+    skip_failed: SkipFailed = False,
     nproc: NumProcesses = 1,
 ) -> None:
     """Sample, judge and train in a loop.
@@ -48,8 +52,9 @@ def rounds(
     reward, win rate against the start model, KL divergence from it, length, held-out accuracy, answers side by side.
 
     \b
-    Example:
+    Examples:
       isopref rounds my.yaml --by my_rewards:brevity --rounds 2 --answers 4 --max-tokens 128
+      isopref rounds my.yaml --by http://localhost:8000/v1 --judge-model NAME --rubric rubric.txt
     """
     start_processes(1, [])
     from isopref.build.judge import JudgeOptions
@@ -62,7 +67,7 @@ def rounds(
         num_rounds,
         answers,
         Sampling(temperature, top_p, max_tokens, seed),
-        JudgeOptions(by, judge_model, rubric, ties.value),
+        JudgeOptions(by, judge_model, rubric, ties.value, judge_parallel, skip_failed, prefix="judge-"),
         reference.value,
     )
     check_plan(plan)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from isopref.data.messages import Turns
-from isopref.errors import ConfigError
+from isopref.errors import ConfigError, UserError
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PARTS = ("{prompt}", "{a}", "{b}")
@@ -29,6 +29,10 @@ VERDICT = re.compile(
 
 Verdict = Literal["first", "second", "tie"]  # which of the two answers is better, whatever the order they were shown in
 Ties = Literal["drop", "keep"]
+
+
+class NoVerdictError(UserError):
+    """A judge replied, but did not decide."""
 
 
 def read_rubric(path: Path | None) -> str:

@@ -21,6 +21,7 @@ class Round:
     reward: float | None = None
     win_rate: Interval | None = None  # against the start model
     length_controlled: Interval | None = None
+    failed: int = 0  # held-out prompts on which the judge gave no verdict
     kl: Interval | None = None  # to the start model, nats per answer
     accuracy: Interval | None = None
     accuracy_before: Interval | None = None
@@ -38,6 +39,7 @@ def table(rounds: Sequence[Round]) -> tuple[list[str], list[list[str]]]:
         ["reward of held-out answers, mean", *(number(one.reward) for one in rounds)],
         ["win rate against the start model", *(_interval(one.win_rate, 2) for one in rounds)],
         ["the same, length-controlled", *(_interval(one.length_controlled, 2) for one in rounds)],
+        ["prompts without a verdict", *(str(one.failed or "-") for one in rounds)],
         ["KL to the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
         ["tokens of an answer, mean", *(fixed(one.tokens, 1) for one in rounds)],
         ["answers that ended by themselves", *(f"{100 * one.ended:.0f}%" for one in rounds)],
