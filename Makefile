@@ -22,7 +22,7 @@ help:
 	@echo "make lowest   a short smoke test with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make trajectories  compare whole runs of all objectives and layouts with recorded ones (some minutes)"
 	@echo "make trl      install TRL into .venv and compare losses with it; from then on make test does so too"
-	@echo "make soak     kill and resume runs for a quarter of an hour: same bits, no leak, nothing left behind; the demo's promises"
+	@echo "make soak     every test that make test leaves out: runs killed and resumed for a quarter of an hour, the demo, slow twins"
 	@echo "make dist     build the wheel and the source distribution, in dist/"
 	@echo "make package  install the wheel into empty environments, with the lowest and the newest versions, and train with it"
 	@echo "make audit    look for known faults in the pinned versions (needs a network)"
@@ -61,8 +61,8 @@ format: $(READY)
 
 # Tests on CPU ranks run apart, with fewer workers: each worker starts two and four ranks of its own.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not ranks"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m ranks
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal -m "not ranks"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m ranks
 
 # The lowest versions that pyproject.toml allows of all it names, but for torch, which is that of constraints.txt: other
 # versions bring gigabytes of CUDA packages. Runs a few tests of all parts that use one of those packages.
@@ -83,7 +83,7 @@ trl: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/objectives/test_trl.py
 
 soak: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/e2e/test_soak.py tests/e2e/test_demo.py tests/e2e/test_sample.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s
 
 # In a place of its own, so that it cannot change what is tested. Strict: what could not be looked up is a failure.
 audit: $(READY)

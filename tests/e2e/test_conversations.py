@@ -18,7 +18,8 @@ from isopref.data.table import ExampleTable
 from isopref.testing import oracle
 from isopref.testing.models import tiny_folder
 from support.chat_templates import QWEN3
-from support.project import Command, Project, Weights
+from support.forked import isopref_on_ranks
+from support.project import Project, Weights
 
 LoadWeights = Callable[[Path], "Weights"]
 
@@ -127,11 +128,9 @@ def test_the_layout_does_not_change_the_weights(
 
 
 @pytest.mark.xdist_group("ranks")
-def test_two_processes(
-    agents: Project, trained: Path, load_weights: LoadWeights, start: Callable[..., Command]
-) -> None:
-    code, _, err = start(agents, *SETTINGS, "run.folder=two", "layout.parallel=fsdp").end()
-    assert code == 0, err
+def test_two_processes(agents: Project, trained: Path, load_weights: LoadWeights) -> None:
+    outcome = isopref_on_ranks(agents, "train", "my.yaml", *SETTINGS, "run.folder=two", "layout.parallel=fsdp")
+    assert outcome.code == 0, outcome.err
     assert oracle.relative_error(load_weights(agents.folder / "two" / "model"), load_weights(trained / "model")) <= 1e-9
 
 

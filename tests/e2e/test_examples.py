@@ -66,7 +66,7 @@ def check_exported(before: Path, after: Path) -> None:
     assert not all(map(torch.equal, old.parameters(), new.parameters()))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_olmo_core_trainer(tmp_path: Path, processes: int) -> None:
     model = tiny_folder(tmp_path / "model")
     log = run_script(processes, "olmo_core_trainer.py", str(model), str(tmp_path / "out"))

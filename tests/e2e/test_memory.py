@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -22,21 +21,21 @@ from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
 from isopref.score import score as ours
 from isopref.testing import oracle
+from support.forked import isopref_on_ranks, second_rank_lacks_memory
 from support.project import Command, MakeProject, Project, Weights
 
 SETTINGS = ("run.folder=run", "data.eval=null", "run.save_every=3")
 
-# A last rank that from some microbatch on has room for so many tokens, and then the command.
+# A process that from some microbatch on has room for so many tokens, and then the command.
 FAULTY = """
-import itertools, os, sys, torch
+import itertools, torch
 from isopref.engine import train_module
 from isopref.score import score
 
 count = itertools.count()
 
 def limited(model, microbatch, needs):
-    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    if last and model.training and next(count) >= FIRST and microbatch.passes[0].input_ids.numel() > 150:
+    if model.training and next(count) >= FIRST and microbatch.passes[0].input_ids.numel() > 150:
         raise torch.OutOfMemoryError("planted")
     return score(model, microbatch, needs)
 
@@ -152,25 +151,28 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again() -> None:
         assert error.at_once == (asked is None)
 
 
-def test_sharded_ranks_stop_at_once_and_start_again(project: Project, start: Callable[..., Command]) -> None:
-    """Rank 1 has less room than rank 0, which waits for it inside the model."""
-    (project.folder / "faulty.py").write_text(FAULTY.replace("FIRST", "0"))
-    launcher = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "2"]
+def test_sharded_ranks_stop_at_once_and_start_again(project: Project) -> None:
+    """Rank 1 has less room than rank 0, which waits for it inside the model.
+
+    That `--nproc` starts them again is tested in test_cli.py.
+    """
     settings = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=300", "optim.batch_size=12")
-    command = start(project, *settings, launcher=[*launcher, "faulty.py"])
-    code, out, err = command.end()
-    assert code == 0, err
-    assert err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point where") == 1
-    assert "The next start resumes from the last checkpoint with microbatches of 150 tokens." in err
-    assert "planted" not in err
+    command = ("train", "my.yaml", *settings)
+    outcome = isopref_on_ranks(project, *command, prepare=second_rank_lacks_memory)
+    assert outcome.code == StartAgainError.exit_code, outcome.err
+    assert outcome.err.count("error on rank 1: out of memory with microbatches of 300 tokens, at a point where") == 1
+    assert "The next start resumes from the last checkpoint with microbatches of 150 tokens." in outcome.err
+    assert "planted" not in outcome.err
+    project.extra_env[StartAgainError.variable] = "1"  # as the launcher sets it
+    outcome = isopref_on_ranks(project, *command, prepare=second_rank_lacks_memory)
+    assert outcome.code == 0, outcome.err
     assert (
-        out.count(
+        outcome.out.count(
             "layout: microbatches of 150 tokens, because larger ones ran out of memory before (run/microbatch.json)\n"
         )
         == 1
     )
-    assert command.family() == {}
-    assert os.path.isdir(project.folder / "run" / "model")
+    assert (project.folder / "run" / "model").is_dir()
 
 
 def test_one_process_that_is_sharded_starts_again_by_itself(

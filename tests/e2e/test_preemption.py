@@ -42,25 +42,23 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
     load_weights: Callable[[Path], Weights],
     read_metrics: Callable[[Path], list[dict[str, float]]],
 ) -> None:
-    """Two ranks: SIGTERM to all, then kill -9 of all, then kill -9 of one, after which torchrun starts them again."""
+    """Two ranks: SIGTERM to all, then kill -9 of all, then kill -9 of one, after which torchrun starts them again.
+
+    How `--nproc` itself passes on a SIGTERM is tested in test_tensor_parallel.py.
+    """
     other = make_project()
     assert isopref_on_ranks(other, "train", "my.yaml", *SETTINGS).code == 0
 
-    command = start(project, *SETTINGS, "--resume", "auto")
-    command.wait_for(sealed(project, 4))
-    command.process.send_signal(signal.SIGTERM)
-    code, out, err = command.end()
-    assert code == 128 + signal.SIGTERM, err
-    assert out.count("\nStopped by SIGTERM after step ") == 1
-    assert out.endswith(" of 30; checkpoint saved. To resume, run the same command with --resume.\n")
-    assert command.family() == {}
-    (at,) = (int(line.split()[5]) for line in out.splitlines() if line.startswith("Stopped by"))
+    resumed = ("train", "my.yaml", *SETTINGS, "--resume", "auto")
+    stopped = isopref_on_ranks(project, *resumed, stop=(sealed(project, 4), signal.SIGTERM))
+    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    assert stopped.out.count("\nStopped by SIGTERM after step ") == 1
+    assert stopped.out.endswith(" of 30; checkpoint saved. To resume, run the same command with --resume.\n")
+    (at,) = (int(line.split()[5]) for line in stopped.out.splitlines() if line.startswith("Stopped by"))
     assert sealed(project, at).exists()
 
-    command = start(project, *SETTINGS, "--resume", "auto")
-    command.wait_for(sealed(project, at + at % 2 + 4))
-    command.kill()
-    assert command.end()[0] != 0
+    killed = isopref_on_ranks(project, *resumed, stop=(sealed(project, at + at % 2 + 4), signal.SIGKILL))
+    assert killed.code == signal.SIGKILL, killed.err
 
     command = start(project, *SETTINGS, "--resume", launcher=[*TORCHRUN, "--max-restarts", "1", "-m", "isopref"])
     command.wait_for(sealed(project, at + at % 2 + 10))
@@ -79,7 +77,7 @@ def test_stopped_killed_and_restarted_it_ends_in_the_same_bits(
 
 
 def test_from_one_to_four_sharded_to_two_whole(
-    project: Project, make_project: MakeProject, start: Start, load_weights: Callable[[Path], Weights]
+    project: Project, make_project: MakeProject, load_weights: Callable[[Path], Weights]
 ) -> None:
     """Each part of a run on another number of ranks, with the model spread and the batches cut in another way."""
     whole = make_project().train("run", *SETTINGS[1:])
@@ -88,16 +86,12 @@ def test_from_one_to_four_sharded_to_two_whole(
     shutil.rmtree(run / "model")
     for step in range(10, 31, 2):  # as if it had been stopped after step 8
         shutil.rmtree(run / "checkpoints" / f"step{step}")
-    four = [sys.executable, "-m", "isopref.cli.elastic", "--standalone", "--nproc_per_node", "4", "-m", "isopref"]
-    command = start(
-        project, *SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=60", "--resume", launcher=four
-    )
-    command.wait_for(sealed(project, 12))
-    command.process.send_signal(signal.SIGINT)
-    code, out, err = command.end()
-    assert code == 128 + signal.SIGINT, err
-    assert "resume after step 8\n" in out
-    assert "Stopped by SIGINT" in out
+    sharded = (*SETTINGS, "layout.parallel=fsdp", "layout.microbatch_tokens=60", "--resume")
+    stop = (sealed(project, 12), signal.SIGINT)
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *sharded, num_ranks=4, stop=stop)
+    assert outcome.code == 128 + signal.SIGINT, outcome.err
+    assert "resume after step 8\n" in outcome.out
+    assert "Stopped by SIGINT" in outcome.out
     assert read_run(run).status.startswith("stopped at step ")
     settings = (*SETTINGS, "layout.parallel=ddp", "layout.rows=packed")
     outcome = isopref_on_ranks(project, "train", "my.yaml", *settings, "--resume")

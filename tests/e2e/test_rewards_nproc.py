@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from support.project import Command, MakeProject, Project, Weights
+from support.forked import isopref_on_ranks
+from support.project import MakeProject, Project, Weights
 from support.rewards import check_scores, own_rewards
 
 LOSS = ("objective.loss=bradley_terry", "objective.center=0.01", "optim.lr=1e-2", "optim.epochs=1")
@@ -30,14 +30,12 @@ def same(one: Weights, other: Weights, bound: float) -> None:
         assert tensor.sub(other[name]).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_does_and_go_on_after_a_stop(
-    project: Project, start: Callable[..., Command], parallel: str
-) -> None:
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
+def test_two_processes_train_what_one_does_and_go_on_after_a_stop(project: Project, parallel: str) -> None:
     alone = weights(project.train("alone", *LOSS) / "model")
     arguments = (*LOSS, "run.folder=run", "run.save_every=2", f"layout.parallel={parallel}")
-    code, _, err = start(project, *arguments).end()
-    assert code == 0, err
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *arguments)
+    assert outcome.code == 0, outcome.err
     run = project.folder / "run"
     same(weights(run / "model"), alone, 1e-9)
     check_scores(
@@ -54,13 +52,13 @@ def test_two_processes_train_what_one_does_and_go_on_after_a_stop(
     same(weights(run / "model"), alone, 1e-9)
 
 
-def test_an_adapter_of_two_processes_is_that_of_one(make_project: MakeProject, start: Callable[..., Command]) -> None:
+def test_an_adapter_of_two_processes_is_that_of_one(make_project: MakeProject) -> None:
     pytest.importorskip("peft")
     project = make_project("llama", model={"dtype": "float32"})
     adapter = (*LOSS, "model.adapter.rank=4")
     alone = project.train("alone", *adapter) / "model"
-    code, _, err = start(project, *adapter, "run.folder=run", "layout.parallel=fsdp").end()
-    assert code == 0, err
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *adapter, "run.folder=run", "layout.parallel=fsdp")
+    assert outcome.code == 0, outcome.err
     _, expected = own_rewards(alone)
     np.testing.assert_allclose(own_rewards(project.folder / "run" / "model")[1], expected, rtol=1e-4, atol=1e-5)
     outcome = project.isopref("merge", "run", "merged")

@@ -14,7 +14,8 @@ from olmo_core.train.callbacks import Callback
 from isopref.build import train as build_train
 from isopref.build import trainer as build_trainer
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
-from support.project import Command, Project
+from support.forked import isopref_on_ranks, second_rank_elsewhere
+from support.project import Project
 
 SETTINGS = ("data.eval=null", "run.save_every=3")
 AUTO = ("--resume", "auto")
@@ -71,13 +72,24 @@ def test_many_other_files_are_counted(project: Project) -> None:
     assert "it contains 10.txt, 11.txt, 12.txt and 17 more. Set" in project.refused("full", *SETTINGS)
 
 
-def test_several_processes_refuse_it_with_one_message(project: Project, start: Callable[..., Command]) -> None:
+def test_several_processes_refuse_it_with_one_message(project: Project) -> None:
     (project.folder / "mine").mkdir()
     (project.folder / "mine" / "notes.txt").write_text("")
-    code, _, err = start(project, *SETTINGS, "run.folder=mine", *AUTO).end()
-    assert code == 1
-    assert err.count("error: run.folder: mine is not an isopref run: it contains notes.txt.") == 1
+    outcome = isopref_on_ranks(project, "train", "my.yaml", *SETTINGS, "run.folder=mine", *AUTO)
+    assert outcome.code == 1
+    assert outcome.err.count("error: run.folder: mine is not an isopref run: it contains notes.txt.") == 1
     assert content(project.folder / "mine") == ["notes.txt"]
+
+
+def test_a_folder_that_the_processes_do_not_share_is_refused(project: Project) -> None:
+    (project.folder / "second").mkdir()
+    for name in ("my.yaml", "train.jsonl"):
+        shutil.copy(project.folder / name, project.folder / "second")
+    arguments = ("train", "my.yaml", *SETTINGS, "run.folder=run")
+    outcome = isopref_on_ranks(project, *arguments, prepare=second_rank_elsewhere)
+    assert outcome.code == 1
+    assert "error: run.folder: rank 1 does not see what rank 0 writes to" in outcome.err
+    assert not (project.folder / "run").exists()
 
 
 @pytest.mark.parametrize("resume", [(), AUTO])

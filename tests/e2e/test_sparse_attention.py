@@ -60,7 +60,7 @@ def test_stopped_and_resumed_it_ends_in_the_same_bits(
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_two_ranks_end_in_the_same_weights(
     whole: tuple[Project, Path], load_weights: LoadWeights, parallel: str
 ) -> None:

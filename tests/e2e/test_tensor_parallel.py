@@ -56,7 +56,7 @@ def test_two_ranks_to_a_layer(make: Callable[[], Project], load_weights: Load, a
 def test_from_one_process_to_two_and_back(
     make: Callable[[], Project], start: Start, load_weights: Load, alone: Weights
 ) -> None:
-    """Weights and the optimizer's state, of steps before and of steps to come."""
+    """Weights and the optimizer's state, of steps before and of steps to come. `--nproc` passes SIGTERM on."""
     project = make()
     run = project.train("run", *SETTINGS[1:], "run.keep=10", "run.export=false")
     for step in range(6, 21, 2):  # as if it had been stopped after step 4
@@ -69,6 +69,8 @@ def test_from_one_process_to_two_and_back(
     assert "resume after step 4\n" in out
     (at,) = (int(step) for step in re.findall(r"^Stopped by SIGTERM after step (\d+) of 20", out, re.MULTILINE))
     assert 8 <= at <= 16
+    assert out.endswith(" of 20; checkpoint saved. To resume, run the same command with --resume.\n")
+    assert command.family() == {}
     project.train("run", *SETTINGS[1:], "--resume")
     assert oracle.relative_error(load_weights(run / "model"), alone) <= BOUND
 

@@ -6,22 +6,35 @@ are forked from a server that has imported both.
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from support.project import TIMEOUT_S, Outcome, Project
 
 
-def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> Outcome:
-    """Run `isopref ARGUMENTS` on every rank. Once one of them fails, the others are ended, as torchrun does."""
-    context = _server()
+def isopref_on_ranks(
+    project: Project,
+    *arguments: str,
+    num_ranks: int = 2,
+    stop: tuple[Path, signal.Signals] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Outcome:
+    """Run `isopref ARGUMENTS` on every rank. Once one of them fails, the others are ended, as torchrun does.
+
+    `prepare`, an importable function, runs first in the process of every rank.
+
+    With `stop`, a file and a signal, every rank gets the signal once the file exists, and ends by itself.
+    """
+    context = server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,15 +42,17 @@ def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> O
     processes: list[Any] = []
     for rank, file in enumerate(files):
         env = {**project.env, **_rank_env(rank, num_ranks, port)}
-        processes.append(context.Process(target=_run, args=(arguments, project.folder, env, file)))
+        processes.append(context.Process(target=_run, args=(arguments, project.folder, env, file, prepare)))
         processes[-1].start()
     running = {process.sentinel: process for process in processes}
     try:
+        if stop is not None:
+            _send_once_there(processes, *stop)
         while running:
             ended = [running.pop(one) for one in wait(list(running), TIMEOUT_S)]
             for process in ended:
                 process.join()
-            if not ended or any(process.exitcode for process in ended):
+            if not ended or (stop is None and any(process.exitcode for process in ended)):
                 break
     finally:
         for process in running.values():
@@ -51,7 +66,7 @@ def isopref_on_ranks(project: Project, *arguments: str, num_ranks: int = 2) -> O
 def start_isopref(project: Project, *arguments: str, prepare: Callable[[], None] | None = None) -> BaseProcess:
     """Start `isopref ARGUMENTS`, after `prepare` in its process. It prints to the files forked.out and forked.err."""
     target = (arguments, project.folder, project.env, project.folder / "forked", prepare)
-    process = _server().Process(target=_run, args=target)
+    process = server().Process(target=_run, args=target)
     process.start()
     return process
 
@@ -69,10 +84,44 @@ def slow_answers() -> None:
     sample._Out.add = slowly  # type: ignore[method-assign]
 
 
-def _server() -> ForkServerContext:
+def second_rank_elsewhere() -> None:
+    """Let rank 1 run in the folder `second`: a disk of its own, as on another machine."""
+    if os.environ["RANK"] == "1":
+        os.chdir("second")
+
+
+def second_rank_lacks_memory() -> None:
+    """Give rank 1 room for microbatches of 150 tokens while it trains."""
+    import torch
+
+    from isopref.engine import train_module
+    from isopref.score import score
+
+    def limited(model: Any, microbatch: Any, needs: Any) -> Any:
+        if model.training and microbatch.passes[0].input_ids.numel() > 150:
+            raise torch.OutOfMemoryError("planted")
+        return score(model, microbatch, needs)
+
+    if os.environ["RANK"] == "1":
+        mock.patch.object(train_module, "score", limited).start()
+
+
+def server() -> ForkServerContext:
+    """Starts processes that have imported the engine. A pytest process has one such server, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["isopref.testing.exactness", "isopref.build.train", "isopref.cli.main"])
     return context
+
+
+def _send_once_there(processes: Sequence[BaseProcess], path: Path, number: signal.Signals) -> None:
+    give_up = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert all(process.is_alive() for process in processes), f"a rank ended before {path} was there"
+        assert time.monotonic() < give_up, f"no {path}"
+        time.sleep(0.02)
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, number)
 
 
 def _rank_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -280,6 +280,8 @@ def test_a_run_that_has_to_start_again(isopref: Isopref, config_file: Path) -> N
     assert (result.returncode, result.stdout, result.stderr) == (0, "started again\n", "warning: no memory\n")
     result = isopref("train", config_file.name, build=AGAIN, RANK="0")
     assert (result.returncode, result.stderr) == (75, "error: no memory\n")
+    result = isopref("train", config_file.name, "--nproc", "2", build=AGAIN)
+    assert (result.returncode, result.stdout) == (0, "started again\n" * 2), result.stderr
     result = isopref("train", config_file.name, build=AGAIN, ASKED_TO_STOP="1")
     assert (result.returncode, result.stderr) == (1, "error: no memory\n")
 

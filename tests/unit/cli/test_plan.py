@@ -230,9 +230,9 @@ LORA = ("model.adapter.rank=16", "model.dtype=bfloat16", "model.compute_dtype=nu
 
 
 def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
-    """Pairs of 32k to 2M tokens, half of them prompt: recomputing, offloading, tiles, and finally too long."""
+    """Pairs of 64k to 1M tokens, half of them prompt: recomputing, offloading, tiles, and finally too long."""
     found = []
-    for tokens in (2**15, 2**16, 2**18, 2**19, 2**21):
+    for tokens in (2**16, 2**18, 2**19, 2**20):
         np.save(project / "lengths.npy", np.array([[tokens // 2, tokens // 4, tokens // 4]] * 64))
         one = plan(project, *LORA, "optim.batch_size=8")
         found.append((one["run"]["fits"], one["recompute"] > 0, one["offloaded"] > 0, one["tile"] is not None))
@@ -243,7 +243,6 @@ def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
         assert len(set(reaches)) == 4
         assert [reach["too_long"] for reach in one["reaches"]] == [64 if reach < tokens else 0 for reach in reaches]
     assert found == [
-        (True, True, False, False),
         (True, True, False, False),
         (True, True, True, False),
         (True, True, True, True),

@@ -126,7 +126,7 @@ def test_experts_under_an_adapter_are_not_compiled() -> None:
                 _compiles(run, policies[0])
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("architecture", [pytest.param("olmo_hybrid", marks=pytest.mark.soak), "lfm2"])
 def test_following_layers_compile(architecture: str) -> None:
     """Scores and gradients of compiled layers over rows of other trees, also where they are computed again."""
     config = Config.model_validate({"model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "d"}})

@@ -1,7 +1,5 @@
 """Weights of 16 bits that are to be float32: mapped from their file, and the same numbers once they are widened."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from isopref.models.adapter import NewAdapter, add_adapter, save_adapter
 from isopref.models.policy import Policy
 from isopref.reference.key import identity, weights_digest
 from isopref.testing.models import ARCHITECTURES, tiny_folder, tiny_model
+from support.own_memory import own_bytes_per_weight
 
 COMPUTED_IN_THE_FILES_TYPE = {"gemma2", "gemma3", "gemma3_vision"}  # the factor of their embedding
 HAS_FLOAT32 = {("olmo_hybrid", torch.bfloat16), ("olmo_hybrid", torch.float16), ("gpt_oss", torch.float16)}  # always
@@ -71,32 +70,12 @@ def test_many_files_count_as_one(tmp_path: Path) -> None:
     assert hf.load_narrow(str(tmp_path)) is None
 
 
-MEMORY = """
-import sys, torch
-from isopref.models import hf
-
-def own_kib():
-    lines = open("/proc/self/smaps_rollup").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
-
-before = own_kib()
-model = hf.load_narrow(sys.argv[1]) if sys.argv[2] == "narrow" else hf.load_model(sys.argv[1], dtype=torch.float32)
-print(own_kib() - before, sum(parameter.numel() for parameter in model.parameters()))
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's count of a process's memory")
 def test_the_process_holds_no_copy(tmp_path: Path) -> None:
     wide = {"hidden_size": 1024, "intermediate_size": 8192}
     folder = str(tmp_path / "model")
     tiny_model("llama", dtype=torch.bfloat16, **wide).save_pretrained(folder)
 
-    def own_bytes_per_weight(how: str) -> float:
-        command = [sys.executable, "-c", MEMORY, folder, how]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        kib, weights = map(int, done.stdout.split()[-2:])
-        return kib * 1024 / weights
-
-    own_bytes_per_weight("narrow")  # so that code is compiled, and files are cached
-    assert own_bytes_per_weight("narrow") < 0.3
-    assert 3.7 < own_bytes_per_weight("float32") < 4.3
+    own_bytes_per_weight(folder, narrow=True)  # so that code is compiled, and files are cached
+    assert own_bytes_per_weight(folder, narrow=True) < 0.3
+    assert 3.7 < own_bytes_per_weight(folder, narrow=False) < 4.3
