@@ -1,6 +1,7 @@
 """Cache locations (everything in them can be recomputed), and atomic file writes."""
 
 import os
+import re
 import uuid
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def table_folder() -> Path:
     return cache_folder() / "tables"
 
 
+PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # the names of unfinished files, as `write_whole` makes them
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: after a crash it is either complete or absent."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
@@ -36,3 +40,10 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove files that `write_whole` was writing to a folder when its process was killed. Nothing may be writing now."""
+    for path in folder.glob("*.tmp"):
+        if PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)

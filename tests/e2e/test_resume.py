@@ -255,9 +255,12 @@ def test_before_the_first_checkpoint_it_starts_again(
 def test_what_was_half_written_is_not_trusted(
     project: Project, whole: Path, pulled: Pulled, read_metrics: ReadMetrics, load_weights: LoadWeights
 ) -> None:
-    """A power cut while a checkpoint and a line of metrics were written."""
+    """A power cut while a checkpoint, a line of metrics and small files were written. Files of the user stay."""
     run = pulled(8, *SAVE)
     (run / "checkpoints" / "step6" / ".metadata.json").unlink()
+    partial = f"{'0f' * 16}.tmp"
+    for name in (f"last_checkpoint.json.{partial}", f"checkpoints/step3/seal.json.{partial}", "notes.tmp"):
+        (run / name).write_text("{")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "train/lo')
     outcome = project.isopref("train", "my.yaml", "run.folder=run", *SAVE, "--resume")
@@ -266,6 +269,7 @@ def test_what_was_half_written_is_not_trusted(
     found, expected = load_weights(run / "model"), load_weights(whole / "model")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert same(read_metrics(run)) == same(read_metrics(whole))
+    assert [path.name for path in run.rglob("*.tmp")] == ["notes.tmp"]
 
 
 def test_damaged_lines_of_metrics_are_dropped_by_name(

@@ -12,7 +12,7 @@ from isopref.build.run import Run, quiet_libraries
 from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import run_id
 from isopref.errors import RunError, StartAgainError, UserError
-from isopref.places import write_whole
+from isopref.places import remove_partial, write_whole
 from isopref.runs.files import CONFIG_FILE, LOG_FILE
 from isopref.runs.folder import holds_run, others_in
 from isopref.runs.lock import locked
@@ -112,7 +112,7 @@ def _engine_log(path: Path) -> Iterator[None]:
 
 
 def claim_folder(run: Run) -> None:
-    """Write the resolved config: from here on, the folder contains this run.
+    """Write the resolved config, and remove what a killed process left half-written: the folder now contains this run.
 
     Comes after all checks of config, data and model, so a failed start leaves the folder free, and a refused resume
     leaves it unchanged.
@@ -123,6 +123,7 @@ def claim_folder(run: Run) -> None:
             "They are not in any file: to resume or repeat this run, call isopref.train with the same records."
             for name, data in run.memory.items()
         ]
+        remove_partial(run.folder)
         write_whole(run.folder / CONFIG_FILE, dump_config(run.config, notes).encode())
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isopref.errors import RunError, is_echo
-from isopref.places import write_whole
+from isopref.places import remove_partial, write_whole
 from isopref.ranks import num_ranks, own_rank
 
 SEAL = "seal.json"
@@ -70,8 +70,8 @@ def sweep(folder: Path) -> None:
     """Remove partial files that a dead process left next to the checkpoints in a folder."""
     for path in folder.glob("step*-tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob("step*/*.tmp"):
-        path.unlink(missing_ok=True)
+    for path in folder.glob("step*"):
+        remove_partial(path)
 
 
 def seal(folder: Path) -> None:
