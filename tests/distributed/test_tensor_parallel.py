@@ -49,6 +49,7 @@ def test_optimizers_end_in_the_same_weights(two_ranks: Ranks, optim: Kind) -> No
         assert relative_error(weights, alone) <= 1e-6
 
 
+@pytest.mark.soak
 def test_8bit_state_differs_by_its_rounding(two_ranks: Ranks) -> None:
     """A part of a matrix that is cut by columns has other blocks."""
     wide = replace(NATIVE, architecture="llama_wide", dtype="float32")
@@ -83,7 +84,7 @@ def test_replicas_of_shards_of_layers_in_parts() -> None:
             assert max(found.gradient_error, found.loss_error, found.metric_error) <= matrix.bound(cell)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("hsdp", marks=pytest.mark.soak)])
 def test_twenty_steps_on_two_by_two(four_ranks: Ranks, expected: trajectory.Weights, parallel: Any) -> None:
     check(four_ranks, replace(NATIVE, ranks=4, parallel=parallel), expected)
 
