@@ -152,7 +152,8 @@ def say_warnings(tables: Tables, display: Display) -> None:
 
 def left_out_note(count: int, unit: str) -> str:
     """The message about examples of data.train that are not trained on; `unit` is what one is called."""
-    return f"{count} {unit}s of data.train are not trained on: their prompt is in data.eval"
+    examples = f"1 {unit} of data.train is" if count == 1 else f"{count} {unit}s of data.train are"
+    return f"{examples} excluded from training, because data.eval has the same prompt"
 
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
@@ -292,12 +293,13 @@ def source_notes(stats: SourceStats) -> list[str]:
     unused = ", ".join(stats.unused_columns)
     notes = {
         f"{stats.grouped} records joined to an earlier one with the same prompt": stats.grouped,
-        f"{stats.truncated} cut to data.max_length": stats.truncated,
+        f"{stats.truncated} truncated to data.max_length": stats.truncated,
         f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
-        f"{stats.generation_prompt_backoffs} written without the generation prompt": stats.generation_prompt_backoffs,
+        f"{stats.generation_prompt_backoffs} whose prompt ends early: the template's generation prompt differs from "
+        "how it renders an answer": stats.generation_prompt_backoffs,
         f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
-        f"{stats.added_ends} to which an end token was added, which the template does not write": stats.added_ends,
-        f"{stats.missing_eos} without an end token: the template ends answers in plain text": stats.missing_eos,
+        f"{stats.added_ends} with an added end token: the template writes none": stats.added_ends,
+        f"{stats.missing_eos} without an end token: the template ends answers with plain text": stats.missing_eos,
         f"columns not used: {unused}": len(stats.unused_columns),
     }
     return [note for note, told in notes.items() if told]

@@ -232,7 +232,9 @@ def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> No
         ("data.train", 20, 17, 0),
         ("data.eval", 4, 0, 4),
     ]
-    assert said(tables)[-1] == "data  3 pairs of data.train are not trained on: their prompt is in data.eval"
+    assert said(tables)[-1] == (
+        "data  3 pairs of data.train are excluded from training, because data.eval has the same prompt"
+    )
 
 
 def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
