@@ -18,7 +18,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Values that override the file's, in YAML syntax. If a field is given twice, the last one wins.",
+        help="Set or override config fields, in YAML syntax. If a field is given twice, the last one wins.",
         show_default=False,
     ),
 ]

@@ -38,13 +38,15 @@ def report(
     ] = None,
     as_markdown: Annotated[
         bool,
-        typer.Option("--markdown", help="Write Markdown, for a pull request; to the terminal unless --out is given."),
+        typer.Option(
+            "--markdown", help="Write Markdown instead, for a pull request; to the terminal unless --out is given."
+        ),
     ] = False,
 ) -> None:
     """Write an HTML report of one or more runs.
 
-    It has curves, held-out metrics, answers and the config; several runs are overlaid. The page is a single
-    self-contained file. It also works for runs that are still in progress.
+    A single self-contained file with curves, held-out metrics, answers and the config; several runs are overlaid. Works
+    while a run is still in progress.
 
     \b
     Examples:
@@ -102,7 +104,7 @@ def compare(
 ) -> None:
     """Compare two runs: same math, or where they diverge.
 
-    Tells whether two runs have the same math, at which step their losses diverge, and how each ended.
+    Prints the config fields and data that differ, the step at which the losses diverge, and each run's final metrics.
 
     \b
     Example:
