@@ -138,7 +138,7 @@ def is_default(name: str, value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A config's value on one line."""
-    return "(not there)" if value is MISSING else to_yaml(value)
+    return "(no such field)" if value is MISSING else to_yaml(value)
 
 
 def duration(seconds: float) -> str:

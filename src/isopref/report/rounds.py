@@ -36,12 +36,12 @@ class Round:
 def table(rounds: Sequence[Round]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: a figure a row, a round a column."""
     rows = [
-        ["reward of held-out answers, mean", *(number(one.reward) for one in rounds)],
+        ["mean reward of held-out answers", *(number(one.reward) for one in rounds)],
         ["win rate against the start model", *(_interval(one.win_rate, 2) for one in rounds)],
         ["the same, length-controlled", *(_interval(one.length_controlled, 2) for one in rounds)],
         ["prompts without a verdict", *(str(one.failed or "-") for one in rounds)],
-        ["KL to the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
-        ["tokens of an answer, mean", *(fixed(one.tokens, 1) for one in rounds)],
+        ["KL from the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
+        ["mean tokens per answer", *(fixed(one.tokens, 1) for one in rounds)],
         ["answers that ended by themselves", *(f"{100 * one.ended:.0f}%" for one in rounds)],
         ["held-out accuracy", *(_interval(one.accuracy, 2) for one in rounds)],
         ["spot checks, correct", *("-" if one.correct is None else "{} of {}".format(*one.correct) for one in rounds)],
@@ -58,7 +58,7 @@ def page(title: str, rounds: Sequence[Round], most_prompts: int) -> str:
     parts = [element("h1", title), element("table", head, body), element("h2", "Answers to held-out prompts")]
     for place, (prompt, _) in enumerate(rounds[0].answers[:most_prompts]):
         parts += [element("p", _shown(prompt), class_="prompt"), _side_by_side(rounds, place)]
-    parts.append(element("footer", "Intervals: 95%, Wilson's of win rate and accuracy, else by bootstrap."))
+    parts.append(element("footer", "95% intervals: Wilson for win rates and accuracies, otherwise bootstrap."))
     return document(title, join(*parts), {})
 
 

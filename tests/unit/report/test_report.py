@@ -186,7 +186,7 @@ def test_a_run_that_diverged_can_be_shown(tmp_path: Path) -> None:
     write_rewards(folder, np.full((40, 2), 7), np.zeros((40, 2)), after)
     html = page([read_run(folder)])
     assert not re.findall(r'="[^"]*\b(?:nan|inf)', html)
-    assert "3 pairs with rewards that are not finite are left out." in html
+    assert "3 pairs with non-finite rewards are left out." in html
     assert "<td>nan<small>nan to nan</small></td>" in html
     assert "nan" in markdown([read_run(folder)])
 
@@ -321,7 +321,7 @@ def test_compare_says_where_means_are_over_other_steps(
 
 def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", losses([0.7])))
-    with pytest.raises(RunError, match="7 runs are too many for one report, which tells 6 apart"):
+    with pytest.raises(RunError, match="7 runs are too many for one report, which shows up to 6"):
         page([run] * 7)
 
 
