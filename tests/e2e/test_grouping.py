@@ -113,7 +113,7 @@ def test_what_is_said_of_labels(labels: Project) -> None:
     outcome = labels.isopref("data", "my.yaml", *changes)
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
-    at = next(n for n, line in enumerate(lines) if "to train on" in line)
+    at = next(n for n, line in enumerate(lines) if "to train on," in line)
     assert lines[at : at + 4] == [
         "4 answers to train on, 2 good, 2 bad, 2 different prompts",
         "answers per prompt: 1 to 3, 2.0 on average",

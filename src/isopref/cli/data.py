@@ -138,7 +138,7 @@ def _show_lengths(figures: TableFigures, console: Console) -> None:
         cells = (f"{lengths.percentiles[at]:,}" for at in COLUMNS)
         table.add_row(PARTS.get(part, part), f"{lengths.mean:,.1f}", *cells)
     console.print(table)
-    longest = (f"{size.origin} ({size.prompt + sum(size.answers.values()):,})" for size in figures.longest)
+    longest = (f"{size.origin} ({size.prompt + sum(size.answers.values()):,} tokens)" for size in figures.longest)
     console.print(f"  longest: {visible(', '.join(islice(longest, MOST_LONGEST)))}", markup=False)
     if figures.tokens_shared < figures.tokens:
         saved = 1 - figures.tokens_shared / figures.tokens
