@@ -142,9 +142,11 @@ def shown(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, or minutes and seconds."""
+    """Hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def range_text(figure: Interval, sign: str = "", digits: int = 3) -> str:

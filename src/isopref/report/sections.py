@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from isopref.report import charts, compare
 from isopref.report.charts import Scale, Side
 from isopref.report.cost import cost_of
-from isopref.report.elements import Html, element, fixed, join
+from isopref.report.elements import Html, card, element, fixed, join
 from isopref.report.figures import (
     Entry,
     FieldRow,
@@ -55,9 +56,16 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
             body.append(_figure_row(name, row, entry.style, scale, labelled=len(every) == 1))
     columns = element("tr", *(element("th", text) for text in ("", "before", "after", "95% intervals")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    after = evaluated[0].run.evaluation["after"]
-    title = held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
-    return join(element("h2", title), element("div", table, class_="wide"))
+    titles = {entry.label: _held_out(entry.run.evaluation["after"]) for entry in evaluated}
+    title, told = next(iter(titles.values())), None
+    if len(set(titles.values())) > 1:
+        numbers = " ".join(f"{label}: {count}." for label, count in titles.items())
+        title, told = "Held-out metrics", element("p", numbers, class_="soft")
+    return join(element("h2", title), told, element("div", table, class_="wide"))
+
+
+def _held_out(after: Mapping[str, Any]) -> str:
+    return held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
 
 
 def cost(every: Sequence[Entry]) -> Html | None:
@@ -150,7 +158,7 @@ def _reward_charts(rewards: Rewards, styles: tuple[str, str]) -> Iterator[Html]:
         for when, values in (("before", before), ("after", after))
     }
     figures = [charts.histogram(f"Rewards, {when}", sides[when], across.low, across.high) for when in sides]
-    figures += [charts.scatter(f"Reward by length in tokens, {when}", sides[when], up) for when in sides]
+    figures += [charts.scatter(f"Reward by length, {when}", sides[when], up) for when in sides]
     yield element("div", *figures, class_="charts pairs")
 
 
@@ -177,13 +185,9 @@ def _cards(prompt: str, how: str, every: Sequence[Entry]) -> Iterator[Html]:
                 continue
             old, new = sample[f"{how}_before"], sample[f"{how}_after"]
             if old not in before:
-                yield _card("before", old, "was")
+                yield card("before", old, "was")
             before.add(old)
-            yield _card("after" if len(every) == 1 else f"after, {entry.label}", new, entry.style)
-
-
-def _card(title: str, text: str, style: str) -> Html:
-    return element("div", element("small", title), element("pre", text or "(nothing)"), class_=style)
+            yield card("after" if len(every) == 1 else f"after, {entry.label}", new, entry.style)
 
 
 def config(every: Sequence[Entry]) -> Html:
