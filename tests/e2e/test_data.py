@@ -234,7 +234,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
         ("data.train=[train.jsonl, {path: eval.jsonl, count: 9}]", "'eval.jsonl': count 9 of 8 pairs"),
         (
             "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
-            "no record has the columns ['ask']. Mend ",
+            "no record has the columns ['ask']. Fix ",
         ),
         ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
         ("data.max_length=5", "train.jsonl: none of 23 records gave a pair; dropped: 23 too_long."),

@@ -342,7 +342,7 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if dropped > MANY_DROPPED * stats.read:
         reason, count = max(stats.dropped.items(), key=lambda item: item[1])
         if reason != "too_long":
-            way_out = "data.on_bad: error names the first one"
+            way_out = "set data.on_bad: error to see the first one"
         elif cut:
             way_out = "their answers alone leave no room for a prompt, so raise data.max_length"
         else:

@@ -143,7 +143,7 @@ def _show_lengths(figures: TableFigures, console: Console) -> None:
     if figures.tokens_shared < figures.tokens:
         saved = 1 - figures.tokens_shared / figures.tokens
         told = f"{figures.tokens_shared:,} tokens instead of {figures.tokens:,}"
-        console.print(f"  shared prompts are computed once: {told} ({saved:.0%} less)")
+        console.print(f"  shared prompts are computed once: {told} ({saved:.0%} fewer)")
     if figures.with_context:
         console.print(
             f"  {figures.with_context:,} of {figures.answers:,} answers contain context: {figures.trained_tokens:,} of "
@@ -170,7 +170,8 @@ def _counts(figures: TableFigures) -> Iterator[str]:
 def _remarks(figures: TableFigures) -> Iterator[str]:
     least, mean, most = figures.answers_per_prompt
     if figures.unit != "pair":
-        yield f"answers per prompt: {least} to {most}, {mean:.1f} on average"
+        spread = f"{least}" if least == most else f"{least} to {most}, {mean:.1f} on average"
+        yield f"answers per prompt: {spread}"
     if figures.contradicted:
         yield (
             f"warning: {figures.contradicted} {_judgements(figures)} contradict another one: the same "

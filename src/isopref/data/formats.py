@@ -130,7 +130,7 @@ def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
 
 
 def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
-    way_out = "Mend the line, or remove it: each is one whole object. A file that is one array needs the suffix .json."
+    way_out = "Fix the line, or remove it: each line must be one object. A file with one array needs the suffix .json."
     for number, line in _lines(name, path, zipped):
         if line.strip():
             value = _load_json(line.rstrip(), name, number, way_out)
@@ -167,7 +167,7 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
                 yield {key: cell or None for key, cell in zip(header, row, strict=True)}, f":{line}"
             line = rows.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{name}:{line}: not valid CSV: {error}. Mend the quotes, or remove the record.") from error
+        raise DataError(f"{name}:{line}: not valid CSV: {error}. Fix the quotes, or remove the record.") from error
 
 
 def _check_delimiter(header: list[str], where: str) -> None:

@@ -65,7 +65,7 @@ class Source:
             raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
         if unseen:
             raise DataError(
-                f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or the columns of the "
+                f"{self.name}: no record has the columns {sorted(unseen)}. Fix data.columns, or the columns of the "
                 "source itself."
             )
 

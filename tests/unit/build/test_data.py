@@ -356,7 +356,7 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
     ]
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 11, answer="")))
     assert load("data.on_bad=drop").warnings == [
-        "a.jsonl: 3 of 11 records were dropped, 3 as empty: data.on_bad: error names the first one"
+        "a.jsonl: 3 of 11 records were dropped, 3 as empty: set data.on_bad: error to see the first one"
     ]
 
 
