@@ -101,7 +101,7 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (
             "data.train=.",
-            ".: a folder with files of several splits (eval, train). Name one by a pattern, as in ./train*.",
+            ".: the folder has files of several splits (eval, train). Select one with a pattern, as in ./train*.",
         ),
         (
             "data.train={path: train.jsonl, revision: v1}",

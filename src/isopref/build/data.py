@@ -104,7 +104,7 @@ def pair_tables(
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
-            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Name "
+            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Use "
             f"other held-out pairs, or a share of the prompts, as data.eval: 0.05.{mixed.stats.dropped_note}"
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
@@ -117,7 +117,7 @@ def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first
         return _mixed_table(config, sources, tokenizer, display, is_first, seed=SPLIT_SEED)
     if config.data.eval_share is None:
         raise ConfigError(
-            "data.eval is null: there are no held-out pairs. Name some, or a share of the prompts, as data.eval: 0.05."
+            "data.eval is null: there are no held-out pairs. Set it to a file, or to a share such as 0.05."
         )
     held_out = pair_tables(config, tokenizer, display, is_first=is_first).held_out
     assert held_out is not None
@@ -284,7 +284,7 @@ def _whole_table(
             )
         except OSError as error:
             raise ConfigError(
-                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours, with room in it."
+                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a writable folder with free space."
             ) from error
 
 
@@ -335,8 +335,8 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if stats.unused_inputs:
         warnings.append(
             f"{stats.unused_inputs} of {stats.read} records have text in the column 'input' or 'history', which is "
-            "not read beside a 'prompt' that may contain it already. If it does not, read the prompt's column as "
-            "'instruction', as Alpaca's data has it: data.columns={instruction: COLUMN}"
+            "ignored next to a 'prompt' that may already contain it. If it does not, read the prompt's column as "
+            "'instruction', as in Alpaca's data: data.columns={instruction: COLUMN}"
         )
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:

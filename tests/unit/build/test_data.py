@@ -309,8 +309,8 @@ def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
     rows[0]["input"], rows[1]["input"] = "a text", rows[1]["prompt"]
     (folder / "a.jsonl").write_text(jsonl(rows))
     warning = (
-        " of 10 records have text in the column 'input' or 'history', which is not read beside a 'prompt' that may "
-        "contain it already. If it does not, read the prompt's column as 'instruction', as Alpaca's data has it: "
+        " of 10 records have text in the column 'input' or 'history', which is ignored next to a 'prompt' that may "
+        "already contain it. If it does not, read the prompt's column as 'instruction', as in Alpaca's data: "
         "data.columns={instruction: COLUMN}"
     )
     assert load().warnings == [f"a.jsonl: 1{warning}"]
