@@ -44,7 +44,7 @@ def train(
     """
     _check_process()
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides: a list is wanted, found one text. Write [{overrides!r}].")
+        raise ConfigError(f"overrides: expected a list, found a string. Write [{overrides!r}].")
     if resume not in ("no", "must", "auto"):
         raise ConfigError(f"resume: must be one of no, must, auto; found {resume!r}.")
     if isinstance(config, Mapping):

@@ -59,9 +59,9 @@ def pair(**changes: str | None) -> str:
 MISTAKES = {
     "missing data file": Mistake(("train.jsonl: no such file", "/train.jsonl)", "Check the path"), spoil=no_file),
     "missing held-out file": Mistake(("nowhere.jsonl: no such file", "Check the path"), ("data.eval=nowhere.jsonl",)),
-    "empty data file": Mistake(("train.jsonl: the file is empty", "name another file"), spoil=empty_file),
+    "empty data file": Mistake(("train.jsonl: the file is empty", "choose another file"), spoil=empty_file),
     "broken JSON": Mistake(
-        ("train.jsonl:7: not valid JSON", "Mend the line, or remove it"), spoil=replace_line(7, '{"prompt": "a?", ')
+        ("train.jsonl:7: not valid JSON", "Fix the line, or remove it"), spoil=replace_line(7, '{"prompt": "a?", ')
     ),
     "missing field": Mistake(
         ("train.jsonl:3: 'rejected' is missing", "data.on_bad: drop"), spoil=replace_line(3, pair(rejected=None))

@@ -398,7 +398,7 @@ def test_fill_ahead_of_a_run(project: Project, scored: Scored) -> None:
 def test_ls_verify_rm(project: Project) -> None:
     root = project.folder / "cache" / "reference"
     for command in ("ls", "verify"):
-        assert project.isopref("cache", command).out == f"No store in {root}.\n"
+        assert project.isopref("cache", command).out == f"No stores in {root}.\n"
     project.isopref("cache", "my.yaml")
     project.isopref("cache", "my.yaml", "model.dtype=float32", "data.eval=null")
     listed = project.isopref("cache", "ls")

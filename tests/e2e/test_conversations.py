@@ -101,7 +101,7 @@ def held_out(project: Project) -> ExampleTable:
 def test_data_shows_what_is_trained_and_what_is_context(agents: Project) -> None:
     outcome = agents.isopref("data", "my.yaml", *SETTINGS)
     assert outcome.code == 0, outcome.err
-    assert "answers hold context" in outcome.out
+    assert "answers contain context" in outcome.out
     shown = outcome.out.replace("\n", "")
     contexts = [piece.split("}}")[0] for piece in shown.split("{{context:")[1:]]
     assert any("RESULT" in one or "WRONG" in one for one in contexts)

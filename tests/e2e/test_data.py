@@ -52,34 +52,67 @@ def test_what_is_shown(no_weights: Project) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
     at = lines.index("data.train train.jsonl")
-    assert lines[at : at + 16] == [
+    assert lines[at : at + 7] == [
         "data.train train.jsonl",
-        "found jsonl, shape text",
-        "taken to be the prompt the column 'prompt'",
-        "columns not used note",
-        "records read 23",
-        "dropped 1 tie, 1 empty",
-        "kept 21",
-        "cut to data.max_length 0",
-        "prompt ends inside a token of the answer 0",
-        "generation prompt not before the answer 0",
-        "two BOS tokens 0",
-        "end token added, the template has none 0",
-        "no end token, the template has plain text 0",
-        "in the mix 21",
-        "trained on 20",
-        "held out 0",
+        "format jsonl, shape text",
+        "prompt the column 'prompt'",
+        "records 23 read; dropped: 1 tie, 1 empty",
+        "pairs 21 kept, 20 to train on",
+        "columns not used: note",
+        "",
     ]
-    assert "note: 1 pairs of data.train are not trained on: their prompt is in data.eval" in lines
-    assert "20 pairs to train on: 20 different prompts, 0 repeated pairs" in lines
-    assert "8 pairs held out: 8 different prompts, 0 repeated pairs" in lines
-    assert lines.count("the 10 longest:") == 1
+    at = lines.index("data.eval eval.jsonl")
+    assert lines[at + 3 : at + 6] == ["records 8 read", "pairs 8 held out", ""]
+    note = "note: 1 pair of data.train is excluded from training, because data.eval has the same prompt"
+    assert note in lines
+    assert "20 pairs to train on" in lines
+    assert "8 pairs held out" in lines
+    assert sum(line.startswith("longest: train.jsonl:") for line in lines) == 1
     assert "\x1b" not in outcome.out
+
+
+def test_what_happened_is_counted_and_what_did_not_is_not_mentioned(no_weights: Project) -> None:
+    pairs = [{"prompt": f"why {n % 9}?", "chosen": "yes", "rejected": "no"} for n in range(10)]
+    pairs[9] = {"prompt": "why 0?", "chosen": "no", "rejected": "yes"}
+    pairs[8] = pairs[7]
+    no_weights.write_pairs("train.jsonl", pairs)
+    share = no_weights.isopref("data", "my.yaml", "data.eval=0.3", "data.train=[{path: train.jsonl, count: 10}]")
+    whole = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    assert (share.code, whole.code) == (0, 0), share.err + whole.err
+    lines = lines_of(whole.out)
+    assert "pairs 10 to train on" in lines
+    assert "10 pairs to train on, 8 different prompts, 1 repeated pairs" in lines
+    assert "warning: 2 pairs contradict another one: the same two answers in the opposite order" in lines
+    (uses,) = [line for line in lines_of(share.out) if re.match(r"pairs \d", line)]
+    match = re.fullmatch(r"pairs 10 kept, (\d+) to train on, (\d+) held out", uses)
+    assert match
+    assert int(match[1]) + int(match[2]) == 10
+    for told in ("dropped", "in the mix", "not used", "truncated", "BOS", "end token", "left out", " 0 "):
+        assert told not in share.out.split("pairs to train on")[0]
+
+
+def test_warnings_come_last(no_weights: Project) -> None:
+    no_weights.write_pairs("train.jsonl", [{"prompt": "a?", "chosen": "yes", "rejected": "no"}])
+    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=4")
+    last = "\n\nwarning: optim.batch_size is 4, and there are 1 pairs to train on: an epoch is one step\n"
+    assert outcome.out.endswith(f"[[rejected]]no<|im_end|>{last}")
+    assert outcome.out.count("warning: ") == 1
+
+
+def test_a_long_text_is_shown_without_its_middle(no_weights: Project) -> None:
+    pair = {"prompt": f"first {'a' * 3000} last", "chosen": "yes", "rejected": f"no{'b' * 1180}no"}
+    no_weights.write_pairs("train.jsonl", [pair])
+    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=1")
+    assert (outcome.code, outcome.err) == (0, "")
+    prompt = f"<|im_start|>user\n{pair['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    assert f"[[prompt]]{prompt[:800]}\n[... {len(prompt) - 1200:,} characters ...]\n{prompt[-400:]}" in outcome.out
+    assert f"[[rejected]]{pair['rejected']}<|im_end|>\n" in outcome.out  # 1,194 characters
+    assert report(no_weights, "data.eval=null")["samples"][0]["prompt"] == prompt
 
 
 def test_three_pairs_with_markers_where_there_is_no_terminal(no_weights: Project) -> None:
     no_weights.write_pairs("train.jsonl", [{"prompt": "a\x1b[2Jb?\r", "chosen": "yes\n", "rejected": "no"}])
-    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null")
+    outcome = no_weights.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=1")
     # What a terminal would obey is written out; the line feed before the end token is the answer's own.
     text = (
         "[[prompt]]<|im_start|>user\na\\x1b[2Jb?\\x0d<|im_end|>\n<|im_start|>assistant\n"
@@ -201,7 +234,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
         ("data.train=[train.jsonl, {path: eval.jsonl, count: 9}]", "'eval.jsonl': count 9 of 8 pairs"),
         (
             "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
-            "no record has the columns ['ask']. Mend ",
+            "no record has the columns ['ask']. Fix ",
         ),
         ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
         ("data.max_length=5", "train.jsonl: none of 23 records gave a pair; dropped: 23 too_long."),

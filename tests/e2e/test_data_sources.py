@@ -64,10 +64,10 @@ def test_what_was_taken_to_be_the_prompt(
 ) -> None:
     project.write_pairs("train.jsonl", [{"chosen": "chosen", "rejected": "rejected", **record}])
     out = shown(project, *arguments)
-    assert line(out, "found") == f"jsonl, shape {shape}"
-    assert line(out, "taken to be the prompt") == prompt
-    assert line(out, "columns not used") == "none"
-    assert out.endswith(f"\n[[prompt]]{PROMPT}[[chosen]]chosen<|im_end|>\n[[rejected]]rejected<|im_end|>\n")
+    assert line(out, "format") == f"jsonl, shape {shape}"
+    assert line(out, "prompt") == prompt
+    assert "columns not used" not in out
+    assert f"\n[[prompt]]{PROMPT}[[chosen]]chosen<|im_end|>\n[[rejected]]rejected<|im_end|>\n" in out
     assert (GUESS in out) == (shape == "common_start")
 
 
@@ -79,9 +79,9 @@ def test_several_files(project: Project, source: str) -> None:
         project.write_pairs("train.jsonl", [{"prompt": "who?", "chosen": "you", "rejected": "me " * 40}])
     out = shown(project, f"data.train={source}")
     assert f"\ndata.train  {source}\n" in out
-    assert line(out, "found") == "2 files, jsonl, shape text"
-    assert line(out, "records read") == "24"
-    assert "    shards/b.jsonl:1: " in out  # the longest pair
+    assert line(out, "format") == "2 files, jsonl, shape text"
+    assert line(out, "records") == "24 read"
+    assert "\n  longest: shards/b.jsonl:1 (" in out
 
 
 def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
     out = shown(project, "data.train={path: owner/set, name: en, revision: v1}", "data.train.split=prefs")
     assert "\ndata.train  owner/set (en):prefs\n" in out
-    assert line(out, "found") == "hub, shape text"
+    assert line(out, "format") == "hub, shape text"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (
             "data.train=.",
-            ".: a folder with files of several splits (eval, train). Name one by a pattern, as in ./train*.",
+            ".: the folder has files of several splits (eval, train). Select one with a pattern, as in ./train*.",
         ),
         (
             "data.train={path: train.jsonl, revision: v1}",

@@ -76,9 +76,10 @@ def test_what_is_said_of_grouped_pairs(few_prompts: Project) -> None:
     outcome = few_prompts.isopref("data", "my.yaml", *changes)
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
-    assert "joined to an earlier record's prompt 16" in lines
-    assert "kept 7 prompts" in lines
-    assert any(line.startswith("7 prompts to train on: ") and "23 comparisons" in line for line in lines)
+    assert "records 23 read" in lines
+    assert "prompts 7 to train on" in lines
+    assert "16 records joined to an earlier one with the same prompt" in lines
+    assert any(line.startswith("7 prompts to train on, ") and "23 comparisons" in line for line in lines)
     plan = few_prompts.isopref("plan", "my.yaml", "model.dtype=float32", "--card", "H100", *changes)
     assert plan.code == 0, plan.err
     assert "one step of 3 prompts" in plan.out
@@ -112,20 +113,20 @@ def test_what_is_said_of_labels(labels: Project) -> None:
     outcome = labels.isopref("data", "my.yaml", *changes)
     assert (outcome.code, outcome.err) == (0, "")
     lines = lines_of(outcome.out)
-    at = next(n for n, line in enumerate(lines) if "to train on" in line)
+    at = next(n for n, line in enumerate(lines) if "to train on," in line)
     assert lines[at : at + 4] == [
-        "4 answers to train on: 2 good, 2 bad, 2 different prompts, 0 repeated answers",
+        "4 answers to train on, 2 good, 2 bad, 2 different prompts",
         "answers per prompt: 1 to 3, 2.0 on average",
         "warning: 2 answers contradict another one: the same answer is good and bad",
-        "2 answers have the prompt of an earlier one; data.group_by_prompt: true would compute each prompt once",
+        "2 answers repeat an earlier prompt; data.group_by_prompt: true computes each prompt once",
     ]
-    assert "dropped 1 label (not a label)" in lines
+    assert "records 5 read; dropped: 1 label (not a label)" in lines
     assert any(line.startswith("good answer ") for line in lines)
     assert "[[good]]Lima.<|im_end|>" in lines
     found = json.loads(labels.isopref("data", "my.yaml", "--json", *changes).out)
     assert (found["train"]["unit"], found["train"]["good"], found["train"]["bad"]) == ("answer", 2, 2)
     grouped = lines_of(labels.isopref("data", "my.yaml", "data.group_by_prompt=true", *changes).out)
-    assert "2 prompts to train on: 4 answers, 2 good, 2 bad, 0 repeated answers" in grouped
+    assert "2 prompts to train on, 4 answers, 2 good, 2 bad" in grouped
     at = grouped.index("[[answer 1, good]]7<|im_end|>")
     assert grouped[at + 1 : at + 3] == ["[[answer 2, bad]]It is 9.<|im_end|>", "[[answer 3, bad]]7<|im_end|>"]
 

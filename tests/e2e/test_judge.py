@@ -169,6 +169,7 @@ def test_what_is_refused(project: Project) -> None:
     for arguments, message in (
         (("answers.jsonl", "--by", "nothing:here"), "cannot be imported"),
         (("answers.jsonl", "--by", "bad.py:many"), "has no function 'many'"),
+        (("answers.jsonl", "--by", "bad.py"), "names a file, but no function in it. Write bad.py:FUNCTION."),
         (("answers.jsonl", "--by", "bad.py:few"), "returned [1.0] for 3 answers"),
         (("more.jsonl", "--by", "my_rewards:brevity"), "the judge would not read input"),
         (("train.jsonl", "--by", "my_rewards:brevity"), "expected prompt and responses"),

@@ -13,6 +13,8 @@ import pytest
 
 from isopref.errors import RunError
 from isopref.report.html import page
+from isopref.report.rounds import Round
+from isopref.report.rounds import page as rounds_page
 from isopref.runs.read import read_run
 from support.browser import Tab, browser, chromium
 from support.project import MakeProject, Project
@@ -133,7 +135,7 @@ def test_compare_layouts_of_the_same_math(project: Project, run: Path) -> None:
     twin = project.train("runs/twin", "layout.rows=packed", "layout.microbatch_tokens=160", "run.export=false")
     out = project.isopref("compare", str(run), str(twin)).out
     assert out.startswith("Same math: ")
-    assert f"The losses agree at all {STEPS} steps that both logged, within 1e-06, rounding in float64" in out
+    assert f"rounding in float64 (1e-06). The largest difference at the {STEPS} steps that both logged is " in out
 
 
 def test_report_command(project: Project, run: Path, other: Path) -> None:
@@ -245,6 +247,19 @@ def test_a_phone_in_the_dark_and_paper(tab: Tab, run: Path, other: Path, tmp_pat
             assert shown_hints == ["touch"]
         assert len(colours) == 2
         assert tab.pdf().startswith(b"%PDF")
+    assert tab.problems == []
+
+
+@needs_browser
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_rounds_on_a_phone(tab: Tab, tmp_path: Path, num_rounds: int) -> None:
+    path = tmp_path / "rounds.html"
+    answers = [("Which one?", "x" * 300), ("Why?", "Because it is so. " * 30)]
+    names = ["start model", *(f"round {number + 1}" for number in range(num_rounds))]
+    rate = {"value": 0.5, "low": 0.25, "high": 0.75}
+    path.write_text(rounds_page("my", [Round(name, answers, 300.0, 1.0, 0.5, rate) for name in names], 5))
+    tab.show(path, width=PHONE, height=844)
+    assert tab.value("document.documentElement.scrollWidth") == PHONE
     assert tab.problems == []
 
 

@@ -336,11 +336,11 @@ def test_what_is_refused(ready: Project) -> None:
         ((*ROUNDS, "1", "--judge-parallel", "2"), "--judge-parallel: is for a judge at a URL"),
         ((*ROUNDS, "1", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
         (("eval", "my.yaml", "--model", "m", "--win-rate"), "--win-rate: needs a judge"),
-        (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: is for --win-rate"),
-        (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: is for --win-rate"),
-        (("eval", "my.yaml", "--model", "m", "--max-tokens", "9"), "--max-tokens: is for --win-rate"),
-        (("eval", "my.yaml", "--model", "m", "--ties", "keep"), "--ties: is for --win-rate"),
-        (("eval", "my.yaml", "--model", "m", "--skip-failed"), "--skip-failed: is for --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: needs --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: needs --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--max-tokens", "9"), "--max-tokens: needs --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--ties", "keep"), "--ties: needs --win-rate"),
+        (("eval", "my.yaml", "--model", "m", "--skip-failed"), "--skip-failed: needs --win-rate"),
     ):
         outcome = ready.isopref(*arguments)
         assert outcome.code == 1

@@ -129,6 +129,9 @@ def test_what_is_refused(project: Project) -> None:
         ),
         (("none.jsonl", *model), "none.jsonl"),
         (("eval.jsonl", *model, "optim.lr=1"), "takes settings of model, data, layout, run"),
+        (("eval.jsonl", *model, "data.eval=train.jsonl"), "data.eval: isopref score reads FILE. Remove it."),
+        (("eval.jsonl", *model, "data.train.path=train.jsonl"), "data.train: isopref score reads FILE. Remove it."),
+        (("eval.jsonl", *model, "model.path=other"), "model.path: isopref score loads --model. Remove it."),
     ):
         outcome = project.isopref("score", *arguments)
         assert outcome.code == 1

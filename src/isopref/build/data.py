@@ -104,7 +104,7 @@ def pair_tables(
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
-            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Name "
+            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Use "
             f"other held-out pairs, or a share of the prompts, as data.eval: 0.05.{mixed.stats.dropped_note}"
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
@@ -117,7 +117,7 @@ def held_out_table(config: Config, tokenizer: Any, display: Display, *, is_first
         return _mixed_table(config, sources, tokenizer, display, is_first, seed=SPLIT_SEED)
     if config.data.eval_share is None:
         raise ConfigError(
-            "data.eval is null: there are no held-out pairs. Name some, or a share of the prompts, as data.eval: 0.05."
+            "data.eval is null: there are no held-out pairs. Set it to a file, or to a share such as 0.05."
         )
     held_out = pair_tables(config, tokenizer, display, is_first=is_first).held_out
     assert held_out is not None
@@ -152,7 +152,8 @@ def say_warnings(tables: Tables, display: Display) -> None:
 
 def left_out_note(count: int, unit: str) -> str:
     """The message about examples of data.train that are not trained on; `unit` is what one is called."""
-    return f"{count} {unit}s of data.train are not trained on: their prompt is in data.eval"
+    examples = f"1 {unit} of data.train is" if count == 1 else f"{count} {unit}s of data.train are"
+    return f"{examples} excluded from training, because data.eval has the same prompt"
 
 
 def sample_prompts(run: Run, table: ExampleTable | None) -> list[IntArray]:
@@ -283,7 +284,7 @@ def _whole_table(
             )
         except OSError as error:
             raise ConfigError(
-                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a folder of yours, with room in it."
+                f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a writable folder with free space."
             ) from error
 
 
@@ -292,12 +293,13 @@ def source_notes(stats: SourceStats) -> list[str]:
     unused = ", ".join(stats.unused_columns)
     notes = {
         f"{stats.grouped} records joined to an earlier one with the same prompt": stats.grouped,
-        f"{stats.truncated} cut to data.max_length": stats.truncated,
+        f"{stats.truncated} truncated to data.max_length": stats.truncated,
         f"{stats.boundary_backoffs} whose prompt ends inside a token of the answer": stats.boundary_backoffs,
-        f"{stats.generation_prompt_backoffs} written without the generation prompt": stats.generation_prompt_backoffs,
+        f"{stats.generation_prompt_backoffs} whose prompt ends early: the template's generation prompt differs from "
+        "how it renders an answer": stats.generation_prompt_backoffs,
         f"{stats.double_bos} that begin with two BOS tokens": stats.double_bos,
-        f"{stats.added_ends} to which an end token was added, which the template does not write": stats.added_ends,
-        f"{stats.missing_eos} without an end token: the template ends answers in plain text": stats.missing_eos,
+        f"{stats.added_ends} with an added end token: the template writes none": stats.added_ends,
+        f"{stats.missing_eos} without an end token: the template ends answers with plain text": stats.missing_eos,
         f"columns not used: {unused}": len(stats.unused_columns),
     }
     return [note for note, told in notes.items() if told]
@@ -333,14 +335,14 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     if stats.unused_inputs:
         warnings.append(
             f"{stats.unused_inputs} of {stats.read} records have text in the column 'input' or 'history', which is "
-            "not read beside a 'prompt' that may contain it already. If it does not, read the prompt's column as "
-            "'instruction', as Alpaca's data has it: data.columns={instruction: COLUMN}"
+            "ignored next to a 'prompt' that may already contain it. If it does not, read the prompt's column as "
+            "'instruction', as in Alpaca's data: data.columns={instruction: COLUMN}"
         )
     dropped = sum(stats.dropped.values())
     if dropped > MANY_DROPPED * stats.read:
         reason, count = max(stats.dropped.items(), key=lambda item: item[1])
         if reason != "too_long":
-            way_out = "data.on_bad: error names the first one"
+            way_out = "set data.on_bad: error to see the first one"
         elif cut:
             way_out = "their answers alone leave no room for a prompt, so raise data.max_length"
         else:

@@ -49,7 +49,7 @@ def evaluate_model(
         path, setting = reference.path_of(config) if reference_model is None else (reference_model, "--reference")
         used = (path or config.model.path) if run.loss.needs_reference else None
         run.display.say(f"model {model}")
-        run.display.say(f"with  {used or 'no reference'}")
+        run.display.say(f"reference {used}" if used else "no reference")
         run.display.say(f"data  {len(pairs)} held-out {pairs.unit}s of {', '.join(pairs.source_names)}")
         if run.loss.needs_reference:
             ref = reference.of_other_model(run, tokenizer, [table], path, setting=setting)

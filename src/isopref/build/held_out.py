@@ -70,7 +70,7 @@ class HeldOut:
 def say_figures(run: Run, found: Evaluation) -> None:
     """The metrics of one model, as a table."""
     title = f"{held_out_title(found.pairs, found.lists, found.answers)}, with 95% intervals"
-    run.display.table(title, ("", "figure"), list(_cells(found)))
+    run.display.table(title, ("", "value"), list(_cells(found)))
 
 
 def _cells(found: Evaluation) -> Iterator[tuple[str, str]]:

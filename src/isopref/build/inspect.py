@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from isopref.build.data import SourceUse, pair_tables, read_tokenizer, say_warnings
+from isopref.build.data import SourceUse, pair_tables, read_tokenizer
 from isopref.build.planner import reaches
 from isopref.build.run import say_trust
 from isopref.build.run_plan import Hardware
@@ -39,7 +39,6 @@ def inspect(config: Config, display: Display, hardware: Hardware | None = None) 
     tokenizer = read_tokenizer(config, display)
     context = hf.context_length(_model_config(config))
     tables = pair_tables(config, tokenizer, display)
-    say_warnings(tables, display)
     return Report(
         sources=tables.sources,
         warnings=tables.warnings,

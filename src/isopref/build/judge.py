@@ -160,6 +160,8 @@ def open_judge(options: JudgeOptions) -> Judge:
         if options.overrides:
             raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a function.")
         return Function(options.by)
+    if options.by.endswith(".py"):
+        raise ConfigError(f"--by: {options.by} names a file, but no function in it. Write {options.by}:FUNCTION.")
     path = model_path(options.by)
     if not is_reward_model(path, trust_remote_code="model.trust_remote_code=true" in options.overrides, setting="--by"):
         raise ConfigError(
@@ -260,7 +262,7 @@ class LanguageModel:
         ]
         known = ledger.read({one.key for one in asked})
         if known:
-            display.say(f"resume: {len(known)} of {len(asked)} comparisons are there already")
+            display.say(f"resume: {len(known)} of {len(asked)} comparisons are already judged")
         missing = [one for one in asked if one.key not in known]
 
         replies: list[str] = []  # without a verdict

@@ -149,7 +149,7 @@ def _grad_sync(run: Run, model: nn.Module) -> GradSync:
     chosen = resolve.grad_sync(config, kept, room, sharded=sharded)
     if sharded and config.layout.grad_sync == "auto":
         run.display.say(
-            f"layout.grad_sync: auto is {chosen}: the whole {what} takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
+            f"layout.grad_sync: auto is {chosen}: the full {what} takes {kept / 2**30:.1f} of {room / 2**30:.0f} GiB"
         )
     return chosen
 

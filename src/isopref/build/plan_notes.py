@@ -17,7 +17,7 @@ def way_out(config: Config, layout: Layout, why_not: str) -> Iterator[str]:
     """Why no step fits, and what else would."""
     yield why_not
     if layout.quantised:
-        yield "a model in four bits is whole on every rank; without model.adapter.quantize, FSDP shards it"
+        yield "a 4-bit model is replicated on every rank; without model.adapter.quantize, FSDP shards it"
     elif not layout.offload:
         yield "slower, with less memory on the GPU: layout.offload=true"
     if config.model.adapter is None:

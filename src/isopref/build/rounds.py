@@ -248,7 +248,8 @@ def _report(plan: Plan, rounds: Sequence[Round], display: Display) -> None:
     """One report for all rounds so far."""
     first = rounds[1]
     every = [replace(rounds[0], accuracy=first.accuracy_before, correct=first.correct_before), *rounds[1:]]
-    title = f"{plan.config_file.stem}: {len(rounds) - 1} rounds, judged by {plan.judge.by}"
+    count = f"{len(rounds) - 1} round{'s' if len(rounds) > 2 else ''}"
+    title = f"{plan.config_file.stem}: {count}, judged by {plan.judge.by}"
     (plan.folder / REPORT_FILE).write_text(page(title, every, SIDE_BY_SIDE), encoding="utf-8")
     write_json(plan.folder / FIGURES_FILE, {one.name: one.as_json() for one in every})
     display.table(title, *table(every))

@@ -102,7 +102,7 @@ class _Out:
         self.known.update(self.ledger.read(wanted))
         run.env.barrier()  # ranks share out what is missing: none may add to it before all have seen it
         if self.known:
-            run.display.say(f"resume: {len(self.known)} of {len(asked)} answers are there already")
+            run.display.say(f"resume: {len(self.known)} of {len(asked)} answers are already sampled")
 
     @property
     def missing(self) -> list[Asked]:

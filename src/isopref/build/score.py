@@ -33,6 +33,11 @@ from isopref.types import FloatArray
 
 CHUNK = 1024  # examples
 SECTIONS = ("model", "data", "layout", "run")  # sections that overrides may set
+ARGUMENTS = {  # fields that the command line sets already
+    "model.path": "loads --model",
+    "data.train": "reads FILE",
+    "data.eval": "reads FILE",
+}
 
 
 def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) -> None:
@@ -77,6 +82,9 @@ def _config(file: str, model: str, overrides: Sequence[str]) -> Config:
     for one in overrides:
         if one.split(".")[0] not in SECTIONS:
             raise ConfigError(f"{one}: isopref score takes settings of {', '.join(SECTIONS)}. Remove it.")
+        field = ".".join(one.partition("=")[0].split(".")[:2])
+        if field in ARGUMENTS:
+            raise ConfigError(f"{field}: isopref score {ARGUMENTS[field]}. Remove it.")
 
     def with_loss(loss: str) -> Config:
         sections: Mapping[str, Any] = {

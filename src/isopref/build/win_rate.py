@@ -141,7 +141,7 @@ def say_contest(found: Contest, model: str, against: str, display: Display) -> N
         (f"win rate of {model}", _cell(rate.win_rate)),
         ("win rate, length-controlled", _cell(rate.length_controlled)),
         ("wins, ties, losses", f"{rate.wins}, {rate.ties}, {rate.losses}"),
-        ("tokens of an answer", f"{found.tokens[0]:.1f}, against {found.tokens[1]:.1f}"),
+        ("mean tokens per answer", f"{found.tokens[0]:.1f}, against {found.tokens[1]:.1f}"),
     ]
     if found.reward is not None:
         rows.append(("mean reward", f"{found.reward[0]:.3f}, against {found.reward[1]:.3f}"))
@@ -149,7 +149,7 @@ def say_contest(found: Contest, model: str, against: str, display: Display) -> N
         rows.append(("ties and disagreements dropped", str(found.dropped)))
     if found.failed:
         rows.append(("comparisons without a verdict, left out", str(found.failed)))
-    display.table(f"{rate.prompts} held-out prompts, against {against}, with 95% intervals", ("", "figure"), rows)
+    display.table(f"{rate.prompts} held-out prompts, against {against}, with 95% intervals", ("", "value"), rows)
 
 
 def _cell(figure: Any) -> str:

@@ -1,6 +1,7 @@
 """Arguments shared by several commands, and how a command starts several processes."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Values that override the file's, in YAML syntax. If a field is given twice, the last one wins.",
+        help="Set or override config fields, in YAML syntax. If a field is given twice, the last one wins.",
         show_default=False,
     ),
 ]
@@ -47,6 +48,9 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> None:
 
 
 def say_opening(what: str = "loading PyTorch and transformers", *, quiet: bool = False) -> None:
-    """The first line of a command, at once: its imports take seconds. Of several processes, the launcher prints it."""
-    if "RANK" not in os.environ and not quiet:
+    """The first line of a command, at once: its imports take seconds. Of several processes, the launcher prints it.
+
+    Nothing where torch is imported already: in the stages of `isopref rounds`.
+    """
+    if "RANK" not in os.environ and not quiet and "torch" not in sys.modules:
         print(f"isopref {__version__}: {what}", flush=True)

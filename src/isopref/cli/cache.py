@@ -52,7 +52,7 @@ def cache() -> None:
 
 @app.command(FILL)
 def fill(config_file: ConfigFile, overrides: Overrides = None, nproc: NumProcesses = 1) -> None:
-    """Score the pairs of a config with its reference. Short form: `isopref cache CONFIG`.
+    """Score a config's pairs with its reference. Short form: isopref cache CONFIG.
 
     You can stop it at any time; it resumes where it left off.
     """
@@ -69,7 +69,7 @@ def list_stores() -> None:
     root = reference_folder()
     every = stores(root)
     if not every:
-        print(f"No store in {root}.")
+        print(f"No stores in {root}.")
         return
     print(f"{'key':12}  {'answers':>9}  {'size':>9}  {'last use':16}  reference")
     for store in every:
@@ -100,7 +100,7 @@ def verify(
     problems = [_verdict(store.key, store.problems()) for store in chosen]
     problems += [_verdict(path.stem, _table_problems(path), "  token table") for path in tables]
     if not problems:
-        print(f"No store in {root}.")
+        print(f"No stores in {root}.")
     if any(problems):
         raise typer.Exit(1)
 

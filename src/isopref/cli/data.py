@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isopref.build.data import left_out_note
+from isopref.build.data import left_out_note, source_notes
 from isopref.cli.plan import show_reaches
 from isopref.engine.display import visible
 from isopref.errors import shorter_pairs
@@ -27,8 +28,17 @@ PAIR_STYLES = {"prompt": "cyan", "chosen": "green", "rejected": "red"}
 STYLES = PAIR_STYLES | {"good": "green", "bad": "red"}
 CONTEXT_STYLE = "dim italic"
 OTHER_STYLES = ("green", "yellow", "magenta", "blue")  # of the answers of a list, in turn
-PARTS = {"sequence": "longest sequence", "example": "all, prompt once", "good": "good answer", "bad": "bad answer"}
-# Why a record was dropped, where the word alone does not say it.
+UNITS = {"pairs": "pairs", "lists": "lists", "labels": "answers"}
+PARTS = {
+    "sequence": "prompt + longest answer",  # what data.max_length and the context length limit
+    "example": "prompt + all answers",
+    "good": "good answer",
+    "bad": "bad answer",
+}
+COLUMNS = {50: "median", 90: "90%", 99: "99%", 100: "max"}  # the percentiles that are printed; JSON has more
+MOST_LONGEST = 3  # examples that are named
+MOST_TEXT, TEXT_END = 1200, 400  # characters of a text that are printed, and how many of them are its last
+# Why a record was dropped, if the word alone does not say it.
 REASONS = {
     "lists": {
         "tie": "all scores equal, or closer than data.min_gap",
@@ -46,86 +56,99 @@ def to_json(report: Report) -> str:
 
 
 def show(report: Report, console: Console) -> None:
-    """The report for people."""
+    """The report for people. What needs attention comes last, where a terminal shows it."""
     for source in report.sources:
         _show_source(source, console)
     if report.num_left_out:
         console.print(f"\nnote: {left_out_note(report.num_left_out, report.train.unit)}", markup=False)
-    for name, figures in (("to train on", report.train), ("held out", report.held_out)):
-        if figures is not None:
-            _show_figures(name, figures, console)
-            _show_over_context(figures, report.context_length, console)
+    _show_figures("to train on", report.train, console)
+    _show_lengths(report.train, console)
+    _show_over_context(report.train, report.context_length, console)
+    if report.held_out is not None:
+        _show_figures("held out", report.held_out, console)
+        _show_over_context(report.held_out, report.context_length, console)
     if report.reaches is not None:
         console.print(Text(f"\non {report.card}", "bold"))
         show_reaches(report.reaches, report.train.unit, console)
     _show_samples(report.samples, report.train.unit, console)
+    if report.warnings:
+        console.print()
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", markup=False)
 
 
 def _show_source(source: SourceUse, console: Console) -> None:
+    """One source: what was found and used. Counts of what did not happen are left out."""
     found = source.found
     lines = {
-        "found": f"{found.format}, shape {found.shape}",
-        "taken to be the prompt": source.prompt_from,
-        "columns not used": ", ".join(found.unused_columns) or "none",
-        "records read": str(found.read),
-        "dropped": ", ".join(_dropped(found)) or "0",
-        **({"joined to an earlier record's prompt": str(found.grouped)} if found.grouped else {}),
-        "kept": f"{found.kept} prompts" if found.grouped else str(found.kept),
-        **(_left_out(found) if found.holds == "lists" else {}),
-        "  cut to data.max_length": str(found.truncated),
-        "  prompt ends inside a token of the answer": str(found.boundary_backoffs),
-        "  generation prompt not before the answer": str(found.generation_prompt_backoffs),
-        "  two BOS tokens": str(found.double_bos),
-        "  end token added, the template has none": str(found.added_ends),
-        "  no end token, the template has plain text": str(found.missing_eos),
-        "in the mix": str(source.mixed),
-        "  trained on": str(source.train),
-        "  held out": str(source.held_out),
+        "format": f"{found.format}, shape {found.shape}",
+        "prompt": source.prompt_from,
+        "records": "; ".join([f"{found.read} read", *_dropped(found)]),
+        "prompts" if found.grouped else UNITS[found.holds]: ", ".join(_uses(source)),
     }
     console.print(Text.assemble("\n", (f"{source.field}  {source.path}", "bold")))
     for name, value in lines.items():
-        console.print(Text.assemble("  ", (f"{name:<44}", "dim"), value))
+        console.print(Text.assemble("  ", (f"{name:<9}", "dim"), value))
+    for note in (*source_notes(found), *_left_out(found)):
+        console.print(Text(f"  {note}"))
 
 
-def _dropped(found: SourceStats) -> list[str]:
+def _uses(source: SourceUse) -> Iterator[str]:
+    """How many examples of a source were kept and where they go, each count once."""
+    kept = source.found.kept
+    if kept not in (source.train, source.held_out):
+        yield f"{kept} kept"
+    if source.mixed < kept:
+        yield f"{source.mixed} in the mix"
+    if source.train:
+        yield f"{source.train} to train on"
+    if source.held_out:
+        yield f"{source.held_out} held out"
+
+
+def _dropped(found: SourceStats) -> Iterator[str]:
+    """What was dropped and why, if anything was."""
     why = REASONS.get(found.holds, {})
-    return [
+    reasons = [
         f"{count} {reason}" + (f" ({why[reason]})" if reason in why else "") for reason, count in found.dropped.items()
     ]
+    if reasons:
+        yield f"dropped: {', '.join(reasons)}"
 
 
-def _left_out(found: SourceStats) -> dict[str, str]:
-    return {
-        "  answers without a score, left out": str(found.unscored_answers),
-        "  answers that repeat another, left out": str(found.repeated_answers),
-    }
+def _left_out(found: SourceStats) -> Iterator[str]:
+    if found.unscored_answers:
+        yield f"answers without a score, left out: {found.unscored_answers}"
+    if found.repeated_answers:
+        yield f"answers that repeat another, left out: {found.repeated_answers}"
 
 
 def _show_figures(name: str, figures: TableFigures, console: Console) -> None:
-    console.print(Text(f"\n{figures.examples} {figures.unit}s {name}: {', '.join(_counts(figures))}", "bold"))
+    unit = _plural(figures.examples, figures.unit)
+    console.print(Text(f"\n{', '.join([f'{unit} {name}', *_counts(figures)])}", "bold"))
     for line in _remarks(figures):
         console.print(f"  {line}", markup=False)
+
+
+def _show_lengths(figures: TableFigures, console: Console) -> None:
     table = Table("tokens", box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = [{0: "least", 50: "median", 100: "most"}.get(at, f"{at}%") for at in figures.lengths["prompt"].percentiles]
-    for head in ("mean", *heads):
+    for head in ("mean", *COLUMNS.values()):
         table.add_column(head, justify="right")
     for part, lengths in figures.lengths.items():
-        table.add_row(
-            PARTS.get(part, part), f"{lengths.mean:.1f}", *(str(value) for value in lengths.percentiles.values())
-        )
+        cells = (f"{lengths.percentiles[at]:,}" for at in COLUMNS)
+        table.add_row(PARTS.get(part, part), f"{lengths.mean:,.1f}", *cells)
     console.print(table)
-    saved = 1 - figures.tokens_shared / figures.tokens
-    console.print(
-        f"  prompt sharing computes {figures.tokens_shared:,} tokens in place of {figures.tokens:,}: {saved:.0%} less"
-    )
+    longest = (f"{size.origin} ({size.prompt + sum(size.answers.values()):,} tokens)" for size in figures.longest)
+    console.print(f"  longest: {visible(', '.join(islice(longest, MOST_LONGEST)))}", markup=False)
+    if figures.tokens_shared < figures.tokens:
+        saved = 1 - figures.tokens_shared / figures.tokens
+        told = f"{figures.tokens_shared:,} tokens instead of {figures.tokens:,}"
+        console.print(f"  shared prompts are computed once: {told} ({saved:.0%} fewer)")
     if figures.with_context:
         console.print(
-            f"  {figures.with_context:,} of {figures.answers:,} answers hold context: {figures.trained_tokens:,} of "
+            f"  {figures.with_context:,} of {figures.answers:,} answers contain context: {figures.trained_tokens:,} of "
             f"{figures.answer_tokens:,} answer tokens are trained"
         )
-    console.print(f"  the {len(figures.longest)} longest:")
-    for size in figures.longest:
-        console.print(f"    {_size(size)}", markup=False)
 
 
 def _counts(figures: TableFigures) -> Iterator[str]:
@@ -138,25 +161,27 @@ def _counts(figures: TableFigures) -> Iterator[str]:
     if labels:
         yield f"{figures.good} good"
         yield f"{figures.bad} bad"
-    if figures.unit != "prompt" or figures.prompts < figures.examples:
-        yield f"{figures.prompts} different prompts"
-    yield f"{figures.repeated} repeated {_judgements(figures)}"
+    if figures.prompts < figures.examples:
+        yield _plural(figures.prompts, "different prompt")
+    if figures.repeated:
+        yield f"{figures.repeated} repeated {_judgements(figures)}"
 
 
 def _remarks(figures: TableFigures) -> Iterator[str]:
     least, mean, most = figures.answers_per_prompt
     if figures.unit != "pair":
-        yield f"answers per prompt: {least} to {most}, {mean:.1f} on average"
+        spread = f"{least}" if least == most else f"{least} to {most}, {mean:.1f} on average"
+        yield f"answers per prompt: {spread}"
     if figures.contradicted:
         yield (
             f"warning: {figures.contradicted} {_judgements(figures)} contradict another one: the same "
-            + ("answer is good and bad" if figures.good + figures.bad else "two answers, the other way round")
+            + ("answer is good and bad" if figures.good + figures.bad else "two answers in the opposite order")
         )
     shared = figures.examples - figures.prompts
     if figures.unit in ("pair", "answer") and shared > MANY_SHARED * figures.examples:
         yield (
-            f"{shared} {figures.unit}s have the prompt of an earlier one; data.group_by_prompt: true would compute "
-            "each prompt once"
+            f"{_plural(shared, figures.unit)} repeat an earlier prompt; data.group_by_prompt: true computes each "
+            "prompt once"
         )
 
 
@@ -172,7 +197,7 @@ def _show_over_context(figures: TableFigures, context: int | None, console: Cons
     if over is None:
         return
     unit, longest = figures.unit, over.longest
-    examples = f"1 {unit} is" if over.examples == 1 else f"{over.examples} {unit}s are"
+    examples = f"{_plural(over.examples, unit)} {'is' if over.examples == 1 else 'are'}"
     tokens = longest.prompt + max(longest.answers.values())
     console.print(
         f"  warning: {examples} longer than the model's context length, {context} tokens; the longest, "
@@ -195,11 +220,24 @@ def _with_context(said: str, context: list[tuple[int, int]], style: str, *, colo
     """An answer, in which context is dim; or in braces where there is no colour."""
     text, end = Text(), 0
     for start, stop in context:
-        text.append(visible(said[end:start]), style)
-        read = visible(said[start:stop])
+        text.append(_abridged(said[end:start]), style)
+        read = _abridged(said[start:stop])
         text.append(read if coloured else f"{{{{context: {read}}}}}", CONTEXT_STYLE)
         end = stop
-    return text.append(visible(said[end:]), style)
+    return text.append(_abridged(said[end:]), style)
+
+
+def _abridged(text: str) -> str:
+    """A text without its middle if it is long: mistakes of a template are at the ends. JSON has all of it."""
+    if len(text) > MOST_TEXT:
+        begin = text[: MOST_TEXT - TEXT_END]
+        text = f"{begin}\n[... {len(text) - MOST_TEXT:,} characters ...]\n{text[-TEXT_END:]}"
+    return visible(text)
+
+
+def _plural(count: int, unit: str) -> str:
+    """A count with its unit."""
+    return f"{count:,} {unit}" if count == 1 else f"{count:,} {unit}s"
 
 
 def _show_samples(samples: list[ExampleText], unit: str, console: Console) -> None:

@@ -18,34 +18,43 @@ def evaluate(
     model: Annotated[
         str,
         typer.Option(
-            metavar="PATH", help="Model to evaluate: a run, or anything that model.path takes.", show_default=False
+            metavar="PATH", help="Model to evaluate: a run, or anything that model.path accepts.", show_default=False
         ),
     ],
     reference: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Reference model, or a run. Default: the config's reference."),
+        typer.Option(metavar="PATH", help="Reference model or run. Default: the config's reference."),
     ] = None,
     win_rate: Annotated[
-        bool, typer.Option("--win-rate", help="Let two models answer the held-out prompts, and judge them (--by).")
+        bool,
+        typer.Option(
+            "--win-rate",
+            help="Sample answers to the held-out prompts from two models and let a judge (--by) compare them.",
+        ),
     ] = False,
     against: Annotated[
         str | None, typer.Option(metavar="PATH", help="With --win-rate: the other model. Default: model.path.")
     ] = None,
     by: Annotated[
-        str | None, typer.Option(metavar="JUDGE", help="With --win-rate: the judge, as isopref judge takes it.")
+        str | None, typer.Option(metavar="JUDGE", help="With --win-rate: the judge, as in isopref judge.")
     ] = None,
     ties: Annotated[
-        Ties | None, typer.Option(help="With --win-rate and a URL: what to do with ties. Default: drop.")
+        Ties | None,
+        typer.Option(help="With --win-rate and a judge URL: drop ties, or count them as half a win. Default: drop."),
     ] = None,
     skip_failed: SkipFailed = False,
     temperature: Annotated[
-        float | None, typer.Option(min=0, metavar="T", help="With --win-rate: for both models. Default: 1.")
+        float | None,
+        typer.Option(min=0, metavar="T", help="With --win-rate: sampling temperature of both models. Default: 1."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --win-rate: longest answer, in tokens. Default: 512.")
+        int | None, typer.Option(min=1, metavar="N", help="With --win-rate: maximum tokens per answer. Default: 512.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="With --win-rate: where to save answers.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="With --win-rate: folder for answers and verdicts. Default: NAME.win-rate."
+        ),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this file.")
@@ -55,8 +64,8 @@ def evaluate(
     """Evaluate a model on the config's held-out pairs (data.eval).
 
     Prints preference accuracy, reward margins, loss and length bias with 95% intervals. Reference log-probabilities
-    come from the cache if they have been scored before. With --win-rate, prints how often a judge prefers the model's
-    answers to the held-out prompts over those of another model, also length-controlled.
+    are cached. With --win-rate, prints instead how often a judge prefers the model's answers to the held-out prompts
+    over those of another model, raw and length-controlled.
 
     \b
     Examples:
@@ -69,9 +78,14 @@ def evaluate(
     check_path("--reference", reference)
     if win_rate:
         if by is None:
-            raise ConfigError("--win-rate: needs a judge. Name one: --by module:function, a reward model, or a URL.")
+            raise ConfigError("--win-rate: needs a judge. Set --by to a reward model, module:function or a URL.")
         if reference is not None or nproc > 1:
-            raise ConfigError("--win-rate: takes --against in place of --reference, and one process. Remove the other.")
+            option = (
+                "--reference: not with --win-rate, whose other model is --against"
+                if reference is not None
+                else (f"--nproc {nproc}: --win-rate runs in one process")
+            )
+            raise ConfigError(f"{option}. Remove it.")
         start_processes(1, [])
         from isopref.build.judge import JudgeOptions
         from isopref.build.win_rate import win_rate_of
@@ -101,7 +115,7 @@ def evaluate(
     }
     for name, given in only_win_rate.items():
         if given is not None:
-            raise ConfigError(f"{name}: is for --win-rate. Add it, or remove {name}.")
+            raise ConfigError(f"{name}: needs --win-rate. Add --win-rate, or remove {name}.")
     options = ["--model", model]
     options += [] if reference is None else ["--reference", reference]
     options += [] if json_file is None else ["--json", str(json_file)]

@@ -6,19 +6,19 @@ from typer.core import TyperGroup
 
 from isopref.config.load import homes, override_form
 
-# As a user meets them; commands that are not named here follow.
+# As a user meets them. Commands that are not listed come last.
 ORDER = (
     "init",
+    "config",
     "data",
     "plan",
-    "config",
     "train",
     "eval",
-    "report",
     "ls",
+    "report",
     "compare",
-    "merge",
     "push",
+    "merge",
     "score",
     "sample",
     "judge",

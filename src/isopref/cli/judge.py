@@ -20,8 +20,8 @@ By = Annotated[
     str,
     typer.Option(
         metavar="JUDGE",
-        help="Reward model folder; Python function, as module:function or file.py:function; or URL of an "
-        "OpenAI-compatible server.",
+        help="Judge: a reward model (folder or run), a Python function (module:function or file.py:function), or the "
+        "URL of an OpenAI-compatible server.",
         show_default=False,
     ),
 ]
@@ -30,7 +30,7 @@ SkipFailed = Annotated[
     bool,
     typer.Option(
         "--skip-failed",
-        help="With a URL: leave out comparisons on which the judge gives no verdict, instead of failing at the end.",
+        help="With a judge URL: leave out comparisons without a verdict, instead of failing at the end.",
     ),
 ]
 
@@ -40,28 +40,31 @@ def judge(
     overrides: Overrides = None,
     *,
     by: By,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="With a judge URL: the model that judges.")] = None,
     rubric: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With a URL: the question, with {prompt}, {a} and {b}. Default: built in."),
+        typer.Option(
+            metavar="FILE",
+            help="With a judge URL: file with the question, containing {prompt}, {a} and {b}. Default: built in.",
+        ),
     ] = None,
     ties: Annotated[
-        Ties, typer.Option(help="With a URL: drop ties and disagreements, or keep them as half a win for each.")
+        Ties, typer.Option(help="With a judge URL: drop ties and disagreements, or count them as half a win each.")
     ] = Ties.drop,
     parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With a URL: requests at a time. Default: 16.")
+        int | None, typer.Option(min=1, metavar="N", help="With a judge URL: requests in flight. Default: 16.")
     ] = None,
     skip_failed: SkipFailed = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.judged.jsonl, here.")
+        Path | None, typer.Option(metavar="FILE", help="Output file. Default: NAME.judged.jsonl in the current folder.")
     ] = None,
 ) -> None:
-    """Score answers to prompts, so that you can train on them.
+    """Score sampled answers, to train on them.
 
     A Python function takes the prompt and the list of answers and returns a score for each. A language model compares
-    all pairs of answers, in both orders; an answer's score is the share of its comparisons that it wins. Writes the
-    records that have at least two distinct scores. To resume a stopped command, run it again. The API key is read from
-    ISOPREF_API_KEY or OPENAI_API_KEY.
+    all pairs of answers, in both orders; an answer's score is the share of its comparisons that it wins. Records with
+    fewer than two distinct scores cannot be trained on and are dropped. To resume a stopped command, run it again. The
+    API key is read from ISOPREF_API_KEY or OPENAI_API_KEY.
 
     \b
     Examples:

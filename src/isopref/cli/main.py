@@ -18,11 +18,12 @@ from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, say_openi
 from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
-from isopref.config.load import dump_config, load_config
+from isopref.config.load import dump_config, load_config, to_yaml
 from isopref.config.schema import run_id
 from isopref.config.starter import demo, starter
 from isopref.engine.quiet import quiet_engine
 from isopref.errors import ConfigError, StartAgainError, UserError, is_echo
+from isopref.objectives.registry import PARAMS, resolve
 from isopref.threads import limit_spinning
 
 FIRST_RANK_WAIT_S = 20  # for the first rank to hit the same error
@@ -109,7 +110,7 @@ def isopref(
 ) -> None:
     """Tune language models on preferences (DPO and related objectives), and train reward models.
 
-    The result depends only on the global batch, never on how it is laid out on the hardware.
+    The global batch defines the math; how it is split over hardware never changes the result.
 
     \b
     A first run, on any machine:
@@ -165,7 +166,9 @@ def train(
 def merge(
     adapter: Annotated[
         Path,
-        typer.Argument(metavar="ADAPTER", help="A run with an adapter, or an adapter folder.", show_default=False),
+        typer.Argument(
+            metavar="ADAPTER", help="A run that trained an adapter, or an adapter folder.", show_default=False
+        ),
     ],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet.", show_default=False)
@@ -179,8 +182,8 @@ def merge(
 ) -> None:
     """Merge an adapter into its base model.
 
-    The adapter folder names its base model. The result is an ordinary Hugging Face folder. If the adapter was trained
-    on a 4-bit base, it is merged into the full-precision weights: close to what was trained, but not identical.
+    Writes an ordinary Hugging Face folder. The adapter's config names the base model. An adapter trained on a 4-bit
+    base is merged into the full-precision weights: close to what was trained, but not identical.
 
     \b
     Example:
@@ -202,16 +205,18 @@ def data(
     *,
     card: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Also show how many pairs are too long for this GPU: H200, H100, ..."),
+        typer.Option(metavar="NAME", help="Also show how many pairs are too long for this GPU, e.g. H100."),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Number of GPUs, with --card.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with more statistics and the full text of the pairs.")
+    ] = False,
 ) -> None:
     """Show a config's data as the model would see it.
 
-    Tokenises the data as train would, and prints what each source contains, what was dropped and why, length
-    statistics, the longest pairs, pairs over the model's context length, and three tokenised pairs. Loads the model's
-    tokenizer and config, not its weights.
+    Tokenises the data as train would. Prints what each source contains, what was dropped and why, lengths, three
+    tokenised pairs (without the middle of long texts) and warnings about likely mistakes. Loads the model's tokenizer
+    and config, not its weights.
 
     \b
     Examples:
@@ -245,24 +250,27 @@ def plan(
     card: Annotated[str, typer.Option(metavar="NAME", help="GPU model: H200, H100, A100, L40S, ...")] = "H100",
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="GPU memory, if it differs from the card's usual size, e.g. 40GB."),
+        typer.Option(metavar="SIZE", help="Memory per GPU, if it is not the card's usual size, e.g. 40GB."),
     ] = None,
-    network: Annotated[float, typer.Option(min=1, metavar="GBIT", help="Gb/s per GPU to other machines.")] = 400,
+    network: Annotated[
+        float, typer.Option(min=1, metavar="GBIT", help="Network bandwidth per GPU to other machines, in Gb/s.")
+    ] = 400,
     ranks: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Also plan the run on these numbers of GPUs, e.g. 8,64,1024.")
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Read lengths from a .npy file (prompt, chosen, rejected) instead of the data."
+            metavar="FILE",
+            help="Read lengths (prompt, chosen, rejected) from a .npy file instead of tokenising the data.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Estimate a run's memory, speed and duration; needs no GPU.
 
-    Prints a memory breakdown, row fill and balance, expected speed and hours, and overrides that fit if the run does
-    not. Tokenises the data as train would, and reads the model's config, not its weights.
+    Prints a memory breakdown, expected speed and hours; if the run does not fit, prints overrides that make it fit.
+    Tokenises the data as train would, and reads the model's config, not its weights.
 
     \b
     Examples:
@@ -300,12 +308,12 @@ def init(
         ),
     ] = None,
     with_demo: Annotated[
-        bool, typer.Option("--demo", help="Write a complete small example: a config and its data.")
+        bool, typer.Option("--demo", help="Write a small complete example: a config and its data.")
     ] = False,
 ) -> None:
-    """Write a config file to start from.
+    """Write a starter config.
 
-    It lists every field with its default and its meaning. Existing files are never overwritten.
+    The file lists every field with its default and its meaning. Existing files are never overwritten.
 
     \b
     Examples:
@@ -316,8 +324,9 @@ def init(
         path = path or Path("isopref.yaml")
         _refuse_existing(path)
         _write(path, starter())
-        print(f"Wrote {path}. Set model.path and data.train in it, then check the data: isopref data {path}")
-        print(f"Then: isopref train {path}")
+        print(f"Wrote {path}. Set model.path and data.train in it, then run:")
+        print(f"  isopref data {path}     # look at the data as the model will see it")
+        print(f"  isopref train {path}")
         return
 
     from isopref.demo import FILES, write
@@ -327,15 +336,16 @@ def init(
     _refuse_existing(config_file, *(folder / name for name in FILES))
     _write(config_file, demo(folder))
     write(folder)
-    print(f"Wrote {config_file}, {', '.join(FILES)}. Now: isopref train {config_file}")
+    print(f"Wrote {', '.join(str(folder / name) for name in ('demo.yaml', *FILES))}. Now run:")
+    print(f"  isopref train {config_file}")
 
 
 @app.command()
 def config(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config file and print it with all defaults filled in.
 
-    Prints YAML, preceded by the run id, which identifies the math. Configs that differ only in the layout and run
-    sections have the same run id and train the same model.
+    Prints YAML, preceded by the run id and by the parameters of the loss. The run id identifies the math: configs that
+    differ only in the layout and run sections have the same one and train the same model.
 
     \b
     Example:
@@ -343,6 +353,10 @@ def config(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """
     resolved = load_config(config_file, overrides or ())
     print(f"# run id: {run_id(resolved)}")
+    objective = resolved.objective.model_dump()
+    for loss, params in resolve(objective["loss"], **{name: objective.get(name) for name in PARAMS}).items():
+        if params:
+            print(f"# {loss}: {', '.join(f'{name} {to_yaml(value)}' for name, value in params.items())}")
     print(dump_config(resolved), end="")
 
 

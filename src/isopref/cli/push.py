@@ -19,15 +19,15 @@ def push(
             "--license", metavar="ID", help="License for the model card, e.g. apache-2.0.", show_default=False
         ),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private when creating it.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the model card and list the files, but send nothing.")
     ] = False,
 ) -> None:
     """Upload a run's model to the Hugging Face hub, with a model card.
 
-    The card says what the model was trained on and how, with held-out metrics, their intervals, and versions. It is
-    written to RUN/card.md first; if that file exists, it is used as it is, so you can edit it before you push.
+    The card states what the model was trained on and how, held-out metrics with their intervals, and versions. It is
+    written to RUN/card.md first. An existing card.md is used unchanged, so you can edit it before you push.
 
     \b
     Examples:

@@ -38,13 +38,15 @@ def report(
     ] = None,
     as_markdown: Annotated[
         bool,
-        typer.Option("--markdown", help="Write Markdown, for a pull request; to the terminal unless --out is given."),
+        typer.Option(
+            "--markdown", help="Write Markdown instead, for a pull request; to the terminal unless --out is given."
+        ),
     ] = False,
 ) -> None:
     """Write an HTML report of one or more runs.
 
-    It has curves, held-out metrics, answers and the config; several runs are overlaid. The page is a single
-    self-contained file. It also works for runs that are still in progress.
+    A single self-contained file with curves, held-out metrics, answers and the config; several runs are overlaid. Works
+    while a run is still in progress.
 
     \b
     Examples:
@@ -102,7 +104,7 @@ def compare(
 ) -> None:
     """Compare two runs: same math, or where they diverge.
 
-    Tells whether two runs have the same math, at which step their losses diverge, and how each ended.
+    Prints the config fields and data that differ, the step at which the losses diverge, and each run's final metrics.
 
     \b
     Example:
@@ -178,17 +180,12 @@ def _parting_text(runs: list[RunRecord]) -> str:
     if found is None:
         return "The two runs have no logged step in common, so their curves cannot be compared."
     kinds = " and ".join(dict.fromkeys(compute_dtype(run) for run in runs))
-    rounding = f"{found.tolerance:g}, rounding in {kinds}"
+    rounding = f"rounding in {kinds} ({found.tolerance:g})"
+    largest = f"The largest difference at the {found.num_steps} steps that both logged is {found.largest:.1e}."
     if found.step is None or found.losses is None:
-        return (
-            f"The losses agree at all {found.num_steps} steps that both logged, within {rounding} (largest difference "
-            f"{found.largest:.1e})."
-        )
+        return f"The losses agree up to {rounding}. {largest}"
     first, second = (f"{loss:.6g}" for loss in found.losses)
-    return (
-        f"The losses diverge at step {found.step}: {first} and {second} (more than {rounding}; largest difference "
-        f"{found.largest:.1e}, over {found.num_steps} steps that both logged)."
-    )
+    return f"The losses diverge at step {found.step}: {first} and {second}, further apart than {rounding}. {largest}"
 
 
 def _show(columns: Sequence[str], rows: list[list[str]], right: Sequence[str] = ()) -> None:

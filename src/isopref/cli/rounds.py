@@ -29,27 +29,35 @@ def rounds(
     num_rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Number of rounds.")] = 2,
     answers: Annotated[int, typer.Option(min=2, metavar="K", help="Answers per prompt.")] = 4,
     reference: Annotated[
-        Reference, typer.Option(help="Reference of every round: the start model, or the previous round's model.")
+        Reference,
+        typer.Option(help="DPO reference: the start model in every round, or the model of the previous round."),
     ] = Reference.start,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="A different seed gives different answers.")] = 0,
-    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="With a URL: the model that judges.")] = None,
-    judge_parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With a URL: requests to the judge at a time. Default: 16.")
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed; another seed gives other answers.")] = 0,
+    judge_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With a judge URL: the model that judges.")
     ] = None,
-    rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="With a URL: the question for the judge.")] = None,
-    ties: Annotated[Ties, typer.Option(help="With a URL: what to do with ties and disagreements.")] = Ties.drop,
+    judge_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With a judge URL: requests in flight. Default: 16.")
+    ] = None,
+    rubric: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With a judge URL: file with the question, as in isopref judge."),
+    ] = None,
+    ties: Annotated[
+        Ties, typer.Option(help="With a judge URL: drop ties and disagreements, or count them as half a win each.")
+    ] = Ties.drop,
     skip_failed: SkipFailed = False,
     nproc: NumProcesses = 1,
 ) -> None:
     """Sample, judge and train in a loop.
 
-    Prompts come from data.train and held-out prompts from data.eval; answers in these files are not trained on. Every
-    round samples from the previous round's model, judges the answers, and trains the model on them. Results go to
-    run.folder (default: runs/NAME-rounds). To resume, or to add rounds, run the command again. Ends with a report:
-    reward, win rate against the start model, KL divergence from it, length, held-out accuracy, answers side by side.
+    Each round samples answers from the previous round's model, judges them, and trains the model on them. Prompts come
+    from data.train and held-out prompts from data.eval; answers in data.train are ignored. Results go to run.folder
+    (default: runs/NAME-rounds), with a report: reward, win rate against the start model, KL divergence from it, answer
+    length, held-out accuracy, answers side by side. To resume, or to add rounds, run the command again.
 
     \b
     Examples:

@@ -8,15 +8,22 @@ import typer
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
 from isopref.config.load import load_config
 
-Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 takes the most likely token each time.")]
-TopP = Annotated[
-    float, typer.Option(min=0.001, max=1, metavar="P", help="Draw from the likeliest tokens that make up P.")
+Temperature = Annotated[
+    float, typer.Option(min=0, metavar="T", help="Sampling temperature. 0: greedy, the most likely token each time.")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        min=0.001, max=1, metavar="P", help="Sample from the most likely tokens, whose probabilities add up to P."
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum tokens per answer.")]
 Parallel = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", help="Answers written at once (default: 32 on a CPU, 256 on a GPU), or requests (16)."
+        min=1,
+        metavar="N",
+        help="Answers to generate at a time. Default: 32 on a CPU, 256 on a GPU. With --url: requests in flight, 16.",
     ),
 ]
 
@@ -26,7 +33,10 @@ def sample(
     overrides: Overrides = None,
     *,
     prompts: Annotated[
-        str, typer.Option(metavar="FILE", help="Prompts, with or without answers, named like data.train.")
+        str,
+        typer.Option(
+            metavar="FILE", help="Prompts, with or without answers: a file, folder or hub name, like data.train."
+        ),
     ],
     answers: Annotated[int, typer.Option(min=1, metavar="K", help="Answers per prompt and model.")] = 4,
     model: Annotated[
@@ -44,10 +54,11 @@ def sample(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="A different seed gives different answers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed; another seed gives other answers.")] = 0,
     parallel: Parallel = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.answers.jsonl, here.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Output file. Default: NAME.answers.jsonl in the current folder."),
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:

@@ -10,23 +10,30 @@ from isopref.cli.arguments import NumProcesses, Overrides, check_path, start_pro
 
 def score(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Prompts with answers, named like data.train.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Prompts with answers: a file, folder or hub name, like data.train.",
+            show_default=False,
+        ),
     ],
     overrides: Overrides = None,
     *,
     model: Annotated[
-        str, typer.Option(metavar="PATH", help="Model to score with, named like model.path.", show_default=False)
+        str,
+        typer.Option(
+            metavar="PATH", help="Model to score with: a folder or hub name, like model.path.", show_default=False
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. Default: NAME.scores.jsonl, here.")
+        Path | None, typer.Option(metavar="FILE", help="Output file. Default: NAME.scores.jsonl in the current folder.")
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
     """Score the answers in a file: rewards, or log-probabilities.
 
-    A reward model (a folder for sequence classification, or an adapter on one) gives rewards, a language model gives
-    log-probabilities. Writes one JSON line for each record, in the order of the file. To resume a stopped command, run
-    it again.
+    A reward model (a sequence-classification model, or an adapter on one) gives rewards; a language model gives
+    log-probabilities. Writes one JSON line per record, in file order. To resume a stopped command, run it again.
 
     \b
     Examples:

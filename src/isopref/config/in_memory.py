@@ -64,8 +64,8 @@ def _is_records(value: Any, label: str) -> bool:
     if isinstance(value, sys.modules["datasets"].Dataset):
         return True
     raise ConfigError(
-        f"{label}: is a {kind.__name__}, and a Dataset is wanted. Of several splits pass one, as in splits['train'];"
-        " of a stream, a list of its records."
+        f"{label}: expected a Dataset, found a {kind.__name__}. From several splits, pass one, as in splits['train']; "
+        "from a stream, pass a list of its records."
     )
 
 

@@ -83,7 +83,7 @@ class TokenizeOptions:
 
     def __post_init__(self) -> None:
         if self.raw and self.train_on != "assistant":
-            raise ConfigError(f"data.train_on: {self.train_on} needs turns, and data.template: none has none.")
+            raise ConfigError(f"data.train_on: {self.train_on} needs turns; data.template: none has none.")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
                 f"data.max_length: {self.max_length} has no room for a prompt and an answer. Use 2 or more."

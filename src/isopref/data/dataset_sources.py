@@ -34,7 +34,7 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
         wanted = split or "train"
         if wanted not in splits:
             raise DataError(
-                f"{spec}: no split '{wanted}'. Name another (split: SPLIT, or '{folder}:SPLIT'); there are: {splits}."
+                f"{spec}: no split '{wanted}'. Choose one of {splits}, as split: SPLIT or '{folder}:SPLIT'."
             )
         folder = folder / wanted
     elif split:
@@ -81,7 +81,7 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
             raise DataError(_without_network(label, tried, asked, no_network)) from error
         raise DataError(
             f"{label}: there is no local path {tried}, and the Hugging Face hub gave no data set {asked} "
-            f"({_first_lines(error)}). Check the path, or what is asked for: data.train: {{path: OWNER/NAME, name: "
+            f"({_first_lines(error)}). Check the path or the name on the hub: data.train: {{path: OWNER/NAME, name: "
             "CONFIG, split: SPLIT, revision: REVISION}."
         ) from error
     # The fingerprint is the library's own content key: it depends on the files and on every transformation.
@@ -126,7 +126,7 @@ def _hint(spec: str) -> str:
     if re.fullmatch(r"[\d.]+%?", spec):
         return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
     if "://" in spec:
-        return " Nothing is fetched from an address: download the file, or name a hub data set as owner/name."
+        return " isopref does not download from URLs: download the file yourself, or name a hub data set as owner/name."
     return ""
 
 

@@ -43,7 +43,7 @@ def folder_source(name: str, folder: Path, columns: Mapping[str, str]) -> Source
         raise DataError(f"{name}: a folder without data files in it. {inside(folder)}")
     if len(splits := sorted({found[1].lower() for file in files if (found := SPLIT.match(file))})) > 1:
         raise DataError(
-            f"{name}: a folder with files of several splits ({', '.join(splits)}). Name one by a pattern, as in "
+            f"{name}: the folder has files of several splits ({', '.join(splits)}). Select one with a pattern, as in "
             f"{base}{splits[-1]}*."
         )
     return _files_source(name, base, folder, listed, columns)
@@ -111,8 +111,8 @@ def _refuse_mixed(name: str, base: str, files: Mapping[str, DataFile]) -> None:
     found = "; ".join(f"{kind}: {_names(some)}" for kind, some in by_format.items())
     most = max(by_format.values(), key=len)
     raise DataError(
-        f"{name}: files of several formats ({found}), and a source has one. Name one format by a pattern, as in "
-        f"{base}*{Path(most[0]).suffix}, or give each format as a source of its own in a list."
+        f"{name}: files of several formats ({found}), but a source must have one. Select one with a pattern, as in "
+        f"{base}*{Path(most[0]).suffix}, or list each format as a separate source."
     )
 
 

@@ -26,6 +26,7 @@ SUFFIXES = {**TEXT_SUFFIXES, ".json": "json", ".parquet": "parquet", ".arrow": "
 DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 131,072 characters, is less than a long conversation
 BATCH_ROWS = 256
+DAMAGED = "The file may be truncated or damaged: download or write it again."
 DIGEST_BYTES = 16
 
 Places = Iterator[tuple[dict[str, Any], str]]  # fields, and the place inside the file (":12")
@@ -61,7 +62,7 @@ def open_file(name: str, path: Path) -> DataFile:
         if file.kind == "parquet":
             pq.ParquetFile(path)
     except (OSError, pa.ArrowException, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: cannot be read ({error}). Is the file whole?") from error
+        raise DataError(f"{name}: cannot be read ({error}). {DAMAGED}") from error
     return file
 
 
@@ -82,7 +83,7 @@ def _sniff(name: str, path: Path) -> tuple[str, bool]:
             head = unzipped.read(4096)
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start:
-        raise DataError(f"{name}: the file is empty. Put pairs in, or name another file.")
+        raise DataError(f"{name}: the file is empty. Add records, or choose another file.")
     suffix = suffix_of(path)
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         if zipped:
@@ -130,7 +131,7 @@ def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
 
 
 def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
-    way_out = "Mend the line, or remove it: each is one whole object. A file that is one array needs the suffix .json."
+    way_out = "Fix the line, or remove it: each line must be one object. A file with one array needs the suffix .json."
     for number, line in _lines(name, path, zipped):
         if line.strip():
             value = _load_json(line.rstrip(), name, number, way_out)
@@ -155,7 +156,7 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
             if row and not header:
                 header = row
                 if len(set(header)) < len(header):
-                    raise DataError(f"{name}:{line}: a column name comes twice in {header}. Rename one of them.")
+                    raise DataError(f"{name}:{line}: duplicate column name in {header}. Rename one of the columns.")
                 _check_delimiter(header, f"{name}:{line}")
             elif row:
                 if len(row) != len(header):
@@ -167,7 +168,7 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
                 yield {key: cell or None for key, cell in zip(header, row, strict=True)}, f":{line}"
             line = rows.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{name}:{line}: not valid CSV: {error}. Mend the quotes, or remove the record.") from error
+        raise DataError(f"{name}:{line}: not valid CSV: {error}. Fix the quotes, or remove the record.") from error
 
 
 def _check_delimiter(header: list[str], where: str) -> None:
@@ -175,8 +176,9 @@ def _check_delimiter(header: list[str], where: str) -> None:
     others = [sign for sign in DELIMITERS if len(header) == 1 and sign in header[0]]
     if others:
         raise DataError(
-            f"{where}: the header is one column, {header[0]!r}, which {DELIMITERS[others[0]]} seem to divide. A .csv "
-            "file has commas, a .tsv file has tabs: rename it, or write it so (pandas: to_csv(path, index=False))."
+            f"{where}: the header has one column, {header[0]!r}, which seems to be separated by "
+            f"{DELIMITERS[others[0]]}. A .csv file is separated by commas, a .tsv file by tabs. Rename the file, "
+            "or write it again (pandas: to_csv(path, index=False))."
         )
 
 
@@ -207,7 +209,7 @@ def _rows(name: str, batches: Callable[[], Iterator[Any]]) -> Places:
                     yield as_written(row), f":row {number}"
                     number += 1
     except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: bytes that are not UTF-8
-        raise DataError(f"{name}:row {number}: cannot be read ({error}). Is the file whole?") from error
+        raise DataError(f"{name}:row {number}: cannot be read ({error}). {DAMAGED}") from error
 
 
 def without_filling(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -89,8 +89,8 @@ def partners(ids_N: NDArray[np.uint8], questions_N: NDArray[np.uint64]) -> IntAr
     changes = np.flatnonzero(twice[1:] != twice[:-1]) + 1  # where another question begins
     if not len(changes):
         raise DataError(
-            "kto compares answers with those to other questions, but all examples of the table ask the same. Add data "
-            "with other prompts, or use another loss, such as bco."
+            "kto compares answers with answers to other prompts, but all examples have the same prompt. Add data with "
+            "other prompts, or use another loss, such as bco."
         )
     size = len(order)
     following = changes[np.searchsorted(changes, np.arange(size), side="right")]

@@ -178,8 +178,8 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
         )
     if not raw and not shape.has_template:
         raise DataError(
-            f"{first.origin}: records of shape '{shape.name}' are templated already, and the chat template would be "
-            "written around them once more. Set data.template: none, or write them as messages."
+            f"{first.origin}: records of shape '{shape.name}' are already templated, and the chat template would be "
+            "applied again. Set data.template: none, or store them as messages."
         )
     _refuse_idle_columns(first, shape, columns or {})
     shape = replace(shape, written=written)
@@ -282,8 +282,9 @@ def _written_columns(records: Sequence[Record]) -> frozenset[str]:
         unread = [record for record in written if parse_written(record.fields[key]) is None]
         if 2 * len(unread) > len(written):
             raise DataError(
-                f"{unread[0].origin}: '{key}' looks like messages written as text, and is neither JSON nor what Python "
-                f"prints: {shown(unread[0].fields[key])}. Write the file as JSONL or Parquet, where messages are lists."
+                f"{unread[0].origin}: '{key}' looks like messages stored as text, but is neither JSON nor a printed "
+                f"Python list: {shown(unread[0].fields[key])}. Write the file as JSONL or Parquet, where messages are "
+                "lists."
             )
         found.add(key)
     return frozenset(found)

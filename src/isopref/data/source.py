@@ -62,10 +62,10 @@ class Source:
             unseen -= fields.keys()
             yield Record(self._renamed(fields), self.base + place)
         if place is None:
-            raise DataError(f"{self.name}: no records in this {self.format} source. Name another.")
+            raise DataError(f"{self.name}: this {self.format} source has no records. Choose another.")
         if unseen:
             raise DataError(
-                f"{self.name}: no record has the columns {sorted(unseen)}. Mend data.columns, or the columns of the "
+                f"{self.name}: no record has the columns {sorted(unseen)}. Fix data.columns, or the columns of the "
                 "source itself."
             )
 

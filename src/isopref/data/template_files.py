@@ -24,7 +24,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> s
         _check_own(tokenizer)
         return None
     text = read_template(template)
-    _check(text, tokenizer, f"'{template}'", "Mend the file.")
+    _check(text, tokenizer, f"'{template}'", "Fix the file.")
     return text
 
 

@@ -204,7 +204,7 @@ def merged(model: PreTrainedModel, path: str, *, setting: str) -> PreTrainedMode
         if any(isinstance(end, _wrapper(peft)) for end in ends) and ends[0].weight is ends[1].weight:
             raise ModelError(
                 f"{setting}: the adapter {path} changes the embedding or the output head of a model in which the two "
-                "are one weight, so they cannot be merged. Use it beside its base model, as peft does."
+                "are one weight, so they cannot be merged. Use it unmerged, on top of its base model, as peft does."
             )
         whole = adapted.merge_and_unload()
     vars(whole).pop("peft_config", None)
@@ -294,8 +294,8 @@ def _read_config(peft: Any, path: str, setting: str) -> Any:
         odd.pop("modules_to_save", None)  # peft's own name both, whichever there is
     if odd:
         raise ModelError(
-            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {odd}. Only LoRA, DoRA and "
-            "rsLoRA with nothing beside them can be used. Merge it into its base model with peft, and start from that."
+            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {odd}. isopref supports "
+            "only plain LoRA, DoRA and rsLoRA. Merge it into its base model with peft, and start from the merged model."
         )
     return config
 
@@ -305,8 +305,8 @@ def _refuse_names(path: str, different: Collection[str], setting: str) -> None:
     if different:
         some = ", ".join(sorted(different)[:3])
         raise ModelError(
-            f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ... It must be "
-            "whole, and made for this base model."
+            f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ... Use a "
+            "complete adapter that was made for this base model."
         )
 
 

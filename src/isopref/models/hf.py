@@ -208,7 +208,7 @@ def load_model(
         some = ", ".join(sorted(found["missing_keys"])[:3])
         raise ModelError(
             f"{setting}: {path} lacks {len(found['missing_keys'])} of the model's weights ({some}, ...), which would "
-            "start as random numbers. Check that the folder is whole and of this architecture."
+            "be initialised at random. Check that the folder is complete and of this architecture."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         model = _dequantised(model)

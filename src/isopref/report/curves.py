@@ -19,7 +19,7 @@ class Curve(NamedTuple):
 
 
 CURVES = (
-    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out")), "as it is minimised"),
+    Curve("Loss", (("train/loss", "training"), ("eval/loss", "held out")), "as minimised"),
     Curve("Accuracy", (("train/accuracy", "training"), ("eval/accuracy", "held out")), "share won"),
     Curve("Margin", (("train/margin", "margin"),), "nats, without beta"),
     Curve("Log-probabilities", (("train/logps_chosen", "chosen"), ("train/logps_rejected", "rejected")), "nats"),
@@ -27,12 +27,12 @@ CURVES = (
     Curve("Gradient norm", (("optim/grad_norm", "norm"),), "before clipping"),
     Curve("Learning rate", (("optim/lr", "rate"),), noisy=False),
     Curve("Speed", (("speed/pairs_per_s", "per second"),), "examples per second"),
-    Curve("MFU", (("speed/mfu", "MFU"),), "useful share of the hardware"),
+    Curve("MFU", (("speed/mfu", "MFU"),), "share of peak FLOPs"),
     Curve("Peak memory", (("speed/peak_memory_gib", "GiB"),), "GiB, first rank", noisy=False),
 )
 
 
-OF_REWARD_MODELS = {"Margin": "of rewards", "Rewards": "as the model gives them"}  # which know no nats and no beta
+OF_REWARD_MODELS = {"Margin": "of rewards", "Rewards": "of the model"}  # which know no nats and no beta
 
 
 def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
@@ -52,9 +52,9 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
     longest = max(len(series.steps) for entry in every for series in entry.run.metrics.values())
     hints = []
     if longest >= charts.TREND_FROM:
-        hints.append("A bold line is the mean around each step.")
+        hints.append("Bold lines are moving averages.")
     if longest > charts.MOST_POINTS:
-        hints.append(f"Of {longest:,} logged steps, the lowest and the highest of every stretch are drawn.")
+        hints.append(f"Of {longest:,} logged steps, the minimum and maximum of each interval are drawn.")
     runs = [element("span", entry.label, class_=f"key {entry.style}") for entry in every]
     return join(
         element("h2", "Over steps"),

@@ -22,6 +22,11 @@ def element(name: str, *content: str | None, **attributes: str | float | None) -
     return Html(f"<{name}{written}>{join(*content)}</{name}>")
 
 
+def card(title: str, text: str, style: str) -> Html:
+    """An answer of a model, in its colour."""
+    return element("div", element("small", title), element("pre", text or "(nothing)"), class_=style)
+
+
 def join(*content: str | None) -> Html:
     """Parts after each other; text among them is escaped, and what would steer a terminal is written out."""
     return Html("".join(part if isinstance(part, Html) else escape(visible(part)) for part in content if part))

@@ -138,13 +138,15 @@ def is_default(name: str, value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A config's value on one line."""
-    return "(not there)" if value is MISSING else to_yaml(value)
+    return "(no such field)" if value is MISSING else to_yaml(value)
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, or minutes and seconds."""
+    """Hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def range_text(figure: Interval, sign: str = "", digits: int = 3) -> str:

@@ -22,7 +22,7 @@ MOST_RUNS = 6  # as many as there are colours that can be told apart
 def page(runs: Sequence[RunRecord]) -> str:
     """The page of one run, or of several overlaid. Raises RunError for more than can be told apart."""
     if len(runs) > MOST_RUNS:
-        raise RunError(f"{len(runs)} runs are too many for one report, which tells {MOST_RUNS} apart. Name fewer.")
+        raise RunError(f"{len(runs)} runs are too many for one report, which shows up to {MOST_RUNS}. Pass fewer runs.")
     every = entries(runs)
     over_steps, data = curves(every)
     body = join(
@@ -34,7 +34,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         sections.rewards(every),
         sections.answers(every),
         sections.config(every),
-        element("footer", f"Made by isopref {__version__}. Intervals are 95%: Wilson for accuracies, else bootstrap."),
+        element("footer", f"Made by isopref {__version__}. 95% intervals: Wilson for accuracies, otherwise bootstrap."),
     )
     return document(", ".join(entry.label for entry in every), body, data)
 

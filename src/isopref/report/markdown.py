@@ -88,10 +88,10 @@ def _math(every: Sequence[Entry]) -> Iterator[str]:
     runs = [entry.run for entry in every]
     if len(runs) > 1:
         rows = math_that_differs(runs)
-        yield "### The math that differs" if rows else "### All have the same math"
+        yield "### The math that differs" if rows else "### All runs have the same math"
     else:
         rows = [row for row in field_rows(runs, math=True) if not is_default(row.name, row.values[0])]
-        yield "### The math, where it is not the default"
+        yield "### The math, without defaults"
     yield ""
     if rows:
         yield from table_head(["field", *(entry.label for entry in every)])

@@ -1,11 +1,12 @@
 """Rounds of sampling, judging and training: one table, and answers side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any
 
-from isopref.report.elements import Html, element, fixed, join, number
-from isopref.report.html import document
+from isopref.report.elements import card, element, fixed, join, number
+from isopref.report.html import MOST_RUNS, document
 
 Interval = Mapping[str, float]
 
@@ -36,12 +37,12 @@ class Round:
 def table(rounds: Sequence[Round]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: a figure a row, a round a column."""
     rows = [
-        ["reward of held-out answers, mean", *(number(one.reward) for one in rounds)],
+        ["mean reward of held-out answers", *(number(one.reward) for one in rounds)],
         ["win rate against the start model", *(_interval(one.win_rate, 2) for one in rounds)],
         ["the same, length-controlled", *(_interval(one.length_controlled, 2) for one in rounds)],
         ["prompts without a verdict", *(str(one.failed or "-") for one in rounds)],
-        ["KL to the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
-        ["tokens of an answer, mean", *(fixed(one.tokens, 1) for one in rounds)],
+        ["KL from the start model, nats per answer", *(_interval(one.kl, 1) for one in rounds)],
+        ["mean tokens per answer", *(fixed(one.tokens, 1) for one in rounds)],
         ["answers that ended by themselves", *(f"{100 * one.ended:.0f}%" for one in rounds)],
         ["held-out accuracy", *(_interval(one.accuracy, 2) for one in rounds)],
         ["spot checks, correct", *("-" if one.correct is None else "{} of {}".format(*one.correct) for one in rounds)],
@@ -55,17 +56,19 @@ def page(title: str, rounds: Sequence[Round], most_prompts: int) -> str:
     columns, rows = table(rounds)
     head = element("thead", element("tr", *(element("th", column) for column in columns)))
     body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
-    parts = [element("h1", title), element("table", head, body), element("h2", "Answers to held-out prompts")]
+    figures = element("div", element("table", head, body), class_="wide")
+    parts = [element("h1", title), figures, element("h2", "Answers to held-out prompts")]
     for place, (prompt, _) in enumerate(rounds[0].answers[:most_prompts]):
-        parts += [element("p", _shown(prompt), class_="prompt"), _side_by_side(rounds, place)]
-    parts.append(element("footer", "Intervals: 95%, Wilson's of win rate and accuracy, else by bootstrap."))
+        answers = [one.answers[place][1] for one in rounds]
+        cards = (card(one.name, text, style) for one, text, style in zip(rounds, answers, _styles(), strict=False))
+        parts += [element("p", _shown(prompt), class_="prompt"), element("div", *cards, class_="answers")]
+    parts.append(element("footer", "95% intervals: Wilson for win rates and accuracies, otherwise bootstrap."))
     return document(title, join(*parts), {})
 
 
-def _side_by_side(rounds: Sequence[Round], place: int) -> Html:
-    head = element("thead", element("tr", *(element("th", one.name) for one in rounds)))
-    cells = (element("td", one.answers[place][1] or "(empty)") for one in rounds)
-    return element("table", head, element("tbody", element("tr", *cells)))
+def _styles() -> Iterator[str]:
+    """The colours of the models: grey for the start model, then those of runs, again and again."""
+    return chain(["was"], cycle(f"slot{slot}" for slot in range(MOST_RUNS)))
 
 
 def _shown(prompt: Any) -> str:

@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from isopref.report import charts, compare
 from isopref.report.charts import Scale, Side
 from isopref.report.cost import cost_of
-from isopref.report.elements import Html, element, fixed, join
+from isopref.report.elements import Html, card, element, fixed, join
 from isopref.report.figures import (
     Entry,
     FieldRow,
@@ -32,7 +33,7 @@ def math_that_differs(every: Sequence[Entry]) -> Html | None:
         return None
     rows = compare.math_that_differs([entry.run for entry in every])
     if not rows:
-        text = "All of them have the same math: only layout and run differ."
+        text = "All runs have the same math. They differ only in layout and run."
         return join(element("h2", "The math"), element("p", text))
     return join(element("h2", "The math that differs"), _field_table(rows, every))
 
@@ -55,9 +56,16 @@ def evaluation(every: Sequence[Entry]) -> Html | None:
             body.append(_figure_row(name, row, entry.style, scale, labelled=len(every) == 1))
     columns = element("tr", *(element("th", text) for text in ("", "before", "after", "95% intervals")))
     table = element("table", element("thead", columns), element("tbody", *body), class_="figures")
-    after = evaluated[0].run.evaluation["after"]
-    title = held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
-    return join(element("h2", title), element("div", table, class_="wide"))
+    titles = {entry.label: _held_out(entry.run.evaluation["after"]) for entry in evaluated}
+    title, told = next(iter(titles.values())), None
+    if len(set(titles.values())) > 1:
+        numbers = " ".join(f"{label}: {count}." for label, count in titles.items())
+        title, told = "Held-out metrics", element("p", numbers, class_="soft")
+    return join(element("h2", title), told, element("div", table, class_="wide"))
+
+
+def _held_out(after: Mapping[str, Any]) -> str:
+    return held_out_title(after["pairs"], after.get("lists", 0), after.get("answers", 0))
 
 
 def cost(every: Sequence[Entry]) -> Html | None:
@@ -74,7 +82,7 @@ def cost(every: Sequence[Entry]) -> Html | None:
         if found.lost and len(every) > 1:
             lost.append(element("tr", element("th", key(entry), colspan=3)))
         lost += [_cells(one["prompt"], " or ".join(one["expect"]), one["after"]) for one in found.lost]
-    rule = "Questions with known answers, and plain text. An answer is correct if it contains what is expected."
+    rule = "Questions with known answers, and plain text. An answer is correct if it contains the expected text."
     return join(
         element("h2", "What it cost"),
         element("p", rule, class_="soft"),
@@ -137,7 +145,7 @@ def _reward_charts(rewards: Rewards, styles: tuple[str, str]) -> Iterator[Html]:
     finite_N = np.isfinite(np.concatenate([rewards.before, rewards.after], axis=1)).all(axis=1)
     num_left_out = int((~finite_N).sum())
     if num_left_out:
-        yield element("p", f"{num_left_out:,} pairs with rewards that are not finite are left out.")
+        yield element("p", f"{num_left_out:,} pairs with non-finite rewards are left out.")
     if not finite_N.any():
         return
     tokens, before, after = (values[finite_N] for values in (rewards.tokens, rewards.before, rewards.after))
@@ -150,7 +158,7 @@ def _reward_charts(rewards: Rewards, styles: tuple[str, str]) -> Iterator[Html]:
         for when, values in (("before", before), ("after", after))
     }
     figures = [charts.histogram(f"Rewards, {when}", sides[when], across.low, across.high) for when in sides]
-    figures += [charts.scatter(f"Reward by tokens, {when}", sides[when], up) for when in sides]
+    figures += [charts.scatter(f"Reward by length, {when}", sides[when], up) for when in sides]
     yield element("div", *figures, class_="charts pairs")
 
 
@@ -177,13 +185,9 @@ def _cards(prompt: str, how: str, every: Sequence[Entry]) -> Iterator[Html]:
                 continue
             old, new = sample[f"{how}_before"], sample[f"{how}_after"]
             if old not in before:
-                yield _card("before", old, "was")
+                yield card("before", old, "was")
             before.add(old)
-            yield _card("after" if len(every) == 1 else f"after, {entry.label}", new, entry.style)
-
-
-def _card(title: str, text: str, style: str) -> Html:
-    return element("div", element("small", title), element("pre", text or "(nothing)"), class_=style)
+            yield card("after" if len(every) == 1 else f"after, {entry.label}", new, entry.style)
 
 
 def config(every: Sequence[Entry]) -> Html:
@@ -191,14 +195,14 @@ def config(every: Sequence[Entry]) -> Html:
     runs = [entry.run for entry in every]
     tables = [
         ("The math", field_rows(runs, math=True)),
-        ("Layout and run: not the math", field_rows(runs, math=False)),
+        ("Layout and run (not the math)", field_rows(runs, math=False)),
         ("Environment", _environment(every)),
     ]
     parts = [element("div", element("h3", title), _field_table(rows, every)) for title, rows in tables if rows]
     ids = dict.fromkeys(str(run.start("run_id")) for run in runs if run.starts)
     known = f"Run id {', '.join(ids)}. " if ids else ""
     columns = element("div", *parts, class_="columns" if len(every) == 1 else None)
-    return join(element("h2", "Config"), element("p", f"{known}Defaults are paler.", class_="soft"), columns)
+    return join(element("h2", "Config"), element("p", f"{known}Default values are paler.", class_="soft"), columns)
 
 
 def _field_table(rows: Sequence[FieldRow], every: Sequence[Entry]) -> Html:

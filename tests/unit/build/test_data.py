@@ -232,7 +232,9 @@ def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> No
         ("data.train", 20, 17, 0),
         ("data.eval", 4, 0, 4),
     ]
-    assert said(tables)[-1] == "data  3 pairs of data.train are not trained on: their prompt is in data.eval"
+    assert said(tables)[-1] == (
+        "data  3 pairs of data.train are excluded from training, because data.eval has the same prompt"
+    )
 
 
 def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
@@ -307,8 +309,8 @@ def test_an_input_that_the_prompt_lacks(load: Load, folder: Path) -> None:
     rows[0]["input"], rows[1]["input"] = "a text", rows[1]["prompt"]
     (folder / "a.jsonl").write_text(jsonl(rows))
     warning = (
-        " of 10 records have text in the column 'input' or 'history', which is not read beside a 'prompt' that may "
-        "contain it already. If it does not, read the prompt's column as 'instruction', as Alpaca's data has it: "
+        " of 10 records have text in the column 'input' or 'history', which is ignored next to a 'prompt' that may "
+        "already contain it. If it does not, read the prompt's column as 'instruction', as in Alpaca's data: "
         "data.columns={instruction: COLUMN}"
     )
     assert load().warnings == [f"a.jsonl: 1{warning}"]
@@ -354,7 +356,7 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
     ]
     (folder / "a.jsonl").write_text(jsonl(records(0, 8) + records(8, 11, answer="")))
     assert load("data.on_bad=drop").warnings == [
-        "a.jsonl: 3 of 11 records were dropped, 3 as empty: data.on_bad: error names the first one"
+        "a.jsonl: 3 of 11 records were dropped, 3 as empty: set data.on_bad: error to see the first one"
     ]
 
 

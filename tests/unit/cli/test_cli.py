@@ -428,6 +428,7 @@ def test_init_demo_writes_a_config_and_its_data(isopref: Isopref, tmp_path: Path
     ]
     config = load_config(folder / "demo.yaml")
     assert (config.data.train, config.data.eval) == ("some/where/train.jsonl", "some/where/eval.jsonl")
+    assert result.stdout.endswith("\n  isopref train some/where/demo.yaml\n")
     assert config.run.spot_checks == "some/where/spot_checks.jsonl"
 
 
@@ -447,6 +448,14 @@ def test_config_prints_the_resolved_config_and_its_run_id(isopref: Isopref, conf
     config = load_config(config_file, ["optim.lr=2e-6"])
     assert result.stdout.splitlines()[0] == f"# run id: {run_id(config)}"
     assert yaml.safe_load(result.stdout) == config.model_dump(mode="json")
+
+
+def test_config_prints_the_parameters_of_the_loss(isopref: Isopref, config_file: Path) -> None:
+    """The file has null for a parameter left at its default, which differs from loss to loss."""
+    lines = isopref("config", config_file.name, "objective.label_smoothing=0.2").stdout.splitlines()
+    assert lines[1:3] == ["# sigmoid: beta 0.1, label_smoothing 0.2, divergence reverse_kl", "model:"]
+    lines = isopref("config", config_file.name, "objective.loss={simpo: 1, ipo: 0.5}").stdout.splitlines()
+    assert lines[1:4] == ["# simpo: beta 2.0, gamma 1.0", "# ipo: beta 0.1", "model:"]
 
 
 def test_help_lists_commands_in_the_order_of_a_project() -> None:

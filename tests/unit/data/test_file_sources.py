@@ -99,9 +99,9 @@ def test_several_formats_are_refused_and_the_way_out_works(folder: Path) -> None
         with pytest.raises(DataError) as caught:
             read_source(spec)
         assert str(caught.value) == (
-            f"{spec}: files of several formats (jsonl: 10.jsonl, 2.jsonl; json: info.json; csv: metrics.csv), and a "
-            "source has one. Name one format by a pattern, as in data/*.jsonl, or give each format as a source of its "
-            "own in a list."
+            f"{spec}: files of several formats (jsonl: 10.jsonl, 2.jsonl; json: info.json; csv: metrics.csv), but a "
+            "source must have one. Select one with a pattern, as in data/*.jsonl, or list each format as a separate "
+            "source."
         )
     assert len(list(read_source("data/*.jsonl"))) == 3
 
@@ -118,7 +118,7 @@ def test_files_of_several_splits_are_not_mixed_by_accident(folder: Path) -> None
     for name in ("train-00000.jsonl", "train-00001.jsonl", "trainer.jsonl", "test-00000.jsonl"):
         (folder / name).write_text(rows(name))
     with pytest.raises(
-        DataError, match=r"^data: a folder with files of several splits \(test, train\)\. .* data/train\*"
+        DataError, match=r"^data: the folder has files of several splits \(test, train\)\. .* data/train\*"
     ):
         read_source("data")
     assert len(list(read_source("data/train-*"))) == 2

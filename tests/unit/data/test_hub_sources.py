@@ -85,7 +85,7 @@ def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyP
     assert str(caught.value) == (
         f"owner/set:dev (fr): there is no local path {Path('owner/set:dev').absolute()}, and the Hugging Face hub gave "
         "no data set 'owner/set' with split 'dev', config 'fr', revision 'v1' (ValueError: Config name is missing. "
-        "Please pick one among the available configs: ['en', 'de']). Check the path, or what is asked for: "
+        "Please pick one among the available configs: ['en', 'de']). Check the path or the name on the hub: "
         "data.train: {path: OWNER/NAME, name: CONFIG, split: SPLIT, revision: REVISION}."
     )
 

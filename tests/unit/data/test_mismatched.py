@@ -34,7 +34,7 @@ def test_the_last_byte_of_an_id_counts() -> None:
 def test_a_table_with_one_question_is_refused() -> None:
     prompt = np.array([3, 4])
     table = ExampleTable.from_tokens([Example(prompt, (np.array([n]),), (), (1.0,)) for n in (5, 6)])
-    with pytest.raises(DataError, match=r"all examples of the table ask the same.*such as bco"):
+    with pytest.raises(DataError, match=r"all examples have the same prompt.*such as bco"):
         Mismatched(table)
 
 

@@ -300,8 +300,8 @@ def test_whole_conversations_beside_a_prompt_are_told_once_for_the_source(
     with pytest.raises(DataError) as raised:
         build(whole)
     assert str(raised.value) == (
-        f"{path}:1: 'chosen' and 'rejected' hold whole conversations beside the column '{column}', where they should "
-        f"begin with the assistant turn after it. Remove the column '{column}' from the data, or the turns before the "
+        f"{path}:1: 'chosen' and 'rejected' are whole conversations, but next to the column '{column}' they must begin "
+        f"with the assistant turn after it. Remove the column '{column}' from the data, or the turns before the "
         "answers."
     )
     assert build([{key: value for key, value in record.items() if key != column} for record in whole]) == 3

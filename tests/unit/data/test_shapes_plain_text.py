@@ -76,7 +76,7 @@ def test_templated_text_is_read_without_a_template_only(before: str) -> None:
     fields = both(before, "It is.\nbecause", "It is.\ndunno")
     pair = pair_of(fields, raw=True)
     assert (pair.prompt, pair.chosen, pair.rejected) == (before, "It is.\nbecause", "It is.\ndunno")
-    with pytest.raises(DataError, match=r"f:1: .* are templated already, .* Set data\.template: none, or write"):
+    with pytest.raises(DataError, match=r"f:1: .* are already templated, .* Set data\.template: none, or store"):
         detect_shape([Record(fields, "f:1")], raw=False)
 
 

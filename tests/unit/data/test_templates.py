@@ -241,7 +241,7 @@ def test_a_template_file_is_used_and_a_missing_one_is_an_error(tmp_path: Path) -
 def test_a_broken_template_is_an_error_of_the_config(tmp_path: Path, broken: str, where: str) -> None:
     path = tmp_path / "bad.jinja"
     path.write_text(broken)
-    with pytest.raises(ConfigError, match=rf"^data\.template: '{path}', {where}.* Mend the file\.$"):
+    with pytest.raises(ConfigError, match=rf"^data\.template: '{path}', {where}.* Fix the file\.$"):
         encoder_of(CHATML, str(path))
     own = r"^data\.template: the chat template of the tokenizer '.*', "
     for template in (broken, {"default": CHATML, "tool_use": broken}):

@@ -17,7 +17,7 @@ from isopref.report.charts import Line, fitted, over_steps
 from isopref.report.compare import math_that_differs, parting
 from isopref.report.curves import curves
 from isopref.report.elements import element, fixed, join, number
-from isopref.report.figures import entries, field_rows, figure_rows
+from isopref.report.figures import duration, entries, field_rows, figure_rows
 from isopref.report.html import page
 from isopref.report.markdown import markdown
 from isopref.runs.read import RunRecord, read_run
@@ -45,6 +45,12 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \x1b[3
 )
 def test_numbers(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (3.2, 59.6, 61, 3600, 7384)] == [
+        *("3 s", "1 min 0 s", "1 min 1 s", "1 h 0 min", "2 h 3 min")
+    ]
 
 
 def test_fixed_figures() -> None:
@@ -186,7 +192,7 @@ def test_a_run_that_diverged_can_be_shown(tmp_path: Path) -> None:
     write_rewards(folder, np.full((40, 2), 7), np.zeros((40, 2)), after)
     html = page([read_run(folder)])
     assert not re.findall(r'="[^"]*\b(?:nan|inf)', html)
-    assert "3 pairs with rewards that are not finite are left out." in html
+    assert "3 pairs with non-finite rewards are left out." in html
     assert "<td>nan<small>nan to nan</small></td>" in html
     assert "nan" in markdown([read_run(folder)])
 
@@ -216,6 +222,16 @@ def test_labels_of_figures_keep_their_words_whole(tmp_path: Path, width: int) ->
 
 
 # --- several runs ------------------------------------------------------------------------------------
+
+
+def test_runs_with_other_held_out_pairs_each_say_how_many(tmp_path: Path) -> None:
+    """The title had the first run's number, as if all were measured on the same pairs."""
+    runs = [read_run(make_run(tmp_path / name, noisy_metrics(3))) for name in ("a", "b")]
+    assert "<h2>40 held-out pairs</h2>" in page(runs)
+    runs[1].evaluation["after"]["pairs"] = 7
+    html = page(runs)
+    assert "<h2>Held-out metrics</h2>" in html
+    assert "a: 40 held-out pairs. b: 7 held-out pairs." in html
 
 
 @pytest.mark.parametrize("left_out", ["speed/mfu", "speed/"])
@@ -321,7 +337,7 @@ def test_compare_says_where_means_are_over_other_steps(
 
 def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", losses([0.7])))
-    with pytest.raises(RunError, match="7 runs are too many for one report, which tells 6 apart"):
+    with pytest.raises(RunError, match="7 runs are too many for one report, which shows up to 6"):
         page([run] * 7)
 
 

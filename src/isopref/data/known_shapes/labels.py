@@ -117,9 +117,9 @@ def _is_good(value: Any, name: str) -> bool:
     if number is not None and number not in (0.0, 1.0):
         raise WrongColumnError(
             "label",
-            f"'{name}' is {shown(value)}, which looks like a rating, not a label. A label is {ACCEPTED}. Turn ratings "
-            "into labels with a threshold of yours, or put all answers to a prompt into one record, with their "
-            "ratings in 'scores'",
+            f"'{name}' is {shown(value)}, which looks like a rating, not a label. A label is {ACCEPTED}. Convert "
+            "ratings to labels with a threshold, or put all answers to a prompt into one record, with their ratings in "
+            "'scores'",
         )
     word = str(int(number)) if number is not None else _word(value)
     if word not in (*GOOD, *BAD):

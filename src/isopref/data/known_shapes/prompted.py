@@ -96,6 +96,6 @@ def _whole_beside(column: str, fields: Fields) -> str | None:
     if not all(is_long(fields[side]) and begins_whole(fields[side]) for side in SIDES):
         return None
     return (
-        f"'chosen' and 'rejected' hold whole conversations beside the column '{column}', where they should begin with "
-        f"the assistant turn after it. Remove the column '{column}' from the data, or the turns before the answers."
+        f"'chosen' and 'rejected' are whole conversations, but next to the column '{column}' they must begin with the "
+        f"assistant turn after it. Remove the column '{column}' from the data, or the turns before the answers."
     )
