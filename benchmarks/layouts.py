@@ -57,7 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded-compiled": {"rows": "padded", "compile": True},
 }
 PADDED_TOKENS = {"gpt-oss": 8192}  # with sinks transformers' own attention holds all scores: more would not fit
-CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, spare=8, steps=4)
+CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, spare=6, steps=4)
 SMALL_CELL = Cell("", "hh", 2, microbatch_tokens=4096, trl_batch=0, dtype="float32", warmup=1, spare=1, steps=1)
 
 

@@ -6,6 +6,7 @@ run, atomically, so a benchmark that is killed loses at most the run under way.
 
 import hashlib
 import json
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,8 +29,10 @@ def code_version() -> str:
 def commit() -> str:
     """The checkout's commit, "-dirty" if files differ from it; without git, the digest of the code."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or f"code {code_version()}"
+    found = ""
+    if shutil.which("git"):
+        found = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False).stdout.strip()
+    return found or f"code {code_version()}"
 
 
 class UnavailableError(Exception):

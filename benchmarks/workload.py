@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import itertools
-import os
 import platform
 from datetime import date
 from pathlib import Path
@@ -145,12 +144,6 @@ def examples(name: str, count: int, *, answers: int, labelled: bool = False, voc
 def in_order(every: list[Item]) -> list[Item]:
     """The pairs as isopref's first epoch (seed 0) takes them, so that a peer gets the same global batches."""
     return [every[i] for i in epoch_order(len(every), seed=0, epoch=1)]
-
-
-def environment() -> dict[str, str]:
-    """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
-    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
-    return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def versions() -> dict[str, str]:

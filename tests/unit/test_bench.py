@@ -209,7 +209,7 @@ def perform(bench: Any, runs: list[Any]) -> dict[str, dict[str, Any]]:
     worker, answers = bench.Worker(), {}
     try:
         for run in runs:
-            more = {"data": []} if run.call.startswith("hh_training") else {}
+            more: dict[str, Any] = {"data": []} if run.call.startswith("hh_training") else {}
             job = {"call": run.call, "given": {**run.given, **more}, "tiny": True}
             answers[run.name] = worker.answer(job, 200)
     finally:
