@@ -14,7 +14,7 @@ SMOKE  := tests/unit/cli/test_cli.py tests/unit/data/test_sources.py \
           tests/unit/models/test_hf.py::test_a_gguf_model_is_exported_to_a_folder_that_needs_no_gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lowest trajectories trl soak audit dist package lint format exactness models docs site picture clean
+.PHONY: help install demo test lowest trajectories trl soak audit dist package lint format exactness models docs site picture bench clean
 
 help:
 	@echo "make demo     install, tune SmolLM2-135M on the CPU with a shipped config, show the effect (a few minutes)"
@@ -30,6 +30,7 @@ help:
 	@echo "make models   try every causal-LM architecture of transformers, write docs/models.md (a few minutes)"
 	@echo "make docs     write docs/config.md, docs/objectives.md and docs/api.md from the code"
 	@echo "make site     build the docs as a website in dist/site, with strict links (needs a network once)"
+	@echo "make bench    measure every GPU figure that is not measured yet, in order of importance (hours; benchmarks/RESULTS.md)"
 	@echo "make picture  write docs/report.png from the demo's report (needs Chromium)"
 	@echo "make lint     lint, types and import contract only"
 	@echo "make format   rewrite the code in the project's style"
@@ -126,6 +127,10 @@ site: $(READY)
 
 picture: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.browser runs/demo/report.html docs/report.png
+
+# Continues where an earlier call stopped. Parts of it: see the head of benchmarks/bench.py.
+bench: $(READY)
+	$(BIN)/python benchmarks/bench.py
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

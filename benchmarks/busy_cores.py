@@ -50,7 +50,7 @@ def measure() -> float:
     """Pairs per second of a few steps, in this process."""
     from vs_trl import CELLS, run_isopref
 
-    return float(run_isopref(CELLS["cpu-hh"], mixed=False, overrides={})["pairs_per_s"])
+    return float(run_isopref(CELLS["cpu-hh"], mixed=False, float8=False, overrides={})["pairs_per_s"])
 
 
 def main() -> None:

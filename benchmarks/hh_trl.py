@@ -1,5 +1,6 @@
 """TRL's side of hh_training.py: its DPO trainer on the same tokens, batches, order, schedule and weights."""
 
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from olmo_core.optim import LinearWithWarmup
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from trl_peer import own_attention
 
 from isopref.data.schedule import epoch_order
 from isopref.data.table import ExampleTable
@@ -53,7 +55,7 @@ class CourseCallback(TrainerCallback):
         self.course.evaluations.append({**self.course.steps[-1], **figures})
 
 
-def train_trl(plan: "Plan", seed: int, begun: float, *, batch: int, liger: bool) -> "Course":
+def train_trl(plan: "Plan", seed: int, begun: float, *, batch: int, liger: bool, cudnn: bool) -> "Course":
     """`batch`: pairs of a microbatch."""
     from hh_training import Course
 
@@ -68,33 +70,33 @@ def train_trl(plan: "Plan", seed: int, begun: float, *, batch: int, liger: bool)
             for index in epoch_order(len(tables.train), seed=seed, epoch=epoch)
         ]
         pairs = Pairs(_records(tables.train), order[: steps * plan.batch_size], _records(tables.held_out))
-        _fit(plan, scratch, pairs, steps, batch, liger, CourseCallback(course))
+        _fit(plan, scratch, pairs, steps, batch, liger, cudnn, CourseCallback(course))
     return course
 
 
-def search(plan: "Plan", batches: list[int], liger: list[bool]) -> list[dict[str, Any]]:
+def search(plan: "Plan", batches: list[int], liger: bool) -> list[dict[str, Any]]:
     """Pairs per second of a few steps under each setting: the first epoch's pairs of seed 0, without evaluation."""
     from hh_training import Course
 
     found = []
-    for kernels in liger:
-        for batch in batches:
-            if plan.batch_size % batch:
-                continue
-            course = Course("trl", 0, time.perf_counter())
-            with tempfile.TemporaryDirectory() as scratch:
-                table = plan.tables(0, Path(scratch)).train
-                steps = min(SEARCH_STEPS, plan.steps(table))
-                order = epoch_order(len(table), seed=0, epoch=1)[: steps * plan.batch_size]
-                pairs = Pairs(_records(table.select(order)), list(range(len(order))), None)
-                one: dict[str, Any] = {"batch": batch, "liger": kernels}
-                try:
-                    _fit(plan, scratch, pairs, steps, batch, kernels, CourseCallback(course))
-                    timed = course.steps[-1]["seconds"] - course.steps[SEARCH_WARMUP - 1]["seconds"]
-                    one["pairs_per_s"] = (steps - SEARCH_WARMUP) * plan.batch_size / timed
-                except torch.cuda.OutOfMemoryError as error:
-                    one["error"] = str(error)[:200]
-                found.append(one)
+    for batch, cudnn in itertools.product(dict.fromkeys(batches), (False, True)):
+        if plan.batch_size % batch:
+            continue
+        course = Course("trl", 0, time.perf_counter())
+        with tempfile.TemporaryDirectory() as scratch:
+            table = plan.tables(0, Path(scratch)).train
+            steps = min(SEARCH_STEPS, plan.steps(table))
+            order = epoch_order(len(table), seed=0, epoch=1)[: steps * plan.batch_size]
+            pairs = Pairs(_records(table.select(order)), list(range(len(order))), None)
+            one: dict[str, Any] = {"batch": batch, "cudnn": cudnn}
+            try:
+                _fit(plan, scratch, pairs, steps, batch, liger, cudnn, CourseCallback(course))
+                warmup = min(SEARCH_WARMUP, steps - 1)
+                timed = course.steps[-1]["seconds"] - course.steps[warmup - 1]["seconds"]
+                one["pairs_per_s"] = (steps - warmup) * plan.batch_size / timed
+            except torch.cuda.OutOfMemoryError as error:
+                one["error"] = str(error)[:200]
+            found.append(one)
     return found
 
 
@@ -105,14 +107,16 @@ def _fit(
     steps: int,
     batch: int,
     liger: bool,
+    cudnn: bool,
     callback: CourseCallback,
 ) -> None:
+    if liger:
+        import liger_kernel  # noqa: F401 -- to say so early if it is missing
     from trl import DPOConfig, DPOTrainer
     from trl.trainer import dpo_trainer
 
     dpo_trainer.hash_module = lambda _model: uuid4().hex  # it names a cache file; no part of training
     cuda = torch.cuda.is_available()
-    torch.backends.cuda.enable_cudnn_sdp(False)
     schedule = LinearWithWarmup(alpha_f=0.0, warmup=max(1, round(plan.warmup * steps)), t_max=steps + 1)
 
     class Prepared(DPOTrainer):  # type: ignore[misc]
@@ -165,7 +169,9 @@ def _fit(
         callbacks=[callback],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with own_attention():
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        trainer.train()
 
 
 def _records(table: ExampleTable) -> Any:

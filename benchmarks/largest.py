@@ -28,11 +28,13 @@ import workload
 from ready import Cell, ready_trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from worker import environment
 
 from isopref.batch.packing import Budget
 from isopref.build.model import new_adapter
 from isopref.cards import GIB, find_card
 from isopref.config.values import AdapterConfig
+from isopref.engine.oom_retry import ran_out
 from isopref.examples import Lengths
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import shape_of
@@ -153,9 +155,20 @@ def _copied(weight: Tensor) -> Tensor:
     return copy
 
 
-def attempt(name: str, layers: int) -> dict[str, Any]:
+def measure(kind: str, layers: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Whether one shape fits, as a run of bench.py."""
+    try:
+        found = attempt(replace(KINDS[kind], width="tiny"), 2) if tiny else attempt(KINDS[kind], layers)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        return {"fits": False, "why": str(error)[:200]}
+    return {"fits": True, **found}
+
+
+def attempt(kind: Kind, layers: int) -> dict[str, Any]:
     """Two steps of one shape, in this process."""
-    kind, started = KINDS[name], time.perf_counter()
+    started = time.perf_counter()
     times: dict[str, float] = {}
 
     def passed(what: str) -> None:
@@ -184,8 +197,7 @@ def attempt(name: str, layers: int) -> dict[str, Any]:
         size = sum(parameter.numel() for parameter in ready.policy.parameters())
         loss = ready.metrics()[-1]["train/loss"]
     memory = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
-    found = {"parameters": size, "peak_memory_gib": memory, "loss": loss, "seconds": times}
-    return {"about": workload.versions(), "result": found}
+    return {"parameters": size, "peak_memory_gib": memory, "loss": loss, "seconds": times}
 
 
 def in_a_process(name: str, layers: int) -> dict[str, Any]:
@@ -194,7 +206,7 @@ def in_a_process(name: str, layers: int) -> dict[str, Any]:
     shape = {"kind": name, "width": KINDS[name].width, "layers": layers, "predicted_gib": predicted}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--attempt", name, str(layers), "--out", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, env=workload.environment(), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         if not done.returncode:
             found = json.loads(Path(file.name).read_text())
             return {**found, "result": {**shape, "fits": True, **found["result"]}}
@@ -224,7 +236,8 @@ def main() -> None:
     parser.add_argument("--attempt", nargs=2, metavar=("KIND", "LAYERS"), help="one shape, in this process")
     args = parser.parse_args()
     if args.attempt is not None:
-        args.out.write_text(json.dumps(attempt(args.attempt[0], int(args.attempt[1]))))
+        found = attempt(KINDS[args.attempt[0]], int(args.attempt[1]))
+        args.out.write_text(json.dumps({"about": workload.versions(), "result": found}))
         return
     started, about = time.perf_counter(), None
     results: list[dict[str, Any]] = []

@@ -1,28 +1,29 @@
 """Shared rows against padded ones, both in isopref's own trainer: models with a state, with sinks, with experts.
 
-    python benchmarks/layouts.py --out results.json
-    python benchmarks/layouts.py --models lfm2 --layouts shared --profile
+    python benchmarks/bench.py --only layouts
+    python benchmarks/layouts.py lfm2 shared --profile
 
 Shapes of about a billion weights, random, chat lengths, bfloat16. Padded rows hold pairs of similar length, as
 `layout.rows: padded` always does; "padded" runs them as isopref does by default, uncompiled, "padded-compiled" with
 `layout.compile: true`. Every layout has the same pairs in the same global batches, and references computed beforehand.
+The timed steps begin once a step has passed in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`).
 """
 
 import argparse
-import gc
+import importlib.metadata
 import json
 import os
-import traceback
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import workload
 from clocks import Clock, EngineClock
 from profile_step import StepProfile, kernels_of, seconds_by_kind
 from ready import Cell, ready_trainer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from records import UnavailableError
+from transformers import PreTrainedModel
 
 _ATTENDING = (2, 5, 8, 10, 12, 14)  # of LFM2's 16 layers; the others convolve
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
     },
 }  # fmt: skip
-SMALL: dict[str, Any] = {  # for a try on a CPU
+SMALL: dict[str, Any] = {  # on a CPU
+    "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "vocab_size": 97, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -55,26 +57,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded-compiled": {"rows": "padded", "compile": True},
 }
 PADDED_TOKENS = {"gpt-oss": 8192}  # with sinks transformers' own attention holds all scores: more would not fit
-CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, steps=4)
-SMOKE = Cell("", "hh", 4, microbatch_tokens=4096, trl_batch=0, dtype="float32", warmup=1, steps=1)
+CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, spare=6, steps=4)
+SMALL_CELL = Cell("", "hh", 2, microbatch_tokens=4096, trl_batch=0, dtype="float32", warmup=1, spare=1, steps=1)
 
 
 def make(name: str, small: bool, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     given = {key: SMALL.get(key, value) if small else value for key, value in MODELS[name].items()}
-    config = AutoConfig.for_model(**given)
-    return workload.made(AutoModelForCausalLM.from_config, config, dtype=dtype, device=device)
+    return workload.causal_lm(given, dtype=dtype, device=device)
 
 
-def measure(cell: Cell, layout: str, *, small: bool, profiled: bool) -> dict[str, Any]:
+def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = False) -> dict[str, Any]:
     """One model in one layout."""
+    cell = replace(SMALL_CELL if tiny else CELL, shape=model)
+    if model == "qwen3-next" and torch.cuda.is_available():
+        _require_kernels()
 
     def of_cell(name: str, **options: Any) -> PreTrainedModel:
-        return make(name, small, **options)
+        return make(name, tiny, **options)
 
     settings = dict(LAYOUTS[layout])
-    if layout != "shared" and cell.shape in PADDED_TOKENS:
-        settings["microbatch_tokens"] = PADDED_TOKENS[cell.shape]
-    with ready_trainer(cell, layout=settings, make=of_cell) as ready:
+    if tiny:
+        settings["compile"] = False  # which on a CPU takes longer than everything else
+    if layout != "shared" and model in PADDED_TOKENS:
+        settings["microbatch_tokens"] = PADDED_TOKENS[model]
+    following = mock.patch.dict(os.environ, ISOPREF_FOLLOW_STATES="1")
+    if profiled:  # one step more, which is not timed
+        cell = replace(cell, warmup=cell.warmup + cell.spare, spare=0, steps=cell.steps + 1)
+    with following, ready_trainer(cell, layout=settings, make=of_cell) as ready:
         clock = Clock(replace(cell, steps=cell.steps - 1) if profiled else cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
         spy = StepProfile(cell.warmup + cell.steps)
@@ -90,7 +99,15 @@ def measure(cell: Cell, layout: str, *, small: bool, profiled: bool) -> dict[str
         weights = sum(parameter.numel() for parameter in ready.policy.parameters())
     if profiled:
         _tell(spy)
-    return {"model": cell.shape, "layout": layout, **figures, "row_fill": fill, "weights": weights, **names}
+    return {**figures, "row_fill": fill, "weights": weights, **names}
+
+
+def _require_kernels() -> None:
+    """Without its kernels, Gated DeltaNet runs in PyTorch, for minutes a step."""
+    try:
+        importlib.metadata.version("flash-linear-attention")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UnavailableError("flash-linear-attention is not installed") from error
 
 
 def _tell(spy: StepProfile) -> None:
@@ -104,29 +121,12 @@ def _tell(spy: StepProfile) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--out", type=Path, default=Path("layouts.json"))
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step more")
-    parser.add_argument("--small", action="store_true", help="tiny models, to try this on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this on a CPU")
     args = parser.parse_args()
-    os.environ["ISOPREF_FOLLOW_STATES"] = "1"
-    results: list[dict[str, Any]] = []
-    for name in args.models:
-        for layout in args.layouts:
-            cell = replace(SMOKE if args.small else CELL, shape=name)
-            try:
-                one = measure(cell, layout, small=args.small, profiled=args.profile)
-            except Exception as error:  # the others still count
-                traceback.print_exc()
-                one = {"model": name, "layout": layout, "error": f"{type(error).__name__}: {error}"[:500]}
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            torch.compiler.reset()
-            results.append(one)
-            print(json.dumps(one), flush=True)
-            args.out.write_text(json.dumps({"about": workload.versions(), "results": results}, indent=2) + "\n")
+    print(json.dumps(measure(args.model, args.layout, tiny=args.tiny, profiled=args.profile)))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
 """The longest pair that trains on this card, what offloading costs, and how fast long pairs are; beside TRL.
 
-    python benchmarks/longest.py 8b-lora 32768 65536/offload=none 65536/offload=full 262144/window=4096 --out long.json
-    python benchmarks/longest.py 1b 524288/window=4096
-    python benchmarks/longest.py trl-8b-lora 32768 65536
-    python benchmarks/longest.py smoke 512 512/offload=full,tile=64 smoke-trl 512
+    python benchmarks/bench.py --only long long-trl
+    python benchmarks/longest.py 8b-lora 65536/offload=full,tile=4096      # one trial
+    python benchmarks/longest.py trl-8b-lora 32768/cudnn=true
 
 A pair of N tokens has a prompt of N/2 and two answers of N/4, so isopref computes N tokens, and TRL, which repeats the
-prompt, 1.5 N. Each kind is one process: a model with random weights in bfloat16, and for each trial two steps through
-the whole trainer, one pair each (`steps=1`: one, which includes what compiles). TRL gets gradient checkpointing, its
-chunked head, Liger's layers and the faster of torch's attention kernels. No time is spent on references: isopref trains
-SimPO, which has none, and TRL's DPO gets zeros in their place.
+prompt, 1.5 N. Models have random weights in bfloat16. A trial is two steps (`steps=`) through the whole trainer, one
+pair each; the first one, which compiles, is not counted. TRL gets gradient checkpointing, its chunked head and Liger's
+layers; `cudnn=true` lets torch use cuDNN's attention and `offload=full` moves TRL's checkpoints to the host, and its
+fastest setting counts. No time is spent on references: isopref trains SimPO, which has none, and TRL's DPO gets zeros
+in their place.
 
 Attention takes most of the time of a long pair and no memory that its window would change, so `window=4096` asks how
 long a pair fits without paying for attention over all of it. TRL gets torch's FlashAttention with that window.
 """
 
 import argparse
-import gc
 import json
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +29,7 @@ import torch
 import workload
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from trl_peer import own_attention
 
 from isopref.build.microbatch import settle_layout
 from isopref.build.model import add_adapter, spread
@@ -67,9 +65,8 @@ KINDS = {
     "1b": Kind("1b"),
     "trl-8b-lora": Kind("8b", LORA, peer=True),
     "trl-1b": Kind("1b", peer=True),
-    "smoke": Kind("tiny", LORA, dtype="float32"),
-    "smoke-trl": Kind("tiny", LORA, peer=True, dtype="float32"),
 }
+TINY_TOKENS = 512  # of every trial on a CPU
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,7 @@ class Trial:
     checkpointing: str = "auto"
     offload: str = "auto"
     tile: int | str | None = "auto"
+    cudnn: bool = False  # TRL's attention
     steps: int = 2
 
     @classmethod
@@ -112,10 +110,22 @@ class Trial:
         return [Example(prompt, (chosen, rejected), ((0, 1),), (1.0, 0.0)) for prompt, chosen, rejected in parts]
 
 
-def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def model(kind: Kind, trial: Trial, device: torch.device) -> PreTrainedModel:
     """As Llama, whose attention a config can give a window."""
-    config = MistralConfig(**{**workload.SHAPES[shape], "max_position_embeddings": 2**20, "sliding_window": None})
-    return workload.made(MistralForCausalLM, config, dtype=dtype, device=device)
+    widths = {**workload.SHAPES[kind.shape], "max_position_embeddings": 2**20, "sliding_window": trial.window}
+    return workload.made(MistralForCausalLM, MistralConfig(**widths), dtype=getattr(torch, kind.dtype), device=device)
+
+
+class Heard(Display):
+    """Also keeps what a run says, such as what `auto` chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        super().say(text)
 
 
 class Stopwatch:
@@ -123,6 +133,10 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.times.clear()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -134,64 +148,49 @@ class Stopwatch:
     def result(self) -> dict[str, Any]:
         steps = [round(after - before, 2) for before, after in zip(self.times, self.times[1:], strict=False)]
         memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        return {"steps_s": steps, "step_s": steps[-1] if steps else None, "peak_memory_gib": round(memory, 1)}
+        return {"steps_s": steps, "step_s": median(steps[1:] or steps or [0.0]), "peak_memory_gib": round(memory, 1)}
 
 
-def run_isopref(kind: Kind, trials: list[Trial], report: Any) -> None:
+def run_isopref(kind: Kind, trial: Trial) -> dict[str, Any]:
     from olmo_core.train.callbacks import Callback
 
-    class Ticks(Callback):
-        def __init__(self, watch: Stopwatch):
-            self.watch = watch
+    watch = Stopwatch()
 
+    class Ticks(Callback):
         def pre_train(self) -> None:
-            self.watch.tick()
+            watch.tick()
 
         def post_step(self) -> None:
-            self.watch.tick()
+            watch.tick()
 
-    with tempfile.TemporaryDirectory() as folder, environment(device="auto", seed=0, process_group=False) as env:
-        begun = time.perf_counter()
-        run = Run(_config(kind, trials[0], f"{folder}/0"), Path(folder) / "0", env, Display())
-        made = model(kind.shape, dtype=getattr(torch, kind.dtype), device=env.device)
+    with tempfile.TemporaryDirectory() as scratch, environment(device="auto", seed=0, process_group=False) as env:
+        folder = Path(scratch)
+        display = Heard()
+        run = Run(_config(kind, trial, scratch), folder, env, display)
+        made = model(kind, trial, env.device)
         policy = Policy(made)
         add_adapter(run, policy)
         run_model = spread(run, policy)
-        print(f"ready after {time.perf_counter() - begun:.0f} s", flush=True)
-        for number, trial in enumerate(trials):
-            made.config.sliding_window = trial.window
-            for layer in made.model.layers:
-                layer.self_attn.config.sliding_window = trial.window
-            tile_mlps(policy, trial.tile if isinstance(trial.tile, int) else None)
-            own = Path(folder) / str(number)
-            own.mkdir(exist_ok=True)
-            run = replace(run, config=_config(kind, trial, str(own)), folder=own)
-            table = ExampleTable.from_tokens(trial.examples(made.config.vocab_size))
-            begun = time.perf_counter()
-            watch, trainer = Stopwatch(), None
-            try:
-                settled = settle_layout(run, run_model, table)
-                print(f"settled after {time.perf_counter() - begun:.0f} s", flush=True)
-                none = TableLogps(torch.zeros(len(table.lengths.answer)))
-                trainer = build_trainer(settled, run_model, table, none, None, False)
-                del trainer.callbacks["checkpointer"]
-                module: Any = trainer.train_module
-                module.oom_retry = None
-                trainer.add_callback("ticks", Ticks(watch))
-                watch.__init__()  # type: ignore[misc]
-                trainer.fit()
-                loss = json.loads((own / "metrics.jsonl").read_text().splitlines()[-1])["train/loss"]
-                report({**_said(trial), "fits": True, "loss": loss, **watch.result()})
-            except (RuntimeError, UserError) as error:
-                if isinstance(error, RuntimeError) and not ran_out(error):
-                    traceback.print_exc()
-                report({**_said(trial), "fits": False, "why": str(error)[:300], **watch.result()})
-            del trainer
-            for parameter in run_model.parameters():
-                parameter.grad = None
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        tile_mlps(policy, trial.tile if isinstance(trial.tile, int) else None)
+        table = ExampleTable.from_tokens(trial.examples(made.config.vocab_size))
+        try:
+            settled = settle_layout(run, run_model, table)
+            none = TableLogps(torch.zeros(len(table.lengths.answer)))
+            trainer = build_trainer(settled, run_model, table, none, None, False)
+            del trainer.callbacks["checkpointer"]
+            module: Any = trainer.train_module
+            module.oom_retry = None  # which would repeat the step
+            trainer.add_callback("ticks", Ticks())
+            watch.restart()
+            trainer.fit()
+        except (RuntimeError, UserError) as error:
+            if isinstance(error, RuntimeError) and not ran_out(error):
+                raise
+            return {"fits": False, "why": str(error)[:300], **watch.result()}
+        loss = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["train/loss"]
+        del trainer
+    auto = [text for text in display.said if "auto is" in text]
+    return {"fits": True, "loss": loss, **watch.result(), "auto": auto}
 
 
 def _config(kind: Kind, trial: Trial, folder: str) -> Config:
@@ -207,31 +206,22 @@ def _config(kind: Kind, trial: Trial, folder: str) -> Config:
     )
 
 
-def _said(trial: Trial) -> dict[str, Any]:
-    return {name: value for name, value in vars(trial).items() if value != getattr(Trial(0), name)}
-
-
-def run_trl(kind: Kind, trials: list[Trial], report: Any) -> None:
-    from datasets import Dataset
-    from peft import LoraConfig
+def run_trl(kind: Kind, trial: Trial) -> dict[str, Any]:
     from transformers import TrainerCallback
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOTrainer
     from trl.trainer import dpo_trainer
 
     from isopref.testing.models import byte_tokenizer
 
-    cuda = torch.cuda.is_available()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length, while the GPU waits
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    watch = Stopwatch()
 
     class Ticks(TrainerCallback):
-        def __init__(self, watch: Stopwatch):
-            self.watch = watch
-
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.watch.tick()
+            watch.tick()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.watch.tick()
+            watch.tick()
 
     class Tokenised(DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -241,60 +231,71 @@ def run_trl(kind: Kind, trials: list[Trial], report: Any) -> None:
             return dataset  # which has them
 
     dpo_trainer.hash_module = lambda _model: ""  # of all weights, to name a cache file
-    for trial in trials:
-        made = model(kind.shape, dtype=getattr(torch, kind.dtype), device=torch.device("cuda" if cuda else "cpu"))
-        if trial.window is not None:
-            _window_attention(trial.window)
-            made.set_attn_implementation("flash_window")
-        records = [
-            {"prompt_ids": p.tolist(), "chosen_ids": c.tolist(), "rejected_ids": r.tolist()}
-            for p, (c, r) in ((one.prompt, one.answers) for one in trial.examples(made.config.vocab_size))
-        ]
-        for record in records:
-            record |= {"ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0}
-        watch, trainer = Stopwatch(), None
+    made = model(kind, trial, device)
+    if trial.window is not None:
+        _window_attention(trial.window)
+        made.set_attn_implementation("windowed")
+    with tempfile.TemporaryDirectory() as folder, own_attention():
+        torch.backends.cuda.enable_cudnn_sdp(trial.cudnn)
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                args = DPOConfig(
-                    output_dir=folder,
-                    per_device_train_batch_size=1,
-                    max_steps=trial.steps,
-                    learning_rate=1e-6,
-                    optim="adamw_torch_fused" if cuda else "adamw_torch",
-                    max_length=None,
-                    gradient_checkpointing=True,
-                    bf16=kind.dtype == "bfloat16",
-                    use_liger_kernel=cuda,
-                    use_cpu=not cuda,
-                    precompute_ref_log_probs=True,
-                    activation_offloading=trial.offload == "full",
-                    save_strategy="no",
-                    report_to=[],
-                    disable_tqdm=True,
-                    train_sampling_strategy="sequential",
-                )
-                lora = None if kind.adapter is None else LoraConfig(
-                    r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
-                )  # fmt: skip
-                trainer = Tokenised(
-                    model=made,
-                    args=args,
-                    train_dataset=Dataset.from_list(records),
-                    processing_class=byte_tokenizer(),
-                    callbacks=[Ticks(watch)],
-                    peft_config=lora,
-                )
-                watch.__init__()  # type: ignore[misc]
-                trainer.train()
-            report({**_said(trial), "fits": True, **watch.result()})
+            trainer = Tokenised(
+                model=made,
+                args=_trl_config(kind, trial, folder),
+                train_dataset=_records(trial, made.config.vocab_size),
+                processing_class=byte_tokenizer(),
+                callbacks=[Ticks()],
+                peft_config=_peft_config(kind),
+            )
+            watch.restart()
+            trainer.train()
         except RuntimeError as error:
             if not ran_out(error):
-                traceback.print_exc()
-            report({**_said(trial), "fits": False, "why": str(error)[:200], **watch.result()})
-        del trainer, made
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+                raise
+            return {"fits": False, "why": str(error)[:200], **watch.result()}
+    return {"fits": True, **watch.result()}
+
+
+def _trl_config(kind: Kind, trial: Trial, folder: str) -> Any:
+    from trl import DPOConfig
+
+    cuda = torch.cuda.is_available()
+    return DPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        max_steps=trial.steps,
+        learning_rate=1e-6,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        max_length=None,
+        gradient_checkpointing=True,
+        bf16=kind.dtype == "bfloat16",
+        use_liger_kernel=cuda,
+        use_cpu=not cuda,
+        precompute_ref_log_probs=True,
+        activation_offloading=trial.offload == "full",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+
+
+def _records(trial: Trial, vocabulary: int) -> Any:
+    """The pairs as TRL takes them, with zeros as their references."""
+    from datasets import Dataset
+
+    records = [
+        {"prompt_ids": p.tolist(), "chosen_ids": c.tolist(), "rejected_ids": r.tolist()}
+        for p, (c, r) in ((one.prompt, one.answers) for one in trial.examples(vocabulary))
+    ]
+    return Dataset.from_list([{**one, "ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0} for one in records])
+
+
+def _peft_config(kind: Kind) -> Any:
+    from peft import LoraConfig
+
+    if kind.adapter is None:
+        return None
+    return LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _window_attention(window: int) -> None:
@@ -314,41 +315,27 @@ def _window_attention(window: int) -> None:
         out: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(window - 1, 0), **GROUPED_HEADS)
         return out.unflatten(0, (batch, length)), None
 
-    AttentionInterface.register("flash_window", attend)
-    AttentionMaskInterface.register("flash_window", lambda *_, **__: None)
+    AttentionInterface.register("windowed", attend)
+    AttentionMaskInterface.register("windowed", lambda *_, **__: None)
 
 
-def in_a_process(name: str, trials: list[str], seconds: float) -> None:
-    """One kind; what it prints is passed on, and what is done when the time is over counts."""
-    command = [sys.executable, "-u", __file__, name, *trials, "--here"]
-    try:
-        subprocess.run(command, env=workload.environment(), timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{name}: stopped after {seconds:.0f} s", flush=True)
+def measure(kind: str, trial: str, *, tiny: bool = False) -> dict[str, Any]:
+    """Whether a pair of that length trains, in what time and memory."""
+    chosen, tried = KINDS[kind], Trial.of(trial)
+    if tiny:
+        chosen, tried = replace(chosen, shape="tiny", dtype="float32"), replace(tried, tokens=TINY_TOKENS)
+        if chosen.peer:  # neither its window nor its offloading works on a CPU
+            tried = replace(tried, window=None, offload="auto")
+    return {"tokens": tried.tokens, **(run_trl if chosen.peer else run_isopref)(chosen, tried)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("trials", nargs="+", metavar="TOKENS[/FIELD=VALUE,...]")
-    parser.add_argument("--out", type=Path, default=None, help="also append results to this file, as JSON lines")
-    parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("trial", metavar="TOKENS[/FIELD=VALUE,...]")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and pair, to try this on a CPU")
     args = parser.parse_args()
-    if not args.here:
-        out = [] if args.out is None else ["--out", str(args.out)]
-        in_a_process(args.kind, [*args.trials, *out], args.seconds)
-        return
-    kind, about = KINDS[args.kind], workload.versions()
-
-    def report(found: dict[str, Any]) -> None:
-        line = json.dumps({"kind": args.kind, **found, "about": about})
-        print(json.dumps({"kind": args.kind, **found}), flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
-
-    (run_trl if kind.peer else run_isopref)(kind, [Trial.of(one) for one in args.trials], report)
+    print(json.dumps({**measure(args.kind, args.trial, tiny=args.tiny), "about": workload.versions()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `isopref plan` predicts beside what `vs_trl.py` and `float8.py` measured.
+"""What `isopref plan` predicts beside what `vs_trl.py` measured.
 
 python benchmarks/plan_check.py [results.json ...]     # without a file: those of RESULTS.md
 """
@@ -32,7 +32,7 @@ from isopref.plan.scale import forecast
 
 FOLDER = Path(__file__).parent
 MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8")]
-OURS = ("isopref", "isopref-small", "isopref-mixed", "isopref-torch", "bfloat16", "float8")
+OURS = ("isopref", "isopref-small", "isopref-mixed", "isopref-torch", "isopref-float8")
 SMALL_TOKENS = 8192
 MIXED: dict[str, Any] = {"parallel": "fsdp", "weight_bytes": 4, "state_bytes": 8}
 
@@ -70,7 +70,7 @@ def shape_of_cell(cell: Cell) -> ModelShape:
 
 def layout_of(cell: Cell, system: str, lengths: Lengths) -> Layout:
     """All ran in bfloat16 with flash-attn-4, unless the system's name says otherwise."""
-    layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "float8")
+    layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "isopref-float8")
     forwards = first_pass(pair_loss(cell.loss), lengths, layout.rows)
     return replace(layout, kernel="varlen_attn" if system == "isopref-torch" else "flash-attn-4", forwards=forwards)
 
@@ -82,7 +82,7 @@ def compare(result: dict[str, Any]) -> Comparison:
     lengths = Lengths.of(cell.examples(1000))
     order = epoch_order(len(lengths), seed=0, epoch=1)
     batches = [lengths.select(batch(order, cell.batch_size, n)) for n in range(cell.warmup + cell.steps)]
-    profiled = 1 if system in ("bfloat16", "float8") else 0  # the last step of float8.py, which is not timed
+    profiled = 1 if result.get("profiled") else 0  # the last step was, and is not timed
     tokens = SMALL_TOKENS if system == "isopref-small" else cell.microbatch_tokens
     card = CARDS["H200"]
     first, later, timed = (
@@ -110,10 +110,9 @@ def compare(result: dict[str, Any]) -> Comparison:
 
 
 def comparisons(*files: Path) -> list[Comparison]:
-    """Every result of isopref in files that vs_trl.py or float8.py wrote."""
-    found = [json.loads(file.read_text()) for file in files]
-    results = [one for file in found for one in file.get("results", file.get("speed"))]
-    return [compare(one) for one in results if one["system"] in OURS and "error" not in one]
+    """Every result of isopref in files that bench.py wrote."""
+    results = [one for file in files for one in json.loads(file.read_text())["results"]]
+    return [compare(one) for one in results if one.get("system") in OURS]
 
 
 def main() -> None:

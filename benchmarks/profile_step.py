@@ -1,6 +1,6 @@
 """Where a step's time goes: the GPU's kernels by kind, and what the engine adds to the bare computation.
 
-    python benchmarks/profile_step.py --cell 1b-chat [--mixed] [--layout microbatch_tokens=8192]
+    python benchmarks/profile_step.py --cell 1b-chat [--mixed] [--float8] [--layout microbatch_tokens=8192]
 
 The engine's share is the step's time in the whole trainer, over that of a loop which only does forward, backward and
 the optimizer on microbatches that are on the device already: same process, same steps.
@@ -97,13 +97,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", choices=CELLS, default="1b-chat")
     parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--kernels", type=int, default=6, help="how many of the longest kernels of each kind to list")
     args = parser.parse_args()
     cell = CELLS[args.cell]
     logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
-    with ready_trainer(cell, mixed=args.mixed, layout=layout) as ready:
+    with ready_trainer(cell, mixed=args.mixed, float8=args.float8, layout=layout) as ready:
         clock, spy = Clock(replace(cell, steps=cell.steps - 1)), StepProfile(cell.warmup + cell.steps)
         ready.trainer.add_callback("clock", EngineClock(clock))
         ready.trainer.add_callback("profile", spy)

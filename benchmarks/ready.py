@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import workload
@@ -23,6 +25,7 @@ from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
 from isopref.examples import Example
+from isopref.models.float8 import compute_in_float8
 from isopref.models.policy import Policy
 from isopref.models.reward import RewardModel
 
@@ -38,6 +41,7 @@ class Cell:
     trl_batch: int  # pairs, or labelled answers, of one of TRL's microbatches
     dtype: str = "bfloat16"
     warmup: int = 3
+    spare: int = 0  # steps that the warm-up may take longer, until none compiles
     steps: int = 8
     adapter: dict[str, Any] | None = None  # as model.adapter takes it
     loss: str = "sigmoid"
@@ -71,9 +75,16 @@ class Cell:
 
     def examples(self, vocabulary: int) -> list[Example]:
         """The examples of all steps."""
-        count = (self.warmup + self.steps) * self.batch_size
+        count = (self.warmup + self.spare + self.steps) * self.batch_size
         labelled = self.loss == "kto" and self.answers == 1
         return workload.examples(self.data, count, answers=self.answers, labelled=labelled, vocabulary=vocabulary)
+
+
+@contextmanager
+def emulated_float8() -> Iterator[None]:
+    """Float8 on a CPU: products of rounded numbers."""
+    with mock.patch("isopref.build.hardware.compute_in_float8", partial(compute_in_float8, emulate=True)):
+        yield
 
 
 @dataclass

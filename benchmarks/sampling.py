@@ -1,41 +1,38 @@
 """Speed of `isopref sample` beside transformers' `generate` with padding, on one GPU.
 
+    python benchmarks/bench.py --only sampling
+    python benchmarks/sampling.py generate sorted/cudnn        # one system, in one setting
+
 A Llama shape with random weights in bfloat16 answers prompts with the lengths of a chat data set, four answers to each.
 The data's own answer lengths say where answers end, so both systems write the same number of tokens. `generate` gets
-batches of as many answers as isopref writes at a time, prompts padded on the left, in the order of the data and sorted
-by length.
-
-    python benchmarks/sampling.py --out sampling.json
+batches of as many answers as isopref writes at a time, prompts padded on the left, in the order of the data (file) or
+sorted by length, without and with cuDNN attention, which plans for every new length.
 """
 
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+import workload
+from transformers import StoppingCriteria, StoppingCriteriaList
+from trl_peer import own_attention
 
 from isopref.models.policy import Policy
 from isopref.models.slots import check_slots
 from isopref.models.writer import Choice, Request, write
 
-LENGTHS = Path(__file__).parent / "lengths" / "chat_lengths.npy"
 ANSWERS = 4
-SHAPES: dict[str, dict[str, Any]] = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
-}  # fmt: skip
+SETTINGS = {"generate": ("file", "sorted", "file/cudnn", "sorted/cudnn"), "isopref": ("128", "256")}
+ROWS = 128  # answers that generate writes at a time
+PROMPTS, LONGEST, SECONDS = 128, 512, 25  # prompts of a run, most tokens of a part, most time for generate
 
 
 def make_requests(num_prompts: int, vocabulary: int, longest: int) -> list[Request]:
     rng = np.random.default_rng(0)
-    table = np.load(LENGTHS)
+    table = np.load(workload.LENGTHS / "chat_lengths.npy")
     rows = table[rng.permutation(len(table))[:num_prompts]].clip(2, longest)
     answers = table[rng.integers(0, len(table), (num_prompts, ANSWERS)), 1].clip(1, longest)
     return [
@@ -96,55 +93,39 @@ def run_isopref(policy: Policy, requests: list[Request], rows: int, *, graphs: b
     return tokens, time.perf_counter() - started
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--seconds", type=float, default=25, help="most time for each order of generate")
-    parser.add_argument("--orders", nargs="+", choices=["file", "sorted"], default=["file", "sorted"])
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def measure(system: str, setting: str, *, tiny: bool = False) -> dict[str, Any]:
+    """Tokens per second. `setting`: of generate the order of prompts, of isopref how many answers at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=8192, tie_word_embeddings=True)
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = workload.model("tiny" if tiny else "1b", dtype=dtype, device=device).eval()
     policy = Policy(model).eval()
     check_slots(policy)
-    requests = make_requests(args.prompts, config.vocab_size, args.longest)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "shape": args.shape,
-        "rows": args.rows,
-        "prompts": len(requests),
-        "prompt_tokens": sum(len(one.prompt) for one in requests),
-        "answer_tokens": sum(sum(one.limits) for one in requests),
-    }
+    prompts, longest = (8, 16) if tiny else (PROMPTS, LONGEST)
+    requests = make_requests(prompts, model.config.vocab_size, longest)
+    if system == "isopref":
+        rows = int(setting)
+        run_isopref(policy, requests[:4], rows)  # warm
+        tokens, seconds = run_isopref(policy, requests, rows)
+    else:
+        order, _, kernel = setting.partition("/")
+        rows = ROWS
+        if order == "sorted":
+            requests = sorted(requests, key=lambda one: len(one.prompt))
+        with policy.plain() as plain, own_attention():
+            torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+            run_generate(plain, [Request(one.prompt, one.seeds, (4,) * ANSWERS) for one in requests[:4]], rows, 0)
+            tokens, seconds = run_generate(plain, requests, rows, time.perf_counter() + SECONDS)
+    found = {"tokens_per_s": tokens / seconds, "step_s": 1000 * seconds / tokens, "tokens": tokens, "seconds": seconds}
+    return {**found, "rows": rows, "prompts": prompts, "longest": longest}
 
-    def measured(name: str, tokens: int, seconds: float) -> None:
-        found[name] = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
-        print(name, found[name], flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=2) + "\n")
 
-    with policy.plain() as plain:
-        run_generate(plain, [Request(one.prompt, one.seeds, (4,) * ANSWERS) for one in requests[:4]], args.rows, 0)
-        for order in args.orders:
-            some = requests if order == "file" else sorted(requests, key=lambda one: len(one.prompt))
-            measured(f"generate_{order}", *run_generate(plain, some, args.rows, time.perf_counter() + args.seconds))
-    run_isopref(policy, requests[:4], args.rows)  # warm
-    for rows in (args.rows, 2 * args.rows):
-        measured(f"isopref_{rows}", *run_isopref(policy, requests, rows))
-    best = max(found[f"generate_{order}"]["tokens_per_s"] for order in args.orders)
-    found["ratio"] = found[f"isopref_{args.rows}"]["tokens_per_s"] / best
-    print(json.dumps(found, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=SETTINGS)
+    parser.add_argument("setting", choices=[one for some in SETTINGS.values() for one in some])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and prompts, to try this on a CPU")
+    args = parser.parse_args()
+    print(json.dumps({**measure(args.system, args.setting, tiny=args.tiny), "about": workload.versions()}))
 
 
 if __name__ == "__main__":

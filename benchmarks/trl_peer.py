@@ -5,7 +5,8 @@ as hashing all weights to name a cache file, is left out.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +14,7 @@ import torch
 import workload
 from clocks import PeerClock
 from ready import Cell
+from records import UnavailableError
 from transformers import PreTrainedModel
 
 from isopref.examples import Example
@@ -22,9 +24,11 @@ from isopref.testing.models import byte_tokenizer
 def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True)) -> dict[str, Any]:
     """`attention`: on a GPU, whether torch may use cuDNN's; with several settings, the fastest counts."""
     if cell.quantised:
-        raise SystemExit("only isopref is measured in four bits: TRL takes its four-bit weights from bitsandbytes")
+        raise UnavailableError("TRL takes its four-bit weights from bitsandbytes, which is not measured here")
     if cell.terms_per_step % cell.trl_batch:
-        raise SystemExit(f"--trl-batch {cell.trl_batch} does not divide the {cell.terms_per_step} of a step")
+        raise UnavailableError(f"microbatches of {cell.trl_batch} do not divide the {cell.terms_per_step} of a step")
+    if liger:
+        import liger_kernel  # noqa: F401 -- to say so early if it is missing
     from datasets import Dataset
     from trl.trainer import dpo_trainer, kto_trainer
 
@@ -37,7 +41,7 @@ def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True
     clock = PeerClock(cell, cudnn_settings)
     every = workload.in_order(cell.examples(made.config.vocab_size)) * len(cudnn_settings)
     trainer, config, more = _trainer(cell)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, own_attention():
         args = config(
             output_dir=folder,
             per_device_train_batch_size=cell.trl_batch,
@@ -67,6 +71,16 @@ def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True
             peft_config=_peft_config(cell),
         ).train()
     return {**clock.result(), "trl_batch": cell.trl_batch}
+
+
+@contextmanager
+def own_attention() -> Iterator[None]:
+    """What TRL sets of torch's attention is as before afterwards."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _model(cell: Cell, device: torch.device) -> PreTrainedModel:

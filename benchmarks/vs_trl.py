@@ -1,41 +1,34 @@
 """isopref and TRL side by side: the same examples in the same global batches, both through their complete trainers.
 
-    python benchmarks/vs_trl.py --out results.json                     # every cell of the table
-    python benchmarks/vs_trl.py --cells 1b-chat --systems isopref trl  # some of it
-    python benchmarks/vs_trl.py --repeat 3                             # medians of three, systems in turn
+    python benchmarks/bench.py --only 1b-chat                       # medians of three, the systems taking turns
+    python benchmarks/vs_trl.py 1b-chat trl --trl-batch 4           # one system once, in another setting
+    python benchmarks/vs_trl.py 1b-chat isopref --layout microbatch_tokens=8192
 
-Every measurement is a process of its own. Speed is pairs (comparisons of lists, labelled answers) per second over the
-timed steps, including optimizer, clipping, logging and data loading; references are computed beforehand. TRL gets lists
-as the pairs they expand to, and its best plain settings: no padding beyond its own, fused AdamW, precomputed
-references, no gradient checkpointing, the largest microbatch that runs fast (--trl-batch tries another). On a GPU it
-runs the same batches twice, without and with cuDNN attention, and the faster run counts: cuDNN builds an execution plan
-for every new sequence length, and the GPU waits meanwhile. Both systems use expandable segments (PYTORCH_ALLOC_CONF):
-with varying lengths, torch's allocator otherwise fragments the card's memory (`alloc_retries`).
+Speed is pairs (comparisons of lists, labelled answers) per second over the timed steps, including optimizer, clipping,
+logging and data loading; references are computed beforehand. TRL gets lists as the pairs they expand to, and its best
+plain settings: no padding beyond its own, fused AdamW, precomputed references, no gradient checkpointing, the largest
+microbatch that runs fast (half of it if memory runs out). On a GPU it runs the same batches twice, without and with
+cuDNN attention, and the faster run counts: cuDNN builds an execution plan for every new sequence length, and the GPU
+waits meanwhile. Both systems use expandable segments (PYTORCH_ALLOC_CONF): with varying lengths, torch's allocator
+otherwise fragments the card's memory (`alloc_retries`).
 """
 
 import argparse
+import gc
 import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import workload
 from clocks import Clock, EngineClock
-from ready import Cell, ready_trainer
+from ready import Cell, emulated_float8, ready_trainer
 from transformers import PreTrainedModel
 from trl_peer import run_trl
 
 from isopref.models.adapter import quantize_nf4
 from isopref.models.flops import UsefulFlops
-
-MATRIX_FLOPS = 790e12  # bfloat16 product of 8192 x 8192 matrices, as measured on an H200
-SMOKE = Cell("tiny", "hh", 8, microbatch_tokens=4096, trl_batch=2, dtype="float32", warmup=1, steps=2)  # on a CPU
 
 CELLS = {
     "1b-chat": Cell("1b", "chat", 64, microbatch_tokens=24576, trl_batch=8, warmup=2, steps=5),
@@ -67,21 +60,22 @@ CELLS = {
     "1b-agents": Cell(  # trajectories of about 3,000 tokens that share the first 90%
         "1b", "agents", 16, microbatch_tokens=24576, trl_batch=4, warmup=2, steps=3
     ),
+    "olmoe-chat": Cell("olmoe", "chat", 64, microbatch_tokens=16384, trl_batch=8, warmup=2, steps=4),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_batch=4, dtype="float32", warmup=1, steps=2),
-    "smoke": SMOKE,
-    "smoke-agents": replace(SMOKE, data="agents", batch_size=2, microbatch_tokens=8192),
-    "smoke-lists": replace(SMOKE, batch_size=4, answers=4),
-    "smoke-kto": replace(SMOKE, loss="kto"),
-    "smoke-kto-single": replace(SMOKE, loss="kto", answers=1),
-    "smoke-reward": replace(SMOKE, loss="bradley_terry"),
-    "smoke-lora": replace(SMOKE, adapter={"rank": 4}),
-    "smoke-qlora": replace(SMOKE, adapter={"rank": 4, "quantize": "nf4"}),
 }  # fmt: skip
-# isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-auto:
-# microbatches and recomputing layers as `auto` chooses them on this device.
-SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-auto", "trl", "trl-liger")
-ATTENTION = {"both": (False, True), "no_cudnn": (False,), "cudnn": (True,)}  # TRL's
+# isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-float8:
+# products of linear layers in that; isopref-auto: microbatches and recomputing layers as `auto` chooses them here.
+SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-float8", "isopref-auto", "trl", "trl-liger")
 AUTO = {"microbatch_tokens": "auto", "checkpointing": "auto"}
+
+
+def tiny_cell(cell: Cell) -> Cell:
+    """The same in a size that trains on a CPU in a second."""
+    adapter = None if cell.adapter is None else {**cell.adapter, "rank": 4}
+    return replace(
+        cell, shape=workload.TINY.get(cell.shape, "tiny"), batch_size=2, microbatch_tokens=8192, trl_batch=2,
+        dtype="float32", warmup=1, steps=1, adapter=adapter,
+    )  # fmt: skip
 
 
 def in_four_bits(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -90,9 +84,9 @@ def in_four_bits(shape: str, *, dtype: torch.dtype, device: torch.device) -> Pre
     return made
 
 
-def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[str, Any]:
+def run_isopref(cell: Cell, *, mixed: bool, float8: bool, overrides: dict[str, Any]) -> dict[str, Any]:
     make = workload.reward_model if cell.is_reward else in_four_bits if cell.quantised else workload.model
-    with ready_trainer(cell, mixed=mixed, layout=overrides, make=make) as ready:
+    with ready_trainer(cell, mixed=mixed, float8=float8, layout=overrides, make=make) as ready:
         clock = Clock(cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
         if torch.cuda.is_available():
@@ -108,101 +102,46 @@ def run_isopref(cell: Cell, *, mixed: bool, overrides: dict[str, Any]) -> dict[s
     return figures
 
 
+def run_peer(cell: Cell, *, liger: bool) -> dict[str, Any]:
+    """TRL, with half the microbatch as long as memory runs out."""
+    while True:
+        try:
+            return run_trl(cell, liger=liger)
+        except torch.OutOfMemoryError:
+            if cell.trl_batch == 1:
+                raise
+        cell = replace(cell, trl_batch=cell.trl_batch // 2)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def measure(
-    name: str, system: str, overrides: dict[str, Any], trl_batch: int | None, attention: str = "both"
+    cell: str, system: str, *, tiny: bool = False, trl_batch: int | None = None, layout: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One cell of one system, in this process."""
-    cell = replace(CELLS[name], trl_batch=trl_batch or CELLS[name].trl_batch)
-    small = replace(cell, microbatch_tokens=8192)
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "isopref": lambda: run_isopref(cell, mixed=False, overrides=overrides),
-        "isopref-small": lambda: run_isopref(small, mixed=False, overrides=overrides),
-        "isopref-mixed": lambda: run_isopref(cell, mixed=True, overrides=overrides),
-        "isopref-auto": lambda: run_isopref(cell, mixed=False, overrides={**AUTO, **overrides}),
-        "trl": lambda: run_trl(cell, liger=False, attention=ATTENTION[attention]),
-        "trl-liger": lambda: run_trl(cell, liger=True, attention=ATTENTION[attention]),
-    }
-    return {"cell": name, "system": system, **runs[system]()}
-
-
-def in_a_process(name: str, system: str, layout: list[str], trl_batch: int | None, attention: str) -> dict[str, Any]:
-    """The same in a process of its own, so that no system meets another's memory."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, "--cells", name, "--systems", system, "--here", "--out", file.name]
-        command += ["--attention", attention]
-        command += ["--layout", *layout] if layout else []
-        command += ["--trl-batch", str(trl_batch)] if trl_batch else []
-        started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=workload.environment(), check=False)
-        if done.returncode:
-            print(done.stderr[-3000:], file=sys.stderr)
-            return {"cell": name, "system": system, "error": done.stderr.strip().splitlines()[-1:]}
-        result: dict[str, Any] = json.loads(Path(file.name).read_text())["results"][0]
-        return {**result, "process_s": time.perf_counter() - started}
-
-
-def medians(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each cell and system, the run of median speed (of two, the slower one); or a run that failed, if any did."""
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in results:
-        runs.setdefault((one["cell"], one["system"]), []).append(one)
-    found = []
-    for some in runs.values():
-        failed = [one for one in some if "error" in one]
-        by_speed = sorted((one for one in some if "error" not in one), key=_speed)
-        found.append(failed[0] if failed else by_speed[(len(by_speed) - 1) // 2])
-    return found
-
-
-def _speed(result: dict[str, Any]) -> float:
-    return float(result[CELLS[result["cell"]].speed])
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """Figures by cell, and how many times faster isopref is."""
-    head = ("cell", "system", "a second", "GiB", "fill", "TFLOP/s", "of 790", "isopref is")
-    lines = ["{:10} {:14} {:>8} {:>6} {:>6} {:>8} {:>7}  {}".format(*head)]
-    ours = {one["cell"]: one for one in results if one["system"] == "isopref" and "error" not in one}
-    for one in results:
-        if "error" in one:
-            lines.append(f"{one['cell']:10} {one['system']:14} failed: {one['error']}")
-            continue
-        own = ours.get(one["cell"])
-        ratio = f"{_speed(own) / _speed(one):.2f} x as fast" if own is not None and own is not one else ""
-        fill, rate = one.get("row_fill"), one.get("useful_tflops")
-        lines.append(
-            f"{one['cell']:10} {one['system']:14} {_speed(one):8.2f} {one['peak_memory_gib']:6.1f} "
-            f"{'' if fill is None else f'{fill:.1%}':>6} {'' if rate is None else f'{rate:.0f}':>8} "
-            f"{'' if rate is None else f'{1e12 * rate / MATRIX_FLOPS:.1%}':>7}  {ratio}"
-        )
-    return "\n".join(lines)
+    """One system on one cell: speed, memory, and what explains them."""
+    chosen = tiny_cell(CELLS[cell]) if tiny else CELLS[cell]
+    chosen = replace(chosen, trl_batch=trl_batch or chosen.trl_batch)
+    if system.startswith("trl"):
+        return run_peer(chosen, liger=system == "trl-liger")
+    overrides = {**({"microbatch_tokens": 8192} if system == "isopref-small" else {}), **(layout or {})}
+    if system == "isopref-auto":
+        overrides = {**AUTO, **overrides}
+    float8 = system == "isopref-float8"
+    with emulated_float8() if tiny and float8 else nullcontext():
+        return run_isopref(chosen, mixed=system == "isopref-mixed", float8=float8, overrides=overrides)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=["1b-chat", "1b-hh", "8b-chat"])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--out", type=Path, default=Path("vs_trl.json"))
-    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("cell", choices=CELLS)
+    parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout")
     parser.add_argument("--trl-batch", type=int, help="pairs, or labelled answers, of a TRL microbatch")
-    parser.add_argument("--attention", choices=ATTENTION, default="both", help="TRL's attention: the faster of both")
-    parser.add_argument("--repeat", type=int, default=1, help="measure so many times; the table has medians")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
     args = parser.parse_args()
-    overrides = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
-    results = []
-    for name in args.cells:
-        for system in args.repeat * args.systems:
-            if args.here:
-                one = measure(name, system, overrides, args.trl_batch, args.attention)
-            else:
-                one = in_a_process(name, system, args.layout, args.trl_batch, args.attention)
-            results.append(one)
-            print(json.dumps(one), flush=True)
-    about = workload.versions()
-    args.out.write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n")
-    if not args.here:
-        print(table(medians(results)), about, sep="\n")
+    layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
+    found = measure(args.cell, args.system, tiny=args.tiny, trl_batch=args.trl_batch, layout=layout)
+    print(json.dumps({**found, "about": workload.versions()}))
 
 
 if __name__ == "__main__":

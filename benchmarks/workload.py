@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import itertools
-import os
 import platform
 from datetime import date
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,7 +30,7 @@ LONGEST = 1024  # prompt, chosen and rejected are each clipped to this
 TURNS, SHARED, LONGEST_RUN = 3, 0.9, 3500  # of "agents": earlier turns, share of a trajectory, tokens of what is shared
 
 _COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 500000.0}
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {  # of Llamas, unless they name another `model_type`
     "1b": {
         **_COMMON, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "tie_word_embeddings": False,
     },
+    "olmoe": {  # of OLMoE-1B-7B: 64 experts, of which 8 compute a token
+        "model_type": "olmoe", "max_position_embeddings": 4096, "num_hidden_layers": 16, "hidden_size": 2048,
+        "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+        "num_experts": 64, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    },
     "135m": {
         **_COMMON, "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
@@ -56,12 +61,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
         "tie_word_embeddings": True,
     },
+    "tiny-olmoe": {
+        "model_type": "olmoe", "max_position_embeddings": 4096, "num_hidden_layers": 2, "hidden_size": 64,
+        "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
+        "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+TINY = {"olmoe": "tiny-olmoe"}  # what takes the place of a shape on a CPU; of others, "tiny"
 
 
 def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A Llama of that shape with random weights, made on the device."""
-    return made(LlamaForCausalLM, LlamaConfig(**SHAPES[shape]), dtype=dtype, device=device)
+    """A model of that shape with random weights, made on the device."""
+    return causal_lm({"model_type": "llama", **SHAPES[shape]}, dtype=dtype, device=device)
+
+
+def causal_lm(config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The same from the fields of a config, of which one names its `model_type`."""
+    return made(AutoModelForCausalLM.from_config, AutoConfig.for_model(**config), dtype=dtype, device=device)
 
 
 def reward_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -128,12 +144,6 @@ def examples(name: str, count: int, *, answers: int, labelled: bool = False, voc
 def in_order(every: list[Item]) -> list[Item]:
     """The pairs as isopref's first epoch (seed 0) takes them, so that a peer gets the same global batches."""
     return [every[i] for i in epoch_order(len(every), seed=0, epoch=1)]
-
-
-def environment() -> dict[str, str]:
-    """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
-    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
-    return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def versions() -> dict[str, str]:

@@ -43,7 +43,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove files that `write_whole` was writing to a folder when its process was killed. Nothing may be writing now."""
+    """Remove files left by a `write_whole` that was killed. Nothing may be writing to the folder."""
     for path in folder.glob("*.tmp"):
         if PARTIAL.fullmatch(path.name):
             path.unlink(missing_ok=True)

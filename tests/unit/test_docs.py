@@ -178,7 +178,7 @@ def speed_rows(page: str) -> list[list[str]]:
 
 
 def test_speed_figures_are_the_measured_ones() -> None:
-    """README and RESULTS.md quote benchmarks/measured.json, which vs_trl.py wrote, rounded."""
+    """README and RESULTS.md quote benchmarks/measured.json, which bench.py wrote, rounded."""
     measured = json.loads((ROOT / "benchmarks" / "measured.json").read_text())["results"]
     speed = {(one["cell"], one["system"]): one["pairs_per_s"] for one in measured}
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
@@ -197,7 +197,7 @@ def test_speed_figures_are_the_measured_ones() -> None:
 
 
 def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
-    """README and RESULTS.md quote benchmarks/measured_tasks.json, which vs_trl.py wrote."""
+    """README and RESULTS.md quote benchmarks/measured_tasks.json, which bench.py wrote."""
     measured = json.loads((ROOT / "benchmarks" / "measured_tasks.json").read_text())["results"]
     speed = {(one["cell"], one["system"]): 1 / one["step_s"] for one in measured}
     results, readme = ((ROOT / name).read_text() for name in ("benchmarks/RESULTS.md", "README.md"))
@@ -206,7 +206,7 @@ def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
         for (cell, system), theirs in speed.items()
         if system != "isopref"
     }
-    assert len(ratios) == 5
+    assert len(ratios) >= 5
     for ratio in ratios.values():
         assert f"{ratio:.2f}x as fast" in results
     for quoted in (("1b-lists", "trl"), ("1b-kto", "trl-liger"), ("1b-reward-chat", "trl"), ("1b-reward-hh", "trl")):
@@ -214,7 +214,7 @@ def test_figures_of_lists_labels_and_rewards_are_the_measured_ones() -> None:
 
 
 def test_figures_of_late_divergence_are_the_measured_ones() -> None:
-    """RESULTS.md, README and docs/conversations.md quote benchmarks/measured_agents.json, which vs_trl.py wrote."""
+    """RESULTS.md, README and docs/conversations.md quote benchmarks/measured_agents.json, which bench.py wrote."""
     measured = json.loads((ROOT / "benchmarks" / "measured_agents.json").read_text())["results"]
     speed = {one["system"]: one["pairs_per_s"] for one in measured}
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("diverge late")[1].split("\n## ")[0]
@@ -231,11 +231,11 @@ def test_figures_of_late_divergence_are_the_measured_ones() -> None:
 
 
 def test_figures_of_rows_are_the_measured_ones() -> None:
-    """RESULTS.md quotes benchmarks/measured_layouts.json, which layouts.py wrote."""
+    """RESULTS.md quotes benchmarks/measured_layouts.json, which bench.py wrote."""
     measured = json.loads((ROOT / "benchmarks" / "measured_layouts.json").read_text())["results"]
     speed = {(one["model"], one["layout"]): one["pairs_per_s"] for one in measured}
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("## Shared rows compared")[1].split("\n## ")[0]
-    assert len(speed) == 6
+    assert len(speed) >= 6
     for one in measured:
         line = f"| {one['pairs_per_s']:.1f} | {one['peak_memory_gib']:.1f} |"
         if one["layout"] != "shared":
@@ -250,14 +250,19 @@ def test_figures_of_rows_are_the_measured_ones() -> None:
 
 
 def test_figures_of_long_pairs_are_the_measured_ones() -> None:
-    """RESULTS.md quotes benchmarks/measured_long.json, which longest.py wrote."""
+    """RESULTS.md quotes benchmarks/measured_long.json, which bench.py wrote."""
     measured = json.loads((ROOT / "benchmarks" / "measured_long.json").read_text())["results"]
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("\n## Long pairs")[1].split("\n## ")[0]
-    assert len(measured) == 4
+    assert len(measured) >= 4
     for one in measured:
-        assert f"| {one['tokens']:,} | {one['step_s']:.2f} | {one['peak_memory_gib']:.1f} |" in results, one
-    seconds = {one["kind"]: one["step_s"] for one in measured if one["tokens"] == 32768}
-    assert f"isopref is {seconds['trl-8b-lora'] / seconds['8b-lora']:.2f}x as fast" in results
+        assert (
+            not one["fits"] or f"| {one['tokens']:,} | {one['step_s']:.2f} | {one['peak_memory_gib']:.1f} |" in results
+        ), one
+    isopref, trl = (
+        min(one["step_s"] for one in measured if one["fits"] and (one["kind"], one["tokens"]) == (kind, 32768))
+        for kind in ("8b-lora", "trl-8b-lora")
+    )
+    assert f"isopref is {trl / isopref:.2f}x as fast" in results
 
 
 def test_sentences_about_speed_are_the_measured_ones() -> None:
@@ -272,14 +277,15 @@ def test_sentences_about_speed_are_the_measured_ones() -> None:
 
 
 def test_figures_of_float8_are_the_measured_ones() -> None:
-    """docs/concepts.md and NOTES.md quote benchmarks/measured_float8.json, which float8.py wrote."""
-    measured = json.loads((ROOT / "benchmarks" / "measured_float8.json").read_text())
-    speed = {one["system"]: one["pairs_per_s"] for one in measured["speed"] if one["cell"] == "8b-chat"}
+    """docs/concepts.md and NOTES.md quote benchmarks/measured_float8.json, which bench.py wrote."""
+    measured = json.loads((ROOT / "benchmarks" / "measured_float8.json").read_text())["results"]
+    speed = {one["system"]: one["pairs_per_s"] for one in measured if one.get("cell") == "8b-chat"}
     concepts, notes = ((ROOT / name).read_text() for name in ("docs/concepts.md", "benchmarks/NOTES.md"))
-    assert f"{speed['bfloat16']:.1f} to {speed['float8']:.1f} pairs/s" in notes
-    ratio = speed["float8"] / speed["bfloat16"]
+    assert f"{speed['isopref']:.1f} to {speed['isopref-float8']:.1f} pairs/s" in notes
+    ratio = speed["isopref-float8"] / speed["isopref"]
     assert f"it trains {int(100 * ratio) / 100} times as many pairs per second" in concepts
-    both = [[one["gradient"] for one in measured["layouts"][name].values()] for name in ("bfloat16", "float8")]
+    layouts = {one["precision"]: one["layouts"] for one in measured if "precision" in one}
+    both = [[one["gradient"] for one in layouts[name].values()] for name in ("bfloat16", "float8")]
     for half, narrow in zip(*both, strict=True):
         assert f"| {half:.1g} | {narrow:.2f} |" in concepts
 
