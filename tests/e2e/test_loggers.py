@@ -72,8 +72,16 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(
     assert sorted(read_events(run / "tensorboard")) == [1, 2, 3, 4]
 
 
-def test_wandb_without_a_network(project: Project) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isopref[wandb]'")
+@pytest.fixture
+def wandb_project(project: Project) -> Project:
+    """A project in a process where wandb has not been used: it remembers its mode and its key."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isopref[wandb]'")
+    wandb.teardown()
+    return project
+
+
+def test_wandb_without_a_network(wandb_project: Project) -> None:
+    project = wandb_project
     project.extra_env["WANDB_MODE"] = "offline"
     outcome = project.isopref("train", "my.yaml", "run.folder=run", "run.loggers=[wandb]", *SHORT)
     assert outcome.code == 0, outcome.err
@@ -88,12 +96,11 @@ NO_DATA = "data.train=nowhere.jsonl"  # what fails once a run gets there
 
 
 @pytest.fixture
-def logged_out(project: Project) -> Project:
+def logged_out(wandb_project: Project) -> Project:
     """A project of a user whom Weights & Biases does not know."""
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isopref[wandb]'")
-    wandb.teardown()  # it remembers its mode and its key as long as the process lives
-    project.extra_env |= {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "", "HOME": str(project.folder)}
-    return project
+    ours = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "", "HOME": str(wandb_project.folder)}
+    wandb_project.extra_env |= ours
+    return wandb_project
 
 
 def test_wandb_without_a_login(logged_out: Project) -> None:
