@@ -18,7 +18,7 @@ from isopref.examples import Lengths
 from isopref.models import tree
 from isopref.models.row import Row
 from isopref.ops.convolution import Taps
-from isopref.ops.delta import Levels
+from isopref.ops.levels import Levels
 from isopref.ranks import num_ranks
 from isopref.types import FloatArray, IntArray, Segments
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isopref.batch.rows import copies_of
 from isopref.ops.convolution import Taps
-from isopref.ops.delta import Level, Levels
+from isopref.ops.levels import Level, Levels
 from isopref.types import IntArray, Segments
 
 
@@ -48,11 +48,20 @@ def levels_of(segments: Segments) -> Levels:
     device = segments.query_offsets.device
     levels = []
     for depth, parts in enumerate(by_depth):
-        bounds = np.cumsum([0, *(end - start for start, end, _ in parts)])
+        length = np.array([end - start for start, end, _ in parts])
+        bounds = np.cumsum([0, *length])
+        padding = np.arange(len(parts)) * length.max() - bounds[:-1]  # before each part, among the padded ones
+        slots = np.arange(bounds[-1]) + np.repeat(padding, length)
         parent = np.array([before for *_, before in parts])
         copies = None if depth == 0 else _on(device, copies_of(parent, len(by_depth[depth - 1])))
         levels.append(
-            Level(tuple(bounds.tolist()), _on(device, bounds), None if depth == 0 else _on(device, parent), copies)
+            Level(
+                bounds=tuple(bounds.tolist()),
+                offsets=_on(device, bounds),
+                slots=_on(device, slots),
+                parent=None if depth == 0 else _on(device, parent),
+                parent_copies=copies,
+            )
         )
     return Levels(_on(device, order), _on(device, np.argsort(order)), tuple(levels))
 
