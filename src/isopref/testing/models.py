@@ -109,7 +109,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
          "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    "mamba": (
+    "mamba": (  # the first version, which is unfolded
         "mamba",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.3,
          "bos_token_id": 1, "eos_token_id": 2},
