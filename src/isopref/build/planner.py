@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
-from isopref.build.model import check_base, new_adapter
+from isopref.build.lengths_file import read_lengths
 from isopref.build.run import loss_of
+from isopref.build.plan_shape import model_shape
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
 from isopref.cards import GIB
 from isopref.config.schema import Config
@@ -34,11 +33,10 @@ from isopref.engine.microbatch_probe import (
     choose,
     choose_for_long,
 )
-from isopref.errors import ConfigError, DataError
+from isopref.errors import ConfigError
 from isopref.examples import Lengths
-from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
-from isopref.models.shape import ModelShape, shape_of
+from isopref.models.shape import ModelShape
 from isopref.objectives.loss import Loss
 from isopref.ops import flash
 from isopref.ops.attention import Kernel, kernel_for
@@ -59,7 +57,7 @@ def make_plan(
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
     shape = model_shape(config, hardware)
     if lengths_file is not None:
-        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
+        return Planner(config, hardware, shape, read_lengths(lengths_file)).plan(ranks)
     tokenizer = read_tokenizer(config, display)
     table = pair_tables(config, tokenizer, display).train
     return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
@@ -68,44 +66,6 @@ def make_plan(
 def reaches(config: Config, hardware: Hardware, table: ExampleTable) -> list[Reach]:
     """How long an example may be on that hardware, by setting, and how many are longer. Raises UserError."""
     return Planner(config, hardware, model_shape(config, hardware), table.lengths, table.unit).reaches()
-
-
-def model_shape(config: Config, hardware: Hardware) -> ModelShape:
-    """The shape of the model that a config trains, from the model's config. Raises ConfigError for what has no plan."""
-    model = config.model
-    if "float64" in (model.dtype, model.compute_dtype):
-        raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
-    if model.is_float8 and hardware.card.flops_float8 is None:
-        raise ConfigError(
-            f"model.compute_dtype: float8 needs a Hopper GPU or newer, not --card {hardware.card_name}. Use bfloat16."
-        )
-    if config.layout.tensor_parallel > 1:
-        raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
-            "not been measured. Plan with layout.tensor_parallel=1."
-        )
-    if hf.is_olmo_core(model.path):
-        empty = conversion.empty_checkpoint(model.path)
-    elif config.objective.trains_reward_model:
-        empty = reward.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    else:
-        empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    if model.native:
-        conversion.transformer_config(empty)  # raises if there is none
-    adapt(config, empty)
-    return shape_of(empty)
-
-
-def adapt(config: Config, empty: PreTrainedModel) -> None:
-    """Add the config's adapter to a model without weights."""
-    asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
-    if asked is None:
-        return
-    check_base(config.model.path)
-    if asked.path is None:
-        adapter.add_adapter(empty, new_adapter(asked), dtype=dtype, seed=config.optim.seed)
-    else:
-        adapter.load_adapter(empty, asked.path, dtype=dtype, setting="model.adapter.path")
 
 
 @dataclass(frozen=True)
@@ -399,18 +359,3 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
 def _more(gpus: int) -> list[int]:
     """This many GPUs, and then more: 8, 16, 32, ..."""
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
-
-
-def _read_lengths(path: Path) -> Lengths:
-    """Lengths from a .npy file: one row per pair with the tokens of prompt, chosen and rejected."""
-    try:
-        lengths = np.load(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--lengths {path}: cannot be read ({error}). Pass a .npy file with three columns.") from error
-    right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
-    if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
-        raise DataError(
-            f"--lengths {path}: expected positive whole numbers in three columns (tokens of prompt, chosen and "
-            f"rejected), found {lengths.dtype} of shape {lengths.shape}."
-        )
-    return Lengths.of_pairs(lengths)
