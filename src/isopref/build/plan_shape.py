@@ -20,11 +20,6 @@ def model_shape(config: Config, hardware: Hardware) -> ModelShape:
         raise ConfigError(
             f"model.compute_dtype: float8 needs a Hopper GPU or newer, not --card {hardware.card_name}. Use bfloat16."
         )
-    if config.layout.tensor_parallel > 1:
-        raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
-            "not been measured. Plan with layout.tensor_parallel=1."
-        )
     if hf.is_olmo_core(model.path):
         empty = conversion.empty_checkpoint(model.path)
     elif config.objective.trains_reward_model:

@@ -14,8 +14,8 @@ from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
 from isopref.build.lengths_file import read_lengths
-from isopref.build.run import loss_of
 from isopref.build.plan_shape import model_shape
+from isopref.build.run import loss_of
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
 from isopref.cards import GIB
 from isopref.config.schema import Config
@@ -45,6 +45,7 @@ from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.long_rows import Reach, Setting, settings
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory
 from isopref.plan.scale import Forecast, forecast
+from isopref.plan.together import check_degree
 from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
@@ -139,6 +140,11 @@ class Planner:
             room=self.usable,
         )
 
+    @property
+    def _groups_per_node(self) -> int:
+        """Ranks of a machine, or tensor-parallel groups of them, that divide a batch between them."""
+        return self.hardware.network.every(self.config.layout.tensor_parallel).ranks_per_node
+
     def _budget(self, tokens: int) -> Budget:
         return Budget(self.config.layout.rows, tokens)
 
@@ -163,13 +169,17 @@ class Planner:
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
             )
         sharded = chosen in ("fsdp", "hsdp")
-        node = self.hardware.network.ranks_per_node
-        shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
-        kept = resolve.kept_whole(self.config, trained=trained, whole=whole)
+        tensor = asked.tensor_parallel
+        if tensor > 1:
+            check_degree(tensor, self.shape, self.hardware.network, ranks)
+        groups, node = ranks // tensor, self._groups_per_node
+        shard = check_shard(asked.hsdp_shard or node, groups, tensor_parallel=tensor) if chosen == "hsdp" else groups
+        kept = resolve.kept_whole(self.config, trained=trained, whole=whole) / tensor
         summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
         can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
         compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers)
-        from_host = resolve.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
+        spread = asked.offload or (sharded and ranks > 1)
+        from_host = resolve.from_host(whole, room, sharded=spread and tensor == 1)
         return Layout(
             rows=asked.rows,
             parallel=chosen,
@@ -191,6 +201,7 @@ class Planner:
             references=references,
             float8=model.is_float8,
             forwards=references + first_pass(loss, self.lengths, asked.rows) * (1 + references),
+            tensor=tensor,
         )
 
     def _kernel(self, compute_bytes: int) -> Kernel:
@@ -297,12 +308,13 @@ class Planner:
         yield from plan_notes.left_out(self.config, layout)
         yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
-        if (idle := layout.ranks - batch_size) > 0:
-            yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
+        if (idle := layout.groups - batch_size) > 0:
+            who = "ranks" if layout.tensor == 1 else f"groups of {layout.tensor} ranks"
+            yield f"{layout.groups} {who} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
-        for gpus in _more(self.hardware.gpus):
+        for gpus in _more(self.hardware.gpus, self.config.layout.tensor_parallel):
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
@@ -338,10 +350,10 @@ class Planner:
         """The run on this many ranks: as configured, and also with the other kind of sharding if possible."""
         layout = self._layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
-        node = self.config.layout.hsdp_shard or self.hardware.network.ranks_per_node
+        node = self.config.layout.hsdp_shard or self._groups_per_node
         yield self._settled_forecast(*self._settled(layout))
         for other in others:
-            if other != layout.parallel and ranks > node and ranks % node == 0:
+            if other != layout.parallel and layout.groups > node > 1 and layout.groups % node == 0:
                 yield self._settled_forecast(*self._settled(self._layout(ranks, other)))
 
     def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
@@ -356,6 +368,6 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
-def _more(gpus: int) -> list[int]:
-    """This many GPUs, and then more: 8, 16, 32, ..."""
-    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
+def _more(gpus: int, tensor: int) -> list[int]:
+    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `tensor` divide them."""
+    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % tensor == 0)]
