@@ -4,7 +4,8 @@ Outside attention and the MLP, each rank has its share of a row's tokens; inside
 and of the MLP's inner side. So a forward pass gathers tokens before each of the two and reduces sums after it, and a
 backward pass does the reverse. Every rank computes the output head in full, for which it gathers the last hidden states
 and the head's weight. Norms of queries and keys go by tokens again: exchanges before and after them.
-A model on paper, by the same links as network.py; no run has measured it.
+A layer that recomputes counts as a full pass forward, though torch may stop before its last reduction; the sums of
+norms' gradients are too small to count. A model on paper, by the same links as network.py: no run has timed it.
 """
 
 import math
