@@ -27,7 +27,7 @@ from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import moving, trajectory
 from support.mistakes import error_of
-from support.native import EVEN, exchanges_of_two, tensor_parallel_scores
+from support.native import EVEN_VOCABULARY, exchanges_of_two, tensor_parallel_scores
 
 NATIVE = Cell(architecture="llama", native=True, parallel="fsdp", tensor_parallel=2)
 
@@ -105,7 +105,7 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2"])
 def test_ranks_exchange_what_a_plan_counts(two_ranks: Ranks, architecture: str) -> None:
     """As often; and of Llama, which has no norms of queries and keys, as much. On CPUs, other calls exchange those."""
-    shape, tokens = shape_of(tiny_model(architecture, **EVEN)), np.array([[128.0]])
+    shape, tokens = shape_of(tiny_model(architecture, vocab_size=EVEN_VOCABULARY)), np.array([[128.0]])
     together = replace(ONE_GPU, parallel="fsdp", ranks=2, tensor=2)
     network = Network(inside=np.inf, between=np.inf)
     for numbers in two_ranks(exchanges_of_two, architecture, 0):

@@ -50,14 +50,14 @@ def tensor_parallel_scores() -> tuple[TableLogps, list[int]]:
     return scores, stored
 
 
-EVEN = {"vocab_size": 96}  # so that two ranks have halves of the head, too
+EVEN_VOCABULARY = 96  # so that two ranks have halves of the head, too
 
 
 class Exchanges(TorchDispatchMode):
     """Records the numbers of every tensor that two ranks gather, or reduce and scatter, in full."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: list[int] = []
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,11 +71,12 @@ class Exchanges(TorchDispatchMode):
 
 def exchanges_of_two(architecture: str, recompute: int) -> list[int]:
     """What two ranks to each layer exchange in one microbatch of 128 tokens, forward and backward."""
-    policy = Policy(from_hf(tiny_model(architecture, **EVEN))).train()
+    policy = Policy(from_hf(tiny_model(architecture, vocab_size=EVEN_VOCABULARY))).train()
     model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=2, tensor_parallel=2)
-    checkpoint_layers(model, recompute)
-    pairs = random_pairs(4, seed=1, longest=20, vocabulary=EVEN["vocab_size"])
+    checkpoint_layers(policy, recompute)
+    pairs = random_pairs(4, seed=1, longest=20, vocabulary=EVEN_VOCABULARY)
     microbatch = build_microbatch(examples(pairs), "shared", row_tokens=128)
-    with Exchanges() as exchanges:
+    exchanges = Exchanges()
+    with exchanges:
         model(microbatch).logp.sum().backward()
     return exchanges.numbers
