@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isopref.ops.levels import Level, Levels, as_batch, fla_kernel, from_batch, over_levels
+from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
 
 CHUNK = 64
 EPSILON = 1e-6  # in the length of queries and keys, as all models with this rule have it
@@ -56,9 +56,8 @@ def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, 
 
 
 def _eager(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The parts as a padded batch: a token with beta and g of zero leaves the state as it is."""
-    out, last = chunk_rule(Inputs(*(as_batch(x, level) for x in inputs)), state)
-    return from_batch(out, level), last
+    """Padded: a token with beta and g of zero leaves the state as it is."""
+    return in_batches(lambda given, before: chunk_rule(Inputs(*given), before), inputs, level, state)
 
 
 def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:

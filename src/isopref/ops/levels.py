@@ -3,14 +3,13 @@
 Sequences that share a beginning share its state: a part starts from the state in which the part before it ended. Parts
 of equal depth are one level and are computed together: all prompts, then all their answers.
 
-Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest.
+Dimensions: T tokens of the row, N parts of one depth, or of those in one batch, L tokens of the longest.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +19,14 @@ from isopref.ops.take import take
 
 
 class Level(NamedTuple):
-    """The parts of one depth, one after the other in the order of `Levels`."""
+    """The parts of one depth, the longest first, one after the other in the order of `Levels`."""
 
     bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this depth
     offsets: Tensor  # N+1, int64: the same on the device
-    slots: Tensor  # where each of these tokens is among the N * L places of the parts, each padded to the longest
+    batches: tuple[tuple[int, int], ...]  # N, L of padded batches, which the parts fill in their order
+    slots: Tensor  # where each of these tokens is among the places of all batches
     parent: Tensor | None  # N: which part of the depth before comes before each; None at depth 0
     parent_copies: Tensor | None  # R, parts of the depth before: where each of those is in `parent` (see take.py)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """N and L."""
-        return len(self.bounds) - 1, max(end - start for start, end in pairwise(self.bounds))
 
 
 class Levels(NamedTuple):
@@ -61,17 +56,26 @@ def over_levels(rule: Rule, inputs: Sequence[Tensor], levels: Levels) -> Tensor:
     return _reorder(torch.cat(outputs), levels.place, levels.order)
 
 
-def as_batch(x: Tensor, level: Level) -> Tensor:
-    """What a level's tokens have, as a batch of its parts, padded with zeros: N, L, ..."""
-    count, longest = level.shape
-    places: Tensor = _Spread.apply(x, level.slots, count * longest)  # type: ignore[no-untyped-call]
-    return places.view(count, longest, *x.shape[1:])
+def in_batches(
+    rule: Callable[[tuple[Tensor, ...], Tensor | None], tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    level: Level,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What a level's tokens get, and the state after each part, from a rule for batches of parts.
 
-
-def from_batch(batch: Tensor, level: Level) -> Tensor:
-    """The reverse of `as_batch`."""
-    x: Tensor = _Collect.apply(batch.flatten(0, 1), level.slots)  # type: ignore[no-untyped-call]
-    return x
+    The rule takes inputs padded with zeros (N, L, ...) and the state before each part; zeros must leave it as it is.
+    """
+    places = [count * longest for count, longest in level.batches]
+    spread = [_spread(x, level.slots, sum(places)).split(places) for x in inputs]
+    counts = [count for count, _ in level.batches]
+    before = [None] * len(counts) if state is None else state.split(counts)
+    outputs, after = [], []
+    for shape, first, *given in zip(level.batches, before, *spread, strict=True):
+        out, last = rule(tuple(x.view(*shape, *x.shape[1:]) for x in given), first)
+        outputs.append(out.flatten(0, 1))
+        after.append(last)
+    return _collect(torch.cat(outputs), level.slots), torch.cat(after)
 
 
 @cache
@@ -83,6 +87,16 @@ def fla_kernel(module: str, name: str) -> Any:
 def _reorder(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
     ordered: Tensor = _Reorder.apply(x, order, place)  # type: ignore[no-untyped-call]
     return ordered
+
+
+def _spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
+    places: Tensor = _Spread.apply(x, slots, length)  # type: ignore[no-untyped-call]
+    return places
+
+
+def _collect(places: Tensor, slots: Tensor) -> Tensor:
+    x: Tensor = _Collect.apply(places, slots)  # type: ignore[no-untyped-call]
+    return x
 
 
 class _Reorder(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isopref.ops.levels import Level, Levels, as_batch, fla_kernel, from_batch, over_levels
+from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
 
 CHUNK = 64
 
@@ -37,9 +37,8 @@ def tree_state_space(inputs: Inputs, levels: Levels) -> Tensor:
     scan = _fused if fused else chunk_scan
 
     def rule(given: tuple[Tensor, ...], level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The parts as a padded batch: a token with dt and g of zero leaves the state as it is."""
-        out, last = scan(Inputs(*(as_batch(one, level) for one in given)), state)
-        return from_batch(out, level), last
+        """Padded: a token with dt and g of zero leaves the state as it is."""
+        return in_batches(lambda batch, before: scan(Inputs(*batch), before), given, level, state)
 
     return over_levels(rule, inputs, levels)
 

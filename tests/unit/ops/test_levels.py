@@ -1,9 +1,12 @@
-"""A row cut where its sequences part, and its parts as a padded batch."""
+"""A row cut where its sequences part, and its parts in padded batches."""
+
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from isopref.models.tree import levels_of
-from isopref.ops.levels import as_batch, from_batch
+from isopref.models.tree import SHORT, _batches, levels_of
+from isopref.ops.levels import Level, in_batches
 from support.recurrences import ROW_TOKENS, gradients, segments_of_trees
 
 
@@ -31,18 +34,49 @@ def test_a_row_is_cut_where_sequences_part() -> None:
         last_ends, start = ends, start + level.bounds[-1]
 
 
-def test_parts_are_a_padded_batch() -> None:
-    """Each part at the start of a line, zeros after it, and back; in the gradient too."""
-    levels = levels_of(segments_of_trees("shared"))
-    for level in levels.levels:
-        x = torch.randn(level.bounds[-1], 3, dtype=torch.float64, requires_grad=True)
-        batch = as_batch(x, level)
-        longest = max(end - start for start, end in zip(level.bounds, level.bounds[1:], strict=False))
-        assert batch.shape == (len(level.bounds) - 1, longest, 3)
-        for line, start, end in zip(batch, level.bounds, level.bounds[1:], strict=False):
-            assert torch.equal(line[: end - start], x[start:end])
-            assert not line[end - start :].any()
-        back = from_batch(batch * torch.arange(1.0, 4), level)
-        assert torch.equal(back, x * torch.arange(1.0, 4))
-        found, expected = (gradients([one], [x]) for one in (back, x * torch.arange(1.0, 4)))
-        assert torch.equal(found[0], expected[0])
+def counts_of_tokens(given: tuple[Tensor, ...], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A rule by hand: the state counts tokens, weighed; a token gets the count with its own weight."""
+    (x,) = given
+    counted = x.cumsum(dim=1) + (0 if state is None else state[:, None])
+    return counted, counted[:, -1]
+
+
+def test_rules_get_parts_as_padded_batches() -> None:
+    """Parts of similar lengths from the start of their lines, zeros after them; results in the parts' order."""
+    levels = levels_of(segments_of_trees("shared")).levels
+    assert any(len(level.batches) > 1 for level in levels)
+    for level in levels:
+        check_batches(level)
+
+
+def check_batches(level: Level) -> None:
+    parts = list(pairwise(level.bounds))
+    x = torch.randn(level.bounds[-1], 3, dtype=torch.float64, requires_grad=True)
+    first = torch.randn(len(parts), 3, dtype=torch.float64, requires_grad=True)
+    lines: list[Tensor] = []
+
+    def rule(given: tuple[Tensor, ...], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        lines.extend(given[0])
+        return counts_of_tokens(given, state)
+
+    found = in_batches(rule, [x], level, first)
+    for line, (start, end) in zip(lines, parts, strict=True):
+        assert torch.equal(line[: end - start], x[start:end])
+        assert not line[end - start :].any()
+        assert len(line) <= 2 * max(end - start, SHORT)
+    alone = [counts_of_tokens((x[None, start:end],), first[n : n + 1]) for n, (start, end) in enumerate(parts)]
+    expected = torch.cat([out[0] for out, _ in alone]), torch.cat([last for _, last in alone])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for one, other in zip(gradients(found, [x, first]), gradients(expected, [x, first]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    from_zero = [counts_of_tokens((x[None, start:end],), None)[1] for start, end in parts]
+    torch.testing.assert_close(in_batches(rule, [x], level, None)[1], torch.cat(from_zero), rtol=0, atol=1e-12)
+
+
+def test_batches_by_hand() -> None:
+    """Half of the longest and more; parts of up to 32 tokens with any that are no longer than 64."""
+    assert _batches([100, 60, 50, 49, 33, 32, 25, 24, 1]) == ((3, 100), (6, 49))
+    assert _batches([70, 34, 33, 1]) == ((1, 70), (3, 34))
+    assert _batches([64, 1]) == ((2, 64),)
+    assert _batches([5]) == ((1, 5),)
