@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from isopref.models.tree import levels_of
+from isopref.ops import state_space
 from isopref.ops.state_space import CHUNK, Inputs, chunk_scan, tree_state_space
 from support.recurrences import ROW_TOKENS, gradients, one_by_one, segments_of_trees
 
@@ -77,6 +78,32 @@ def test_chunks_are_transformers_own() -> None:
     found = chunk_scan(Inputs(c, b, x, dt, dt * decay), state)
     torch.testing.assert_close(found[0], out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], last.mT, rtol=1e-5, atol=1e-5)
+
+
+def simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial_state: Tensor | None, output_final_state: bool
+) -> tuple[Tensor, Tensor]:
+    """What flash-linear-attention documents for its kernel: N, L and as many heads of queries and keys as of values."""
+    assert output_final_state
+    assert q.dtype == k.dtype == v.dtype
+    assert g.dtype == torch.float64
+    state = torch.zeros(len(v), v.shape[2], q.shape[-1], v.shape[-1], dtype=v.dtype)
+    state = state if initial_state is None else initial_state
+    out = []
+    for t in range(q.shape[1]):
+        state = g[:, t].exp()[..., None, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t] * scale))
+    return torch.stack(out, dim=1), state
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_the_kernel_is_given_what_the_recurrence_says(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formula of the kernel; the kernel itself is compared in tests/gpu."""
+    monkeypatch.setattr(state_space, "kernel", lambda: simple_gla)
+    given = inputs(3, 40)
+    state = torch.randn(3, 4, 6, 5, dtype=torch.float64) if started else None
+    for one, other in zip(state_space._fused(given, state), chunk_scan(given, state), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["shared", "packed"])
