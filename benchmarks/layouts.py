@@ -39,6 +39,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention" if n in _ATTENDING else "conv" for n in range(16)],
         "tie_word_embeddings": True,
     },
+    "mamba2": {  # a Bamba of LFM2's size
+        "model_type": "bamba", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "attn_layer_indices": [5, 11],
+        "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "tie_word_embeddings": True,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss", "hidden_size": 1536, "intermediate_size": 1536, "num_hidden_layers": 12,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -49,7 +55,7 @@ SMALL: dict[str, Any] = {  # on a CPU
     "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "vocab_size": 97, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shared": {"rows": "shared"},

@@ -45,13 +45,22 @@ def test_context(name: str, trees: bool) -> None:
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
 
 
-@pytest.mark.parametrize("name", mutations.STATES)
+@pytest.mark.parametrize("name", [name for name in mutations.STATES if name != "recurrent_state_of_a_sibling"])
 @pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2", "bamba"])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2", "bamba", "mamba"])
 def test_states(name: str, trees: bool, architecture: str) -> None:
     cell = Cell(architecture=architecture, dtype="float32", trees=trees)
     assert measure(cell).gradient_error <= matrix.bound(cell)
     assert mutations.mutated(name, measure, cell).gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "bamba"])
+def test_recurrent_states(trees: bool, architecture: str) -> None:
+    """The state alone, in layers that have a convolution too."""
+    cell = Cell(architecture=architecture, dtype="float32", trees=trees)
+    assert measure(cell).gradient_error <= matrix.bound(cell)
+    assert mutations.mutated("recurrent_state_of_a_sibling", measure, cell).gradient_error > VISIBLE
 
 
 @pytest.mark.parametrize("name", mutations.LISTS)

@@ -14,6 +14,10 @@ from isopref.batch.packing import Budget
 from isopref.data.table import ExampleTable
 from isopref.engine.optim import Kind
 from isopref.models.policy import Policy
+from isopref.models.shape import shape_of
+from isopref.plan.layout import ONE_GPU
+from isopref.plan.network import HOP_S, Network
+from isopref.plan.together import exchange_s, sent_bytes
 from isopref.score import score_table
 from isopref.testing import matrix
 from isopref.testing.cells import Cell
@@ -23,7 +27,7 @@ from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import moving, trajectory
 from support.mistakes import error_of
-from support.native import tensor_parallel_scores
+from support.native import EVEN_VOCABULARY, exchanges_of_two, tensor_parallel_scores
 
 NATIVE = Cell(architecture="llama", native=True, parallel="fsdp", tensor_parallel=2)
 
@@ -97,6 +101,23 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
         np.testing.assert_allclose(scores.chosen, expected.chosen, rtol=1e-5)
         np.testing.assert_allclose(scores.rejected, expected.rejected, rtol=1e-5)
     assert sorted(answer for _, stored in found for answer in stored) == list(range(18))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2"])
+def test_ranks_exchange_what_a_plan_counts(two_ranks: Ranks, architecture: str) -> None:
+    """As often; and of Llama, which has no norms of queries and keys, as much. On CPUs, other calls exchange those."""
+    shape, tokens = shape_of(tiny_model(architecture, vocab_size=EVEN_VOCABULARY)), np.array([[128.0]])
+    together = replace(ONE_GPU, parallel="fsdp", ranks=2, tensor=2)
+    network = Network(inside=np.inf, between=np.inf)
+    for numbers in two_ranks(exchanges_of_two, architecture, 0):
+        assert len(numbers) == pytest.approx(exchange_s(shape, together, network, tokens).item() / HOP_S)
+        if architecture == "llama":
+            assert sum(numbers) * 2 / 2 == sent_bytes(shape, together, tokens).item()
+    again = replace(together, recompute=shape.layers)
+    for numbers in two_ranks(exchanges_of_two, architecture, shape.layers):
+        # torch may stop before the last reduction of a layer.
+        counted = exchange_s(shape, again, network, tokens).item() / HOP_S
+        assert counted - shape.layers - 0.5 < len(numbers) < counted + 0.5
 
 
 @pytest.mark.parametrize(

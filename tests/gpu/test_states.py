@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from isopref.batch.rows import build_microbatch
 from isopref.models.parallel import checkpoint_layers, compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.models.tree import levels_of
-from isopref.ops import delta
-from isopref.ops.delta import Inputs, tree_delta_rule
+from isopref.ops import delta, state_space
+from isopref.ops.delta import tree_delta_rule
+from isopref.ops.levels import Levels
+from isopref.ops.state_space import tree_state_space
 from isopref.testing import oracle
 from isopref.testing.models import tiny_model, tree_examples
 
@@ -22,7 +26,11 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 WIDE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
-DELTA: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+SETTINGS: dict[str, dict[str, Any]] = {  # widths that kernels take
+    "olmo_hybrid": {**WIDE, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "lfm2": WIDE,
+    "bamba": {**WIDE, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64},
+}
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -30,42 +38,77 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kind", ["shared", "packed"])
-def test_fused_rule_is_the_eager_one(kind: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and all gradients, also those that reach a prompt through the first state of its answers.
-
-    Both in bfloat16 against float64: the kernels may be off by twice what the twin is, and little more.
-    """
-    if delta.kernel() is None:
-        pytest.skip("flash-linear-attention is not installed")
+def levels_of_trees(kind: Any) -> Levels:
     row = build_microbatch(tree_examples(), kind, row_tokens=700).passes[0].segments
     assert row is not None
     levels = levels_of(row.to(CUDA))
     assert len(levels.levels) == (4 if kind == "shared" else 1)
+    return levels
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((700, 2, width), (700, 2, width), (700, 4, width), (700, 4), (700, 4), (700, 4, width))
-    q, k, v, g, beta, grad = (torch.randn(s, generator=generator, dtype=torch.float64).to(CUDA) for s in shapes)
-    inputs = [q, k, v, -torch.nn.functional.softplus(g - 3), beta.sigmoid()]  # a decay that reaches far
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(CUDA) for shape in shapes]
+
+
+def check_fused(
+    op: Callable[[list[Tensor]], Tensor], inputs: dict[str, Tensor], grad: Tensor, wide: Sequence[str], module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Values and all gradients, also those that reach a prompt through the first state of its answers.
+
+    Both in bfloat16 against float64: the kernels may be off by twice what the twin is, and little more. Inputs named in
+    `wide` are float32.
+    """
+    if module.kernel() is None:
+        pytest.skip("flash-linear-attention is not installed")
 
     def run(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [(x.float() if n == 3 and dtype != torch.float64 else x.to(dtype)) for n, x in enumerate(inputs)]
+        narrow = dtype != torch.float64
+        leaves = [x.float() if narrow and name in wide else x.to(dtype) for name, x in inputs.items()]
         leaves = [x.detach().requires_grad_() for x in leaves]
-        out = tree_delta_rule(Inputs(*leaves), levels)
+        out = op(leaves)
         return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
     expected, fused = run(torch.float64), run(torch.bfloat16)
-    monkeypatch.setattr(delta, "kernel", lambda: None)
+    monkeypatch.setattr(module, "kernel", lambda: None)
     eager = run(torch.bfloat16)
-    for name, one, twin, right in zip(("out", "q", "k", "v", "g", "beta"), fused, eager, expected, strict=True):
+    for name, one, twin, right in zip(("out", *inputs), fused, eager, expected, strict=True):
         assert relative(one, right) < 2 * relative(twin, right) + 1e-2, name
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+def test_fused_delta_rule_is_the_eager_one(kind: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = levels_of_trees(kind)
+    shapes = ((700, 2, width), (700, 2, width), (700, 4, width), (700, 4), (700, 4), (700, 4, width))
+    q, k, v, g, beta, grad = drawn(*shapes)
+    inputs = {"q": q, "k": k, "v": v, "g": -softplus(g - 3), "beta": beta.sigmoid()}  # a decay that reaches far
+
+    def op(given: list[Tensor]) -> Tensor:
+        return tree_delta_rule(delta.Inputs(*given), levels)
+
+    check_fused(op, inputs, grad, ("g",), delta, monkeypatch)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+def test_fused_state_space_is_the_eager_one(kind: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = levels_of_trees(kind)
+    c, b, x, dt, g, grad = drawn((700, 2, width), (700, 2, width), (700, 4, 64), (700, 4), (700, 4), (700, 4, 64))
+    inputs = {"c": c, "b": b, "x": x, "dt": softplus(dt), "g": -softplus(g - 3)}
+
+    def op(given: list[Tensor]) -> Tensor:
+        return tree_state_space(state_space.Inputs(*given), levels)
+
+    check_fused(op, inputs, grad, ("dt", "g"), state_space, monkeypatch)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("architecture", SETTINGS)
 def test_following_layers_train(architecture: str, compiled: bool) -> None:
     """Scores and gradients of trees of several depths in bfloat16, also with layers computed again."""
-    settings = {**WIDE, **(DELTA if architecture == "olmo_hybrid" else {})}
+    settings = SETTINGS[architecture]
     trees = tree_examples()
     exact = Policy(tiny_model(architecture, dtype=torch.float64, **settings)).train()
     policy = Policy(tiny_model(architecture, dtype=torch.bfloat16, **settings)).to(CUDA).train()
@@ -92,7 +135,7 @@ def test_a_step_never_waits_for_the_device() -> None:
     """CUDA itself raises where Python would wait for it."""
     from support.counting import one_step
 
-    for architecture, settings in (("lfm2", WIDE), ("olmo_hybrid", {**WIDE, **DELTA})):
+    for architecture, settings in SETTINGS.items():
         step = one_step(tiny_model(architecture, dtype=torch.bfloat16, **settings), CUDA)
         step()  # allocations and kernels of the first time may wait
         torch.cuda.set_sync_debug_mode("error")

@@ -30,7 +30,8 @@ def test_shared_rows(family: str) -> None:
 def test_adapters_native_modules_and_export() -> None:
     assert support("llama") == Support("llama", "shared", adapters=True, native=True, exports=True)
     assert support("olmo_hybrid") == Support("olmo_hybrid", "shared", adapters=True, exports=True)
-    assert support("bamba") == Support("bamba", "shared", unfolded=True, adapters=True, exports=True)
+    assert support("bamba") == Support("bamba", "shared", adapters=True, exports=True)
+    assert support("jamba") == Support("jamba", "shared", unfolded=True, adapters=True, exports=True)
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,10 @@ def test_a_model_may_take_views_of_what_attention_returns(kind: RowKind, monkeyp
     settings |= {"global_attn_every_n_layers": 2, "sliding_window": 12}
     monkeypatch.setitem(ARCHITECTURES, "afmoe", ("afmoe", {**ARCHITECTURES["llama"][1], **settings}))
     check_layout(Policy(tiny_model("afmoe")), kind)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_hidden_states_of_mamba_are_wider_than_its_head(family: str, kind: RowKind) -> None:
+    """Its residual sums are in float32, also in bfloat16; its own forward pass narrows them before the head."""
+    check_layout(Policy(tiny_family(family, dtype=torch.bfloat16)), kind)

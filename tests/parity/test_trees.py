@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isopref.batch import rows
 from isopref.batch.packing import RowKind
@@ -17,7 +18,7 @@ from isopref.examples import PairTokens
 from isopref.models.policy import Policy
 from isopref.score import score
 from isopref.testing import oracle
-from isopref.testing.families import tiny_family
+from isopref.testing.families import tiny_config, tiny_family
 from isopref.testing.models import tiny_model, tree_examples
 from isopref.types import IntArray, Needs
 
@@ -57,11 +58,32 @@ def test_answers_and_gradients_are_the_oracles(kind: RowKind, architecture: str)
 
 @pytest.mark.parametrize("kind", ["shared", "packed"])
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"]
+    "family",
+    [
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"),
+        *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
+    ],
 )
 def test_layers_that_follow_a_tree_are_transformers_own(family: str, kind: RowKind) -> None:
     """Every model with such layers: scores and gradients of a row against those of a padded batch."""
-    policy = Policy(tiny_family(family)).train()
+    check_following(tiny_family(family), kind)
+
+
+@pytest.mark.parametrize("before_gate", [False, True])
+def test_falcon_h1_may_norm_what_its_states_give(before_gate: bool) -> None:
+    config = tiny_config("falcon_h1")
+    config.mamba_rms_norm, config.mamba_norm_before_gate = True, before_gate
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    check_following(model, "shared")
+
+
+def test_steps_of_mamba_keep_to_their_limits() -> None:
+    check_following(tiny_model("bamba", time_step_limit=(0.5, 1.0)), "shared")
+
+
+def check_following(model: PreTrainedModel, kind: RowKind) -> None:
+    policy = Policy(model).train()
     assert policy.following
     found = {}
     both: tuple[RowKind, ...] = (kind, "padded")

@@ -18,7 +18,7 @@ from isopref.examples import Lengths
 from isopref.models import tree
 from isopref.models.row import Row
 from isopref.ops.convolution import Taps
-from isopref.ops.delta import Levels
+from isopref.ops.levels import Levels
 from isopref.ranks import num_ranks
 from isopref.types import FloatArray, IntArray, Segments
 
@@ -135,11 +135,6 @@ def state_of_a_sibling() -> Iterator[None]:
             taken[before] = x[0, start - (before.stop - before.start) : start]
         return taken
 
-    def after_siblings(segments: Segments) -> Levels:
-        starts = segments.query_bounds[:-1]
-        ends = tuple(start - 1 if token >= 0 else -1 for start, token in zip(starts, segments.follows, strict=True))
-        return tree.levels_of(replace(segments, follows=ends))
-
     def along_the_row(segments: Segments, count: int) -> Taps:
         bounds = (0, segments.query_bounds[-1])
         whole = torch.tensor(bounds, dtype=torch.int32)
@@ -148,9 +143,22 @@ def state_of_a_sibling() -> Iterator[None]:
 
     with (
         patch.object(Row, "keys", sibling),
-        patch("isopref.models.row.levels_of", after_siblings),
         patch("isopref.models.row.taps_of", along_the_row),
+        recurrent_state_of_a_sibling(),
     ):
+        yield
+
+
+@contextmanager
+def recurrent_state_of_a_sibling() -> Iterator[None]:
+    """The same for the recurrence of layers that follow the tree, while their convolution starts from the prompt."""
+
+    def after_siblings(segments: Segments) -> Levels:
+        starts = segments.query_bounds[:-1]
+        ends = tuple(start - 1 if token >= 0 else -1 for start, token in zip(starts, segments.follows, strict=True))
+        return tree.levels_of(replace(segments, follows=ends))
+
+    with patch("isopref.models.row.levels_of", after_siblings):
         yield
 
 
@@ -445,7 +453,7 @@ KTO = {
     )
 }
 BCO = {m.__name__: m for m in (midpoint_of_all_answers, term_counted_twice, reference_by_example)}
-STATES = {m.__name__: m for m in (state_of_a_sibling, leaking_attention)}
+STATES = {m.__name__: m for m in (state_of_a_sibling, recurrent_state_of_a_sibling, leaking_attention)}
 COLLATED = {m.__name__: m for m in (rank_local_token_mean, likelihood_with_the_weights_of_the_loss, ignored_weights)}
 SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 

@@ -55,6 +55,8 @@ def left_out(config: Config, layout: Layout) -> Iterator[str]:
         yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
     elif not layout.compiled:
         yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
+    if layout.tensor > 1:
+        yield "layout.tensor_parallel: the time of its communication is modelled from the links' rates, not measured"
     if layout.offload:
         yield "layout.offload: copying to the host and stepping there is not in the time"
     if layout.quantised:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
-from isopref.build.model import check_base, new_adapter
+from isopref.build.lengths_file import read_lengths
+from isopref.build.plan_shape import model_shape
 from isopref.build.run import loss_of
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
 from isopref.cards import GIB
@@ -34,11 +33,10 @@ from isopref.engine.microbatch_probe import (
     choose,
     choose_for_long,
 )
-from isopref.errors import ConfigError, DataError
+from isopref.errors import ConfigError
 from isopref.examples import Lengths
-from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
-from isopref.models.shape import ModelShape, shape_of
+from isopref.models.shape import ModelShape
 from isopref.objectives.loss import Loss
 from isopref.ops import flash
 from isopref.ops.attention import Kernel, kernel_for
@@ -47,6 +45,7 @@ from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.long_rows import Reach, Setting, settings
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory
 from isopref.plan.scale import Forecast, forecast
+from isopref.plan.together import check_degree
 from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
@@ -59,7 +58,7 @@ def make_plan(
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
     shape = model_shape(config, hardware)
     if lengths_file is not None:
-        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
+        return Planner(config, hardware, shape, read_lengths(lengths_file)).plan(ranks)
     tokenizer = read_tokenizer(config, display)
     table = pair_tables(config, tokenizer, display).train
     return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
@@ -68,44 +67,6 @@ def make_plan(
 def reaches(config: Config, hardware: Hardware, table: ExampleTable) -> list[Reach]:
     """How long an example may be on that hardware, by setting, and how many are longer. Raises UserError."""
     return Planner(config, hardware, model_shape(config, hardware), table.lengths, table.unit).reaches()
-
-
-def model_shape(config: Config, hardware: Hardware) -> ModelShape:
-    """The shape of the model that a config trains, from the model's config. Raises ConfigError for what has no plan."""
-    model = config.model
-    if "float64" in (model.dtype, model.compute_dtype):
-        raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
-    if model.is_float8 and hardware.card.flops_float8 is None:
-        raise ConfigError(
-            f"model.compute_dtype: float8 needs a Hopper GPU or newer, not --card {hardware.card_name}. Use bfloat16."
-        )
-    if config.layout.tensor_parallel > 1:
-        raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
-            "not been measured. Plan with layout.tensor_parallel=1."
-        )
-    if hf.is_olmo_core(model.path):
-        empty = conversion.empty_checkpoint(model.path)
-    elif config.objective.trains_reward_model:
-        empty = reward.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    else:
-        empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    if model.native:
-        conversion.transformer_config(empty)  # raises if there is none
-    adapt(config, empty)
-    return shape_of(empty)
-
-
-def adapt(config: Config, empty: PreTrainedModel) -> None:
-    """Add the config's adapter to a model without weights."""
-    asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
-    if asked is None:
-        return
-    check_base(config.model.path)
-    if asked.path is None:
-        adapter.add_adapter(empty, new_adapter(asked), dtype=dtype, seed=config.optim.seed)
-    else:
-        adapter.load_adapter(empty, asked.path, dtype=dtype, setting="model.adapter.path")
 
 
 @dataclass(frozen=True)
@@ -179,6 +140,11 @@ class Planner:
             room=self.usable,
         )
 
+    @property
+    def _groups_per_node(self) -> int:
+        """Ranks of a machine, or tensor-parallel groups of them, that divide a batch between them."""
+        return self.hardware.network.every(self.config.layout.tensor_parallel).ranks_per_node
+
     def _budget(self, tokens: int) -> Budget:
         return Budget(self.config.layout.rows, tokens)
 
@@ -203,13 +169,17 @@ class Planner:
                 f"layout.parallel: single, but this is a plan for {ranks} GPUs. Set layout.parallel: auto."
             )
         sharded = chosen in ("fsdp", "hsdp")
-        node = self.hardware.network.ranks_per_node
-        shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
-        kept = resolve.kept_whole(self.config, trained=trained, whole=whole)
+        tensor = asked.tensor_parallel
+        if tensor > 1:
+            check_degree(tensor, self.shape, self.hardware.network, ranks)
+        groups, node = ranks // tensor, self._groups_per_node
+        shard = check_shard(asked.hsdp_shard or node, groups, tensor_parallel=tensor) if chosen == "hsdp" else groups
+        kept = resolve.kept_whole(self.config, trained=trained, whole=whole) / tensor
         summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
         can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
         compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers)
-        from_host = resolve.from_host(whole, room, sharded=asked.offload or (sharded and ranks > 1))
+        spread = asked.offload or (sharded and ranks > 1)
+        from_host = resolve.from_host(whole, room, sharded=spread and tensor == 1)
         return Layout(
             rows=asked.rows,
             parallel=chosen,
@@ -231,6 +201,7 @@ class Planner:
             references=references,
             float8=model.is_float8,
             forwards=references + first_pass(loss, self.lengths, asked.rows) * (1 + references),
+            tensor=tensor,
         )
 
     def _kernel(self, compute_bytes: int) -> Kernel:
@@ -337,12 +308,13 @@ class Planner:
         yield from plan_notes.left_out(self.config, layout)
         yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
-        if (idle := layout.ranks - batch_size) > 0:
-            yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
+        if (idle := layout.groups - batch_size) > 0:
+            who = "ranks" if layout.tensor == 1 else f"groups of {layout.tensor} ranks"
+            yield f"{layout.groups} {who} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
-        for gpus in _more(self.hardware.gpus):
+        for gpus in _more(self.hardware.gpus, self.config.layout.tensor_parallel):
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
@@ -378,10 +350,10 @@ class Planner:
         """The run on this many ranks: as configured, and also with the other kind of sharding if possible."""
         layout = self._layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
-        node = self.config.layout.hsdp_shard or self.hardware.network.ranks_per_node
+        node = self.config.layout.hsdp_shard or self._groups_per_node
         yield self._settled_forecast(*self._settled(layout))
         for other in others:
-            if other != layout.parallel and ranks > node and ranks % node == 0:
+            if other != layout.parallel and layout.groups > node > 1 and layout.groups % node == 0:
                 yield self._settled_forecast(*self._settled(self._layout(ranks, other)))
 
     def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
@@ -396,21 +368,6 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
-def _more(gpus: int) -> list[int]:
-    """This many GPUs, and then more: 8, 16, 32, ..."""
-    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
-
-
-def _read_lengths(path: Path) -> Lengths:
-    """Lengths from a .npy file: one row per pair with the tokens of prompt, chosen and rejected."""
-    try:
-        lengths = np.load(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--lengths {path}: cannot be read ({error}). Pass a .npy file with three columns.") from error
-    right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
-    if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
-        raise DataError(
-            f"--lengths {path}: expected positive whole numbers in three columns (tokens of prompt, chosen and "
-            f"rejected), found {lengths.dtype} of shape {lengths.shape}."
-        )
-    return Lengths.of_pairs(lengths)
+def _more(gpus: int, tensor: int) -> list[int]:
+    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `tensor` divide them."""
+    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % tensor == 0)]

@@ -3,6 +3,7 @@
 import os
 
 from isopref.build.run import Run
+from isopref.models.follow import has_kernel
 from isopref.models.policy import Policy
 from isopref.ops import delta
 
@@ -19,7 +20,7 @@ def settle_states(run: Run, policy: Policy, *, quiet: bool = False) -> None:
     if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
         return
     first = policy.following[0]
-    linear = "DeltaNet" in type(policy.model.get_submodule(first)).__name__
+    layer = policy.model.get_submodule(first)
     if os.environ.get(FOLLOW_ON_CUDA) != "1":
         policy.unfold_all()
         if quiet:
@@ -28,7 +29,7 @@ def settle_states(run: Run, policy: Policy, *, quiet: bool = False) -> None:
             f"note: {first} and layers like it compute a shared prompt once per answer. Code that computes it once is "
             f"tested on CPUs only; to try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment"
         )
-    elif linear and delta.kernel() is None and not quiet:
+    elif has_kernel(layer) and delta.kernel() is None and not quiet:
         run.display.say(
             f"note: {first} and layers like it run in plain PyTorch, because flash-linear-attention is not installed. "
             "For speed: pip install 'isopref[linear]'"

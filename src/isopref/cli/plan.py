@@ -52,8 +52,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         console,
         f"one step of {run.batch_size:.0f} {plan.unit}s",
         {
-            "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute"
-            + _long_rows(plan),
+            "layout": f"{run.parallel}, {_together(run)}grad_sync {plan.grad_sync}, "
+            f"{plan.recompute} of {plan.layers} layers recompute" + _long_rows(plan),
             "attention": plan.attention,
             "microbatches": f"{run.microbatches:.1f} per rank, the largest with {run.largest_tokens:,.0f} tokens "
             f"(limit {plan.microbatch_tokens:,}; memory allows {takes})",
@@ -132,7 +132,7 @@ def _show_scale(points: list[Forecast], unit: str, console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         timed = (
-            f"{point.time.network:.3f}",
+            f"{point.time.exchange + point.time.network:.3f}",
             f"{point.time.total:.3f}",
             f"{point.examples_per_s:,.0f}",
             f"{point.mfu:.1%}",
@@ -155,6 +155,11 @@ def _long_rows(plan: RunPlan) -> str:
     """What is done for long rows, if anything is."""
     offloaded = f", {plan.offloaded} offload their inputs" if plan.offloaded else ""
     return offloaded + (f", MLPs in tiles of {plan.tile} tokens" if plan.tile is not None else "")
+
+
+def _together(run: Forecast) -> str:
+    """How many ranks compute each layer together, if more than one."""
+    return f"{run.tensor} ranks per layer, " if run.tensor > 1 else ""
 
 
 def _duration(seconds: float) -> str:

@@ -1,14 +1,14 @@
 """Recurrent layers that follow the tree of a packed row, so a prompt is computed once for all its answers.
 
-Two operations in these layers look beyond a single token: a short convolution and, in a Gated DeltaNet, the state. Both
-are replaced by ops that start each branch where its own sequence left off (ops/convolution.py, ops/delta.py);
-projections, gates and norms remain the layer's own modules. Each kind of layer needs a few lines that define its
-inputs, so only the kinds in `KINDS` follow; others are unfolded (unfold.py). The new forward is set on the instance, as
-torch's own `register_fsdp_forward_method` does: classes and weights are untouched, and anything that is not a packed
-row (padded batches, generation) runs the class's own forward. The probe (probe.py) compares the result with the model
-itself and unfolds a layer that fails.
+Two operations in these layers look beyond a single token: a short convolution and, in Gated DeltaNet and Mamba2, the
+state. Both are replaced by ops that start each branch where its own sequence left off (ops/convolution.py,
+ops/delta.py, ops/state_space.py); projections, gates and norms remain the layer's own modules. Each kind of layer needs
+a few lines that define its inputs, so only the kinds in `KINDS` follow; others are unfolded (unfold.py). The new
+forward is set on the instance, as torch's own `register_fsdp_forward_method` does: classes and weights are untouched,
+and anything that is not a packed row (padded batches, generation) runs the class's own forward. The probe (probe.py)
+compares the result with the model itself and unfolds a layer that fails.
 
-Dimensions: T tokens of the row, D hidden width, H heads, K and V widths of a head's keys and values.
+Dimensions: T tokens of the row, D hidden width, H heads, G groups of them, K and V widths of a head's keys and values.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
 from isopref.models.row import current_row
-from isopref.ops import delta
+from isopref.ops import delta, state_space
 from isopref.ops.convolution import Taps, tree_convolution
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # what is convolved to queries, keys, values; gate; beta; log decay
@@ -36,6 +36,11 @@ def follow(layers: Iterable[nn.Module]) -> None:
     """Make these layers follow the tree of a packed row. Idempotent."""
     for layer in layers:
         layer.forward = MethodType(KINDS[type(layer).__name__], layer)
+
+
+def has_kernel(layer: nn.Module) -> bool:
+    """Whether flash-linear-attention has a kernel for what this kind of following layer computes."""
+    return KINDS[type(layer).__name__] is not _short_convolution
 
 
 def unfollow(layers: Iterable[nn.Module]) -> None:
@@ -56,6 +61,13 @@ def _rule(inputs: delta.Inputs) -> Tensor:
     row = current_row()
     assert row is not None
     return delta.tree_delta_rule(inputs, row.levels)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _scan(inputs: state_space.Inputs) -> Tensor:
+    row = current_row()
+    assert row is not None
+    return state_space.tree_state_space(inputs, row.levels)
 
 
 def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -114,6 +126,54 @@ def _olmo_hybrid(layer: Any, hidden_TD: Tensor) -> Inputs:
     return mixed, layer.g_proj(hidden_TD), beta, _log_decay(layer, layer.a_proj(hidden_TD))
 
 
+def _mamba2(
+    project: Callable[[Any, Tensor], Tensor], norm: Callable[[Any, Tensor, Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """The forward of a Mamba2 layer, given its projection of hidden states and its norm of outputs, with their gate."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        taps: Taps | None = _taps(self.conv_kernel_size)
+        if taps is None:
+            own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+            return own
+        widths = [self.intermediate_size, self.conv_dim, self.num_heads]
+        gate, mixed_TD, step_TH = project(self, hidden_states[0]).split(widths, dim=-1)
+        mixed_TD = tree_convolution(mixed_TD, self.conv1d.weight[:, 0], self.conv1d.bias, taps)
+        mixed_TD = ACT2FN[self.activation](mixed_TD)
+        shared = self.n_groups * self.ssm_state_size
+        x, b, c = mixed_TD.split([self.intermediate_size, shared, shared], dim=-1)
+        x_THV = x.unflatten(-1, (-1, self.head_dim))
+        b_TGK, c_TGK = (one.unflatten(-1, (self.n_groups, -1)) for one in (b, c))
+        wide = torch.promote_types(step_TH.dtype, torch.float32)
+        dt_TH = softplus(step_TH.to(wide) + self.dt_bias.to(wide)).clamp(*self.time_step_limit)
+        log_decay_TH = -self.A_log.to(wide).exp() * dt_TH
+        out: Tensor = _scan(state_space.Inputs(c_TGK, b_TGK, x_THV, dt_TH, log_decay_TH))
+        out = norm(self, (out + self.D[:, None] * x_THV).flatten(1), gate)
+        out = self.out_proj(out.to(hidden_states.dtype))
+        return out[None]
+
+    return forward
+
+
+def _projected(layer: Any, hidden_TD: Tensor) -> Tensor:
+    projected: Tensor = layer.in_proj(hidden_TD)
+    return projected
+
+
+def _falcon_h1_projected(layer: Any, hidden_TD: Tensor) -> Tensor:
+    projected: Tensor = layer.in_proj(hidden_TD * layer.ssm_in_multiplier) * layer.mup_vector.flatten()
+    return projected
+
+
+def _normed(layer: Any, out_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    normed: Tensor = layer.norm(out_TD, gate_TD)
+    return normed
+
+
+def _falcon_h1_normed(layer: Any, out_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    return _normed(layer, out_TD, gate_TD) if layer.mamba_rms_norm else out_TD * silu(gate_TD)
+
+
 KINDS: dict[str, Callable[..., Tensor]] = {
     "Qwen3NextGatedDeltaNet": _gated_delta_net(_qwen3_next, "norm", "out_proj"),
     **dict.fromkeys(
@@ -121,5 +181,10 @@ KINDS: dict[str, Callable[..., Tensor]] = {
         _gated_delta_net(_qwen3_5, "norm", "out_proj"),
     ),
     "OlmoHybridGatedDeltaNet": _gated_delta_net(_olmo_hybrid, "o_norm", "o_proj"),
+    **dict.fromkeys(
+        ("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+        _mamba2(_projected, _normed),
+    ),
+    "FalconH1Mixer": _mamba2(_falcon_h1_projected, _falcon_h1_normed),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _short_convolution),
 }

@@ -140,7 +140,9 @@ class Policy(nn.Module):
         scale, softcap, vocabulary = self.logits
         if vocabulary is not None:
             weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-        predictions = (take(hidden, one.predict_index, one.predict_copies), weight, one.target, bias)
+        # Models that sum up in float32 (Mamba) leave it to their head to narrow that.
+        predicting = take(hidden, one.predict_index, one.predict_copies).to(weight.dtype)
+        predictions = (predicting, weight, one.target, bias)
         if not confidence:
             return token_logprobs(*predictions, scale=scale, softcap=softcap), None
         logp_C, collision_C = token_logprobs_and_collisions(*predictions, scale=scale, softcap=softcap)

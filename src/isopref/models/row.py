@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isopref.models.tree import levels_of, taps_of
 from isopref.ops.convolution import Taps
-from isopref.ops.delta import Levels
+from isopref.ops.levels import Levels
 from isopref.ops.take import take
 from isopref.types import IntArray, Segments
 

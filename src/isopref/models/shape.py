@@ -44,6 +44,7 @@ class ModelShape:
     value_width: int  # of a head's values
     softcap: float | None  # that attention applies to its scores
     key_width: int  # of the keys of one token in one layer, over all key heads
+    normed_width: int  # of queries and keys of one token in one layer, if they have norms of their own; else 0
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -82,6 +83,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     query_width = getattr(config, "qk_head_dim", None) or head_width
+    key_width = head_width * (getattr(config, "num_key_value_heads", None) or heads)
     policy = Policy(model)
     text = [(name, p) for name, p in model.named_parameters() if not is_inside(name, policy.unused)]
     in_layers = {id(p) for name, p in text if any(part.isdigit() for part in name.split("."))}
@@ -109,11 +111,18 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         head_width=query_width,
         value_width=getattr(config, "v_head_dim", None) or query_width,
         softcap=getattr(config, "attn_logit_softcapping", None),
-        key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
+        key_width=key_width,
+        normed_width=_normed_width(model, heads * query_width, key_width),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),
     )
+
+
+def _normed_width(model: PreTrainedModel, query_width: int, key_width: int) -> int:
+    """Of queries and keys together if attention has norms for them, which OLMo-core's tensor parallelism goes by."""
+    normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    return query_width + key_width if normed else 0
 
 
 def _float8_size(model: PreTrainedModel) -> Float8Size:

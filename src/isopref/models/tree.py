@@ -14,8 +14,10 @@ from torch import Tensor
 
 from isopref.batch.rows import copies_of
 from isopref.ops.convolution import Taps
-from isopref.ops.delta import Level, Levels
+from isopref.ops.levels import Level, Levels
 from isopref.types import IntArray, Segments
+
+SHORT = 32  # tokens: parts up to this length are not worth a batch of their own
 
 
 def taps_of(segments: Segments, count: int) -> Taps:
@@ -43,18 +45,52 @@ def taps_of(segments: Segments, count: int) -> Taps:
 
 def levels_of(segments: Segments) -> Levels:
     """The row cut wherever a segment branches off, on the device of the segments."""
-    by_depth = _parts(segments)
+    by_depth = _longest_first(_parts(segments))
     order = np.concatenate([np.arange(start, end) for parts in by_depth for start, end, _ in parts])
     device = segments.query_offsets.device
     levels = []
     for depth, parts in enumerate(by_depth):
-        bounds = np.cumsum([0, *(end - start for start, end, _ in parts)])
+        length = np.array([end - start for start, end, _ in parts])
+        bounds = np.cumsum([0, *length])
+        batches = _batches(length.tolist())
+        count, longest = np.array(batches).T
+        places = np.repeat(longest, count)  # of each part in its batch
+        padding = np.cumsum([0, *places[:-1]]) - bounds[:-1]  # before each part, in all batches
         parent = np.array([before for *_, before in parts])
         copies = None if depth == 0 else _on(device, copies_of(parent, len(by_depth[depth - 1])))
         levels.append(
-            Level(tuple(bounds.tolist()), _on(device, bounds), None if depth == 0 else _on(device, parent), copies)
+            Level(
+                bounds=tuple(bounds.tolist()),
+                offsets=_on(device, bounds),
+                batches=batches,
+                slots=_on(device, np.arange(bounds[-1]) + np.repeat(padding, length)),
+                parent=None if depth == 0 else _on(device, parent),
+                parent_copies=copies,
+            )
         )
     return Levels(_on(device, order), _on(device, np.argsort(order)), tuple(levels))
+
+
+def _longest_first(by_depth: list[list[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
+    """The same parts, those of each depth by length, so that batches hold parts of similar lengths."""
+    found = []
+    place = {-1: -1}  # of the parts of the depth before
+    for parts in by_depth:
+        order = sorted(range(len(parts)), key=lambda n: parts[n][0] - parts[n][1])
+        found.append([(start, end, place[before]) for start, end, before in (parts[n] for n in order)])
+        place = {old: new for new, old in enumerate(order)}
+    return found
+
+
+def _batches(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+    """How many parts, the longest first, are padded to which length: parts are at least half of it, unless short."""
+    batches: list[tuple[int, int]] = []
+    for length in lengths:
+        if not batches or 2 * max(length, SHORT) < batches[-1][1]:
+            batches.append((0, length))
+        count, longest = batches[-1]
+        batches[-1] = count + 1, longest
+    return tuple(batches)
 
 
 def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:

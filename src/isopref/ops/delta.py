@@ -2,26 +2,20 @@
 
     S_t = exp(g_t) (I - beta_t k_t k_t') S_(t-1) + beta_t k_t v_t',    o_t = S_t' q_t / sqrt(width),    q, k of length 1
 
-Sequences that share a beginning share its state: the row is cut where sequences part, and a part starts from the state
-in which the part before it ended. Parts of equal depth are computed together: all prompts, then all their answers.
-`chunk_rule` is the rule in plain torch and the specification. On CUDA in half precision the kernels of
-flash-linear-attention take its place, if that is installed.
+Sequences that share a beginning share its state (levels.py). `chunk_rule` is the rule in plain torch and the
+specification. On CUDA in half precision the kernels of flash-linear-attention take its place, if that is installed.
 
 Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, K and V widths of a head's keys
 and values, C tokens of a chunk, M chunks.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isopref.ops.take import take
+from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
 
 CHUNK = 64
 EPSILON = 1e-6  # in the length of queries and keys, as all models with this rule have it
@@ -37,63 +31,16 @@ class Inputs(NamedTuple):
     beta: Tensor  # T, H
 
 
-class Level(NamedTuple):
-    """The parts of one depth, one after the other in the order of `Levels`."""
-
-    bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this depth
-    offsets: Tensor  # N+1, int64: the same on the device
-    parent: Tensor | None  # N: which part of the depth before comes before each; None at depth 0
-    parent_copies: Tensor | None  # R, parts of the depth before: where each of those is in `parent` (see take.py)
-
-
-class Levels(NamedTuple):
-    """A row cut where its sequences part."""
-
-    order: Tensor  # T: the row's tokens, depth by depth
-    place: Tensor  # T: where each of the row's tokens is in that order
-    levels: tuple[Level, ...]
-
-
 def tree_delta_rule(inputs: Inputs, levels: Levels) -> Tensor:
     """What each token of the row gets: T, H, V."""
     fused = inputs.q.is_cuda and inputs.q.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
     rule = _fused if fused else _eager
-    counts = [level.bounds[-1] for level in levels.levels]
-    by_level = zip(*(_reorder(x, levels.order, levels.place).split(counts) for x in inputs), strict=True)
-    outputs: list[Tensor] = []
-    state: Tensor | None = None
-    for level, given in zip(levels.levels, by_level, strict=True):
-        if state is not None and level.parent is not None and level.parent_copies is not None:
-            state = take(state, level.parent, level.parent_copies)
-        out, state = rule(Inputs(*given), level, state)
-        outputs.append(out)
-    return _reorder(torch.cat(outputs), levels.place, levels.order)
+    return over_levels(lambda given, level, state: rule(Inputs(*given), level, state), inputs, levels)
 
 
-def _reorder(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    ordered: Tensor = _Reorder.apply(x, order, place)  # type: ignore[no-untyped-call]
-    return ordered
-
-
-class _Reorder(torch.autograd.Function):
-    """x[order], where `place` undoes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-@cache
 def kernel() -> Any:
-    """flash-linear-attention's rule, or None where it is not installed."""
-    if find_spec("fla") is None:
-        return None
-    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    """flash-linear-attention's rule, or None if that is not installed."""
+    return fla_kernel("gated_delta_rule", "chunk_gated_delta_rule")
 
 
 def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -109,16 +56,8 @@ def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, 
 
 
 def _eager(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The parts as a padded batch: a token with beta and g of zero leaves the state as it is."""
-    counts = [end - start for start, end in pairwise(level.bounds)]
-    longest = max(counts)
-
-    def batch(x: Tensor) -> Tensor:
-        others = [0, 0] * (x.ndim - 1)
-        return torch.stack([pad(one, [*others, 0, longest - len(one)]) for one in x.split(counts)])
-
-    out, last = chunk_rule(Inputs(*(batch(x) for x in inputs)), state)
-    return torch.cat([one[:count] for one, count in zip(out, counts, strict=True)]), last
+    """Padded: a token with beta and g of zero leaves the state as it is."""
+    return in_batches(lambda given, before: chunk_rule(Inputs(*given), before), inputs, level, state)
 
 
 def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -39,10 +39,21 @@ class Layout:
     references: int = 0  # models besides the trained one: a moving reference
     float8: bool = False  # linear layers multiply in that
     forwards: float = 0  # extra forward passes: of a moving reference, or a first pass
+    tensor: int = 1  # ranks that compute each layer together
 
     @property
     def sharded(self) -> bool:
         return self.parallel in ("fsdp", "hsdp")
+
+    @property
+    def groups(self) -> int:
+        """Ranks, or tensor-parallel groups of them, that divide a batch between them."""
+        return self.ranks // self.tensor
+
+    @property
+    def parts(self) -> int:
+        """Into how many a weight is divided."""
+        return self.shard * self.tensor
 
     def spread(self, shape: ModelShape) -> int:
         """Parameters that are sharded over ranks: frozen ones only if not quantised and there are several ranks."""

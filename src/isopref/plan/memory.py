@@ -6,6 +6,9 @@ the layer's matrix entries divided by D. Attention adds one float32 per head, an
 for the second answer. Compiled layers keep only that; uncompiled ones also keep what their operations save. MLPs in
 tiles keep their input, and intermediate activations for one tile. Fused experts under an adapter are kept with its
 update added, independent of the tokens.
+
+Tensor-parallel ranks divide the weights (norms count as divided, too), tokens outside attention and MLPs, and inner
+sides in them. The inputs of both are gathered and kept for all tokens, and so are the head's.
 """
 
 from dataclasses import dataclass, replace
@@ -49,23 +52,24 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
     summed = shape.summed_parameters / shape.layers * layout.compute_bytes
     kept = (of_token - inside) * tokens + of_copy * (keys - tokens) + summed
     plain = shape.layers - layout.recompute
-    inputs = tokens * shape.width * layout.compute_bytes
+    inputs = tokens * shape.width * layout.compute_bytes / layout.tensor
     # When the first offloaded input returns, while the one before it is being copied, all others have been freed.
     on_device = max(layout.recompute - layout.offloaded, min(2, layout.offloaded))
     activations = plain * kept + on_device * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    gradients = inputs * (shape.active_parameters / shape.width**2 + 2)
+    # Of the two sums of a layer, all tokens: their gradients are gathered or about to be reduced.
+    gradients = inputs * (shape.active_parameters / shape.width**2 + 2 * layout.tensor)
     if layout.tile is not None:
         inner = 3 * shape.inner_width * layout.compute_bytes
         gradients += inside * tile - inner * (tokens - tile) + _tile_sums(shape)
     backward = again + gradients + unpacked_bytes(shape, layout) + summed
     return Memory(
-        weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.shard,
+        weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.parts,
         gathered=_gathered(shape, layout),
         gradients=_gradients(shape, layout),
-        optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.shard,
+        optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.parts,
         activations=activations,
-        logits=max(_head(shape, layout, predicted), backward),
+        logits=max(_head(shape, layout, predicted) + _gathered_hidden(shape, layout, tokens), backward),
         cache=4.0 * answers,
     )
 
@@ -88,11 +92,13 @@ def whole_bytes(shape: ModelShape, layout: Layout) -> float:
 
 def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """What one layer keeps for its backward pass, per token and per key copied for a second answer."""
-    numbers = shape.active_parameters / shape.width + 4 * shape.width
+    divided = shape.active_parameters / shape.width + 2 * shape.width
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
-        numbers += 6 * shape.width + shape.inner_width
-    return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
+        divided += 6 * shape.width + shape.inner_width
+    numbers = divided / layout.tensor + 2 * shape.width
+    of_copy = 2 * shape.key_width * layout.compute_bytes
+    return numbers * layout.compute_bytes + 4 * shape.heads / layout.tensor, of_copy / layout.tensor
 
 
 def inside_bytes(shape: ModelShape, layout: Layout) -> float:
@@ -133,29 +139,35 @@ def _head(shape: ModelShape, layout: Layout, predicted: float) -> float:
     return logits + 2 * predicted * shape.width * layout.compute_bytes + weight
 
 
+def _gathered_hidden(shape: ModelShape, layout: Layout, tokens: float) -> float:
+    """The last hidden states of all tokens, which tensor-parallel ranks gather for the head."""
+    return tokens * shape.width * layout.compute_bytes * (layout.tensor > 1)
+
+
 def _weights(shape: ModelShape, layout: Layout) -> float:
     spread = layout.spread(shape)
     whole = (shape.parameters - spread) * layout.frozen_bytes
     frozen = (spread - shape.trained_parameters) * layout.frozen_bytes
-    own = (shape.trained_parameters * layout.weight_bytes + frozen) / layout.shard
+    own = (shape.trained_parameters * layout.weight_bytes + frozen) / layout.parts
     return whole + (0.0 if layout.offload else own)
 
 
 def _gathered(shape: ModelShape, layout: Layout) -> float:
     alone = layout.shard == 1 and not layout.offload
+    head = shape.vocabulary * shape.width * layout.compute_bytes * (layout.tensor > 1)  # in full, next to its shards
     if not layout.sharded or (alone and layout.weight_bytes == layout.compute_bytes):
-        return 0.0
+        return head
     spread = layout.spread(shape)
     every = layout.grad_sync == "every"
     at_once = shape.root_parameters + 2 * shape.layer_parameters if every else shape.text_parameters
-    return min(at_once, spread) * layout.compute_bytes
+    return min(at_once, spread) * layout.compute_bytes / layout.tensor + head
 
 
 def _gradients(shape: ModelShape, layout: Layout) -> float:
     """In full on every rank, except under FSDP that reduces after every microbatch: its own shard and one unit."""
     trained = shape.trained_parameters
     if not layout.sharded or layout.grad_sync == "last":
-        return trained * layout.weight_bytes
+        return trained * layout.weight_bytes / layout.tensor
     unit = min(trained, max(shape.root_parameters, shape.layer_parameters))
-    own = 0.0 if layout.offload else trained * layout.weight_bytes / layout.shard
-    return own + unit * (layout.weight_bytes + layout.compute_bytes)
+    own = 0.0 if layout.offload else trained * layout.weight_bytes / layout.parts
+    return own + unit / layout.tensor * (layout.weight_bytes + layout.compute_bytes)

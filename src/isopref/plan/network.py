@@ -5,7 +5,7 @@ that a piece of data takes. Of shards it is taken that they fill machines, or on
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isopref.cards import Card
 from isopref.models.shape import ModelShape
@@ -27,6 +27,10 @@ class Network:
     @classmethod
     def of(cls, card: Card, gigabits: float = 400.0) -> "Network":
         return cls(card.link, gigabits * 1e9 / 8)
+
+    def every(self, step: int) -> "Network":
+        """As seen by every so many-th rank, which has fewer others in its machine."""
+        return replace(self, ranks_per_node=max(1, self.ranks_per_node // step))
 
     def ring_s(self, size: float, ranks: int, calls: int) -> float:
         """Seconds to gather or reduce `size` bytes over so many ranks, in so many calls.
@@ -62,13 +66,14 @@ class Traffic:
 
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout, network: Network) -> "Traffic":
-        whole, calls, ranks = shape.trained_parameters * layout.weight_bytes, shape.layers + 1, layout.ranks
+        whole = shape.trained_parameters * layout.weight_bytes / layout.tensor
+        calls, ranks, network = shape.layers + 1, layout.groups, network.every(layout.tensor)
         if not layout.sharded:
             # An all-reduce is a reduction and a gather.
             moved = 2 * whole * (ranks - 1) / ranks
             return cls(0.0, moved, 0.0, 0.0, 2 * network.ring_s(whole, ranks, calls), 0.0, every=False)
         shard, copies = layout.shard, ranks // layout.shard
-        gathered = min(layout.spread(shape), shape.text_parameters) * layout.compute_bytes
+        gathered = min(layout.spread(shape), shape.text_parameters) * layout.compute_bytes / layout.tensor
         return cls(
             gather_bytes=gathered * (shard - 1) / shard,
             reduce_bytes=whole * (shard - 1) / shard,

@@ -15,6 +15,7 @@ from isopref.plan.layout import Layout, step_loads
 from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
 from isopref.plan.speed import StepTime, step_time
+from isopref.plan.together import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Forecast:
     parallel: str
     ranks: int
     shard: int
+    tensor: int  # ranks that compute each layer together
     batch_size: float
     microbatches: float  # of one rank and step
     largest_tokens: float  # of all microbatches
@@ -59,13 +61,14 @@ def forecast(
 
     `answers`: in the whole table, for its reference.
     """
-    steps = [step_loads(batch, budget, ranks=layout.ranks, attention_share=attention_share) for batch in batches]
+    steps = [step_loads(batch, budget, ranks=layout.groups, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
-    busy = mean.products + mean.attention + mean.elementwise
+    busy = mean.products + mean.attention + mean.elementwise + mean.exchange
     useful = float(np.mean([shape.flops(batch) for batch in batches]))
     batch_size = float(np.mean([len(batch) for batch in batches]))
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
+    together = float(np.mean([sent_bytes(shape, layout, loads.tokens).sum(axis=1).mean() for loads in steps]))
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
     memory, loading = peak_memory(shape, layout, largest, answers=answers), loading_memory(shape, layout)
@@ -73,12 +76,13 @@ def forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
         shard=layout.shard,
+        tensor=layout.tensor,
         batch_size=batch_size,
         microbatches=microbatches,
         largest_tokens=float(largest.tokens[0, 0]),
         fill=real / sum(float(loads.tokens.sum()) for loads in steps),
         balance=busy / (busy + mean.imbalance),
-        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)),
+        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)) + together,
         flops=useful,
         examples_per_s=batch_size / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),

@@ -14,6 +14,7 @@ from isopref.plan.attention import attention_rate
 from isopref.plan.layout import TILE, Layout, Loads
 from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
+from isopref.plan.together import exchange_s
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
@@ -44,6 +45,7 @@ class StepTime:
     elementwise: float
     copies: float  # to host memory and back, where not hidden by compute
     optimizer: float
+    exchange: float  # between ranks that compute each layer together, which compute nothing meanwhile
     overhead: float
     imbalance: float
     network: float
@@ -51,7 +53,7 @@ class StepTime:
     @property
     def forward(self) -> float:
         """The forward pass alone, approximately: the backward pass takes twice as long."""
-        return (self.products + self.attention + self.elementwise + self.imbalance) / 3
+        return (self.products + self.attention + self.elementwise + self.exchange + self.imbalance) / 3
 
     @property
     def total(self) -> float:
@@ -61,22 +63,25 @@ class StepTime:
 def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
     """Time of a step whose microbatches are `loads`."""
     parts = _microbatch_parts(shape, layout, card, loads)
-    each = sum(parts.values())
-    assert isinstance(each, np.ndarray)
+    computing = sum(parts.values())
+    assert isinstance(computing, np.ndarray)
+    exchanging = exchange_s(shape, layout, network, loads.tokens)
+    each = computing + exchanging
     traffic = Traffic.of(shape, layout, network)
     # Sharded ranks synchronise in every microbatch if each is reduced, otherwise only at the end of the step.
     lockstep = layout.sharded and layout.grad_sync == "every"
     slowest = float(each.max(axis=0).sum() if lockstep else each.sum(axis=1).max())
     busy = float(each.sum(axis=1).mean())
-    local = shape.trained_parameters / layout.shard
+    local = shape.trained_parameters / layout.parts
     moved = local * (OPTIMIZER_PASSES * layout.weight_bytes + 2 * layout.state_bytes)
     optimizer = moved / (BANDWIDTH * card.bandwidth)
     return StepTime(
         **{name: float(seconds.sum(axis=1).mean()) for name, seconds in parts.items()},
         optimizer=optimizer,
+        exchange=float(exchanging.sum(axis=1).mean()),
         overhead=OVERHEAD * (slowest + optimizer),
         imbalance=slowest - busy,
-        network=traffic.exposed_s(each.mean(axis=0)),
+        network=traffic.exposed_s(computing.mean(axis=0)),
     )
 
 
@@ -86,7 +91,7 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
     again = layout.recompute / shape.layers
     forward = layout.forwards + again
     flops = shape.flops  # frozen weights get no gradient
-    products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens
+    products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens / layout.tensor
     products += ((3 + layout.forwards) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
     products += flops.per_logits * np.maximum(0.0, loads.predicted - kept_predictions(shape))
     seconds = products / (PRODUCTS * rate)
@@ -98,15 +103,18 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
         casts = FLOAT8_CAST * (passes / 2 * shape.float8.sides * loads.tokens + passes * shape.float8.parameters)
     kernel = attention_rate(layout.kernel, shape.head_width)
     scores = loads.scores + kernel.row_tiles * TILE**2 * loads.tile_rows
-    attention = (1 + forward + ATTENTION_BACKWARD) * flops.per_query_key * scores
+    attention = (1 + forward + ATTENTION_BACKWARD) * flops.per_query_key * scores / layout.tensor
     of_token, of_copy = kept_bytes(shape, layout)
     kept = shape.layers * (of_token * loads.tokens + of_copy * (loads.keys - loads.tokens))
     logits = HEAD_PASSES * shape.vocabulary * layout.compute_bytes * loads.predicted
+    # Tensor-parallel ranks divide the weights, but each computes the head in full.
+    repeated = shape.vocabulary * shape.width / shape.text_parameters * (1 - 1 / layout.tensor)
     read = READ_PASSES * (
         shape.trained_parameters * layout.weight_bytes
         + (shape.text_parameters - shape.trained_parameters) * layout.frozen_bytes
     )
     weights = read + ACCUMULATE_PASSES * shape.trained_parameters * layout.weight_bytes
+    weights = weights * (1 / layout.tensor + repeated)
     adapter = ADAPTER_PASSES * shape.adapter_sides * layout.compute_bytes * loads.tokens
     moved = (ELEMENTWISE_PASSES + forward) * kept + logits + weights + casts + adapter
     parts = {
@@ -121,6 +129,7 @@ def _exposed_copies(
     shape: ModelShape, layout: Layout, card: Card, tokens: FloatArray, computing: FloatArray | float
 ) -> FloatArray:
     """Layer inputs are copied out during the forward pass, about a quarter of the compute, and back during the rest."""
-    each_way = layout.offloaded * tokens * shape.width * layout.compute_bytes / (HOST_BANDWIDTH * card.host_link)
+    sent = layout.offloaded * tokens * shape.width * layout.compute_bytes / layout.tensor
+    each_way = sent / (HOST_BANDWIDTH * card.host_link)
     exposed: FloatArray = np.maximum(0.0, each_way - computing / 4) + np.maximum(0.0, each_way - 3 * computing / 4)
     return exposed

@@ -22,9 +22,9 @@ FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
 NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
 MOE = "qwen3_moe"
 WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
-# One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2; and one
-# whose layers are not handed the segments.
-LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")
+# One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2, and Mamba,
+# which is unfolded; and one whose layers are not handed the segments.
+LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "mamba", "stablelm")
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
 

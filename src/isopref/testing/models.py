@@ -109,9 +109,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
          "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    "mamba": (
+    "mamba": (  # the first version, which is unfolded
         "mamba",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.3,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4,
+         "initializer_range": 0.1,  # with more, scores are so low that float32 rounds their differences by 3e-5
          "bos_token_id": 1, "eos_token_id": 2},
     ),
 }  # fmt: skip

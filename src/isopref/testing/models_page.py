@@ -144,9 +144,9 @@ first step. A run checks your own model too, so one that is not listed here is e
 - **shared**: the best layout. Rows are packed without padding, and a prompt is computed once for all its answers.
 - **packed**: rows without padding; each answer repeats its prompt.
 - **padded**: set `layout.rows: padded`. Same result, slower.
-- *unfolded*: some layers cannot follow the segments of a row: state-space layers, most linear attention, sparse or
+- *unfolded*: some layers cannot follow the segments of a row: Mamba's first version, most linear attention, sparse or
   chunked attention. They see the row's sequences one by one, and compute a prompt once for each answer. All other
-  layers compute it once, Gated DeltaNet and the short convolutions of LFM2 among them.
+  layers compute it once, Gated DeltaNet, Mamba2 and the short convolutions of LFM2 among them.
 - LoRA: an adapter can be trained. OLMo-core: `model.native: true` works. Export: the tuned model loads in transformers
   and gives the same logits.
 

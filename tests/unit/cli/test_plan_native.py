@@ -55,13 +55,33 @@ def test_a_checkpoint_of_olmo_core_is_planned_like_the_model_that_it_is(project:
         assert found == plan(project, f"model.native={native}")
 
 
-def test_ranks_that_compute_a_layer_together_are_not_planned_for(project: Path) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        plan(project, "model.native=true", "layout.tensor_parallel=2")
-    assert str(refusal.value) == (
-        "layout.tensor_parallel: 2 cannot be planned: its communication has not been measured. Plan with "
-        "layout.tensor_parallel=1."
-    )
+MODELLED = "layout.tensor_parallel: the time of its communication is modelled from the links' rates, not measured"
+
+
+def test_ranks_that_compute_a_layer_together(project: Path) -> None:
+    """Not compiled unless asked for, as in a run; the shards of both groups; what is not measured is said."""
+    asked = ("model.native=true", "layout.tensor_parallel=2")
+    found = plan(project, *asked, "--gpus", "4", "--ranks", "4,8")
+    run, apart = found["run"], plan(project, "layout.parallel=fsdp", "--gpus", "2")["run"]
+    assert (run["parallel"], run["ranks"], run["shard"], run["tensor"]) == ("fsdp", 4, 2, 2)
+    assert run["memory"]["weights"] == apart["memory"]["weights"] / 2
+    assert run["microbatches"] == apart["microbatches"]
+    assert run["time"]["exchange"] > apart["time"]["exchange"] == 0
+    assert {MODELLED, ESTIMATE} <= set(found["notes"])
+    assert MODELLED not in plan(project, "model.native=true")["notes"]
+    assert ESTIMATE not in plan(project, *asked, "layout.compile=true", "--gpus", "4")["notes"]
+    assert [(one["ranks"], one["shard"]) for one in found["scale"]] == [(4, 2), (8, 4)]
+    both = plan(project, *asked, "--gpus", "16", "--ranks", "16,32")["scale"]
+    kinds = ("fsdp", 8), ("hsdp", 4), ("fsdp", 16), ("hsdp", 4)  # of a machine's eight, each second rank
+    assert tuple((one["parallel"], one["shard"]) for one in both) == kinds
+
+
+def test_degrees_that_a_machine_or_the_heads_do_not_allow(project: Path) -> None:
+    for degree, gpus in ((4, 4), (16, 16), (2, 3), (2, 1)):
+        with pytest.raises(ConfigError, match=f"layout.tensor_parallel: {degree} does not fit {gpus} GPUs"):
+            plan(project, "model.native=true", f"layout.tensor_parallel={degree}", "--gpus", str(gpus))
+    with pytest.raises(ConfigError, match="does not fit 3 GPUs"):
+        plan(project, "model.native=true", "layout.tensor_parallel=2", "--gpus", "2", "--ranks", "2,3")
 
 
 def test_what_a_run_would_refuse_is_not_planned(project: Path, tmp_path: Path) -> None:

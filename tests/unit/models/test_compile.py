@@ -126,7 +126,7 @@ def test_experts_under_an_adapter_are_not_compiled() -> None:
                 _compiles(run, policies[0])
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("olmo_hybrid", marks=pytest.mark.soak), "lfm2"])
+@pytest.mark.parametrize("architecture", [pytest.param("olmo_hybrid", marks=pytest.mark.soak), "lfm2", "bamba"])
 def test_following_layers_compile(architecture: str) -> None:
     """Scores and gradients of compiled layers over rows of other trees, also where they are computed again."""
     config = Config.model_validate({"model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "d"}})
@@ -152,7 +152,7 @@ def test_following_layers_compile(architecture: str) -> None:
 
 def test_unfolded_layers_are_not_compiled() -> None:
     """They take rows apart into sequences, as many and as long as each row has."""
-    policy = Policy(tiny_model("bamba"))
+    policy = Policy(tiny_model("mamba"))
     model = {"path": "m", "dtype": "bfloat16"}
     for asked in (None, True):
         config = Config.model_validate({"model": model, "data": {"train": "d"}, "layout": {"compile": asked}})
@@ -160,5 +160,5 @@ def test_unfolded_layers_are_not_compiled() -> None:
         if asked is None:
             assert _compiles(run, policy) is False
         else:
-            with pytest.raises(ConfigError, match=r"layout\.compile: true .*layers\.0\.mamba"):
+            with pytest.raises(ConfigError, match=r"layout\.compile: true .*layers\.0\.mixer"):
                 _compiles(run, policy)

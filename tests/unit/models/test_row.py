@@ -27,7 +27,8 @@ from support import mutations
 # The same lengths with the sides exchanged: two rows as long as each other, cut at other places.
 BATCHES = [random_pairs(3, seed=1, longest=20)]
 BATCHES.append([PairTokens(pair.prompt, pair.rejected, pair.chosen) for pair in BATCHES[0]])
-ASKING = ("stablelm", "olmo_hybrid", "lfm2", "bamba", "mamba")
+FOLLOWING = ("olmo_hybrid", "lfm2", "bamba")
+ASKING = ("stablelm", *FOLLOWING, "mamba")
 
 
 def gradient(policy: Policy, *, together: bool) -> dict[str, Tensor]:
@@ -91,13 +92,13 @@ def test_no_row_is_left_behind() -> None:
 
 
 def test_a_second_policy_of_a_model_unfolds_once() -> None:
-    model = tiny_model("bamba")
+    model: Any = tiny_model("mamba")
     names = [Policy(model).unfolded for _ in range(2)]
-    assert names == [("model.layers.0.mamba",)] * 2
-    assert len(model.model.layers[0].mamba._forward_pre_hooks) == 1
+    assert names == [("backbone.layers.0.mixer", "backbone.layers.1.mixer")] * 2
+    assert len(model.backbone.layers[0].mixer._forward_pre_hooks) == 1
 
 
-@pytest.mark.parametrize(("architecture", "name"), [("olmo_hybrid", "linear_attn"), ("lfm2", "conv")])
+@pytest.mark.parametrize(("architecture", "name"), zip(FOLLOWING, ("linear_attn", "conv", "mamba"), strict=True))
 def test_a_second_policy_of_a_model_follows_as_the_first(architecture: str, name: str) -> None:
     model = tiny_model(architecture)
     assert [Policy(model).following for _ in range(2)] == [(f"model.layers.0.{name}",)] * 2
@@ -107,13 +108,13 @@ def test_a_second_policy_of_a_model_follows_as_the_first(architecture: str, name
     check_layout(again, "shared")
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("architecture", FOLLOWING)
 def test_a_following_layer_computes_a_prompt_once(architecture: str) -> None:
     """What its projections get is the row, and not a sequence more."""
     policy = Policy(tiny_model(architecture))
     seen: list[torch.Size] = []
     layer = policy.model.get_submodule(policy.following[0])
-    projection = layer.get_submodule("in_proj" if architecture == "lfm2" else "q_proj")
+    projection = layer.get_submodule("q_proj" if architecture == "olmo_hybrid" else "in_proj")
     projection.register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
     microbatch = build_microbatch(tree_examples(), "shared")
     policy(microbatch)
@@ -121,7 +122,7 @@ def test_a_following_layer_computes_a_prompt_once(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "packed"])
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("architecture", FOLLOWING)
 def test_a_layer_that_follows_wrongly_is_unfolded(
     architecture: str, kind: RowKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +136,7 @@ def test_a_layer_that_follows_wrongly_is_unfolded(
 
 def test_generation_keeps_the_layers_own_cache() -> None:
     """Outside packed rows a following layer is transformers' own, with its cache."""
-    for architecture in ("olmo_hybrid", "lfm2"):
+    for architecture in FOLLOWING:
         model: Any = tiny_model(architecture)
         ids = torch.arange(3, 12)[None]
         expected = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -208,7 +209,7 @@ def test_a_state_that_runs_through_the_row_is_caught(
         check_layout(policy, kind)
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "lfm2", "bamba"])
+@pytest.mark.parametrize("architecture", [*FOLLOWING, "mamba"])
 def test_a_branch_that_starts_from_its_siblings_state_is_caught(architecture: str) -> None:
     policy = Policy(tiny_model(architecture))
     with mutations.state_of_a_sibling(), pytest.raises(ModelError, match="a rejected answer moves by"):

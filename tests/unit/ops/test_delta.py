@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from isopref.batch.rows import build_microbatch
 from isopref.models.tree import levels_of
 from isopref.ops.delta import CHUNK, Inputs, chunk_rule, tree_delta_rule
-from isopref.testing.models import tree_examples
-from isopref.types import Segments
+from support.recurrences import ROW_TOKENS, gradients, one_by_one, segments_of_trees
 
 
 def inputs(*tokens: int, seed: int = 0) -> Inputs:
@@ -36,12 +34,6 @@ def recurrence(given: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         state = state + torch.einsum("hk,hv->hkv", k[t], given.beta[t][:, None] * (given.v[t] - known))
         out.append(torch.einsum("hkv,hk->hv", state, q[t]) / 6**0.5)
     return torch.stack(out), state
-
-
-def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(9)
-    mix = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in outputs]
-    return torch.autograd.grad(outputs, leaves, mix)
 
 
 @pytest.mark.parametrize("length", [1, 7, CHUNK, 2 * CHUNK + 3])
@@ -76,49 +68,13 @@ def test_chunks_are_transformers_own() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def segments(kind: Any) -> Segments:
-    found = build_microbatch(tree_examples(), kind, row_tokens=500).passes[0].segments
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("kind", ["shared", "packed"])
 def test_every_sequence_of_a_row_is_computed_as_if_alone(kind: Any) -> None:
     """Trees of several depths: outputs, and gradients that reach a prompt through the states of its answers."""
-    row = segments(kind)
-    given = inputs(500)
+    row = segments_of_trees(kind)
+    given = inputs(ROW_TOKENS)
     found = tree_delta_rule(given, levels_of(row))
-    index = torch.arange(500) if row.key_index is None else row.key_index
-    parts = []
-    for s in range(len(row.query_bounds) - 1):
-        keys = index[row.key_bounds[s] : row.key_bounds[s + 1]]
-        own = row.query_bounds[s + 1] - row.query_bounds[s]
-        parts.append(recurrence(Inputs(*(x[keys] for x in given)), None)[0][len(keys) - own :])
-    expected = torch.cat(parts)
+    expected = one_by_one(row, given, lambda own: recurrence(Inputs(*own), None)[0])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    for one, other in zip(gradients([found], [*given]), gradients([expected], [*given]), strict=True):
+    for one, other in zip(gradients([found], given), gradients([expected], given), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-
-
-def test_a_row_is_cut_where_sequences_part() -> None:
-    """Every token is in one part; a part continues the one before it; a shared prompt is there once."""
-    row = segments("shared")
-    levels = levels_of(row)
-    assert len(levels.levels) == 4  # prompt, trunk, branch and what follows it
-    assert sorted(levels.order.tolist()) == list(range(500))
-    assert torch.equal(levels.order[levels.place], torch.arange(500))
-    assert row.key_index is not None
-    before = {int(b): int(a) for a, b in zip(row.key_index, row.key_index[1:], strict=False)}  # also across sequences
-    firsts = {row.key_index[start].item() for start in row.key_bounds[:-1]}
-    start, last_ends = 0, [-1]
-    for level in levels.levels:
-        ends = []
-        for n, (first, last) in enumerate(zip(level.bounds, level.bounds[1:], strict=False)):
-            tokens = levels.order[start + first : start + last].tolist()
-            assert tokens == list(range(tokens[0], tokens[-1] + 1))
-            if level.parent is None:
-                assert tokens[0] in firsts
-            else:
-                assert before[tokens[0]] == last_ends[int(level.parent[n])]
-            ends.append(tokens[-1])
-        last_ends, start = ends, start + level.bounds[-1]

@@ -1,0 +1,139 @@
+"""A packed row cut where its sequences part, and recurrences over it, level by level.
+
+Sequences that share a beginning share its state: a part starts from the state in which the part before it ended. Parts
+of equal depth are one level and are computed together: all prompts, then all their answers.
+
+Dimensions: T tokens of the row, N parts of one depth, or of those in one batch, L tokens of the longest.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopref.ops.take import take
+
+
+class Level(NamedTuple):
+    """The parts of one depth, the longest first, one after the other in the order of `Levels`."""
+
+    bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this depth
+    offsets: Tensor  # N+1, int64: the same on the device
+    batches: tuple[tuple[int, int], ...]  # N, L of padded batches, which the parts fill in their order
+    slots: Tensor  # where each of these tokens is among the places of all batches
+    parent: Tensor | None  # N: which part of the depth before comes before each; None at depth 0
+    parent_copies: Tensor | None  # R, parts of the depth before: where each of those is in `parent` (see take.py)
+
+
+class Levels(NamedTuple):
+    """A row cut where its sequences part."""
+
+    order: Tensor  # T: the row's tokens, depth by depth
+    place: Tensor  # T: where each of the row's tokens is in that order
+    levels: tuple[Level, ...]
+
+
+# Takes the inputs of one level's tokens and the state before each of its parts (None: zeros). Returns what each of the
+# tokens gets and the state after each part.
+Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def over_levels(rule: Rule, inputs: Sequence[Tensor], levels: Levels) -> Tensor:
+    """What each token of the row gets from a recurrence: T, ...; in `inputs`, the row's tokens come first."""
+    counts = [level.bounds[-1] for level in levels.levels]
+    by_level = zip(*(_reorder(x, levels.order, levels.place).split(counts) for x in inputs), strict=True)
+    outputs: list[Tensor] = []
+    state: Tensor | None = None
+    for level, given in zip(levels.levels, by_level, strict=True):
+        if state is not None and level.parent is not None and level.parent_copies is not None:
+            state = take(state, level.parent, level.parent_copies)
+        out, state = rule(given, level, state)
+        outputs.append(out)
+    return _reorder(torch.cat(outputs), levels.place, levels.order)
+
+
+def in_batches(
+    rule: Callable[[tuple[Tensor, ...], Tensor | None], tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    level: Level,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What a level's tokens get, and the state after each part, from a rule for batches of parts.
+
+    The rule takes inputs padded with zeros (N, L, ...) and the state before each part; zeros must leave it as it is.
+    """
+    places = [count * longest for count, longest in level.batches]
+    spread = [_spread(x, level.slots, sum(places)).split(places) for x in inputs]
+    counts = [count for count, _ in level.batches]
+    before = [None] * len(counts) if state is None else state.split(counts)
+    outputs, after = [], []
+    for shape, first, *given in zip(level.batches, before, *spread, strict=True):
+        out, last = rule(tuple(x.view(*shape, *x.shape[1:]) for x in given), first)
+        outputs.append(out.flatten(0, 1))
+        after.append(last)
+    return _collect(torch.cat(outputs), level.slots), torch.cat(after)
+
+
+@cache
+def fla_kernel(module: str, name: str) -> Any:
+    """A kernel of flash-linear-attention, or None if that is not installed."""
+    return None if find_spec("fla") is None else getattr(import_module(f"fla.ops.{module}"), name)
+
+
+def _reorder(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    ordered: Tensor = _Reorder.apply(x, order, place)  # type: ignore[no-untyped-call]
+    return ordered
+
+
+def _spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
+    places: Tensor = _Spread.apply(x, slots, length)  # type: ignore[no-untyped-call]
+    return places
+
+
+def _collect(places: Tensor, slots: Tensor) -> Tensor:
+    x: Tensor = _Collect.apply(places, slots)  # type: ignore[no-untyped-call]
+    return x
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order], where `place` undoes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """Zeros of a length, with x[i] at place slots[i]. No two slots are equal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return x.new_zeros(length, *x.shape[1:]).index_copy(0, slots, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """x[slots], the reverse of `_Spread`. torch's own gradient of this adds with atomics on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.length = len(x)
+        return x.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.length, *grad.shape[1:]).index_copy(0, ctx.saved_tensors[0], grad), None

@@ -1,0 +1,100 @@
+"""The state space of Mamba2 (Dao and Gu 2024, eq. 2 with a decay per head) over the sequences of a packed row.
+
+    S_t = exp(g_t) S_(t-1) + dt_t b_t x_t',    y_t = S_t' c_t
+
+Sequences that share a beginning share its state (levels.py). `chunk_scan` is the recurrence in plain torch and the
+specification. On CUDA in half precision the kernels of flash-linear-attention for simple gated linear attention take
+its place, if that is installed: the same recurrence with queries c, keys b and values dt x.
+
+Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, G groups of R heads that have b
+and c in common, K and V widths of a head's b and x, C tokens of a chunk, M chunks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
+
+CHUNK = 64
+
+
+class Inputs(NamedTuple):
+    """What the recurrence has for each token."""
+
+    c: Tensor  # T, G, K
+    b: Tensor  # T, G, K
+    x: Tensor  # T, H, V
+    dt: Tensor  # T, H: float32 or wider
+    g: Tensor  # T, H: logarithm of the decay, float32 or wider
+
+
+def tree_state_space(inputs: Inputs, levels: Levels) -> Tensor:
+    """What each token of the row gets: T, H, V."""
+    fused = inputs.x.is_cuda and inputs.x.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
+    scan = _fused if fused else chunk_scan
+
+    def rule(given: tuple[Tensor, ...], level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Padded: a token with dt and g of zero leaves the state as it is."""
+        return in_batches(lambda batch, before: scan(Inputs(*batch), before), given, level, state)
+
+    return over_levels(rule, inputs, levels)
+
+
+def kernel() -> Any:
+    """flash-linear-attention's simple gated linear attention, or None if that is not installed."""
+    return fla_kernel("simple_gla", "chunk_simple_gla")
+
+
+def _fused(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A padded batch, as with `cu_seqlens` the kernel would ask the device how many chunks there are."""
+    share = inputs.x.shape[2] // inputs.b.shape[2]
+    values = inputs.x * inputs.dt[..., None]
+    out, last = kernel()(
+        inputs.c.repeat_interleave(share, dim=2),
+        inputs.b.repeat_interleave(share, dim=2),
+        values.to(inputs.x.dtype),
+        g=inputs.g,
+        scale=1.0,
+        initial_state=state_NHKV,
+        output_final_state=True,
+    )
+    return out, last
+
+
+def chunk_scan(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The recurrence for N sequences of L tokens, from their first states: what each token gets, and the last states.
+
+    Inputs and output have N and L in the place of T. Within a chunk, the recurrence is a product with a masked matrix
+    (Dao and Gu 2024, sec. 6), of which b and c have one for each group of heads.
+    """
+    length, groups = inputs.b.shape[1:3]
+    chunk = min(CHUNK, length)
+    wide = torch.promote_types(inputs.x.dtype, torch.float32)
+
+    def chunks(x: Tensor) -> Tensor:  # N, G, R, M, C, ...; R is 1 for b and c
+        x = x.to(wide).unflatten(2, (groups, -1)).movedim(1, 3)
+        x = pad(x, [*([0, 0] * (x.ndim - 4)), 0, -length % chunk])
+        chunked: Tensor = x.unflatten(3, (-1, chunk))
+        return chunked
+
+    c, b, x, dt, g = (chunks(one) for one in inputs)
+    values = x * dt[..., None]
+    # At token i, what is left of what token j added: sums of g that begin after j, as a difference of longer sums
+    # would lose digits.
+    between = g[..., None].expand(*g.shape, chunk).tril(-1).cumsum(dim=-2).exp().tril()
+    started = g.cumsum(dim=-1).exp()[..., None]  # what is left at a token of the state before the chunk
+    within = c @ b.mT * between
+    added = (b * between[..., -1, :, None]).mT @ values
+    state = torch.zeros_like(added[:, :, :, 0])
+    if state_NHKV is not None:
+        state = state_NHKV.to(wide).unflatten(1, (groups, -1))
+    before = []
+    for left, more in zip(started[..., -1:, :].unbind(dim=3), added.unbind(dim=3), strict=True):
+        before.append(state)
+        state = state * left + more
+    out = within @ values + c @ torch.stack(before, dim=3) * started
+    out = out.flatten(3, 4)[:, :, :, :length].movedim(3, 1).flatten(2, 3)
+    return out.to(inputs.x.dtype), state.flatten(1, 2)
