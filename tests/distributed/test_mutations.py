@@ -115,6 +115,22 @@ def test_collated_on_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> No
     assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
 
 
+@pytest.mark.parametrize("name", [*mutations.SPLIT, "leaking_attention"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_rows_split_over_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
+    cell = Cell(ranks=2, parallel=parallel, context_parallel=2, nll_weight=0.5)  # type: ignore[arg-type]
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", [*mutations.SPLIT, *mutations.OWN_HEADS])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "olmo_hybrid", "lfm2"])
+def test_rows_of_other_layers_split_over_ranks(two_ranks: Ranks, name: str, architecture: str) -> None:
+    cell = Cell(architecture=architecture, dtype="float32", ranks=2, parallel="fsdp", context_parallel=2)
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
 @pytest.mark.parametrize("name", mutations.SCHEDULE)
 def test_schedule(name: str) -> None:
     expected = trajectory.by_oracle()

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
-from isopref.build.model import check_base, new_adapter
+from isopref.build.plan_inputs import check_context, contexts, model_shape, read_lengths
 from isopref.build.run import loss_of
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
 from isopref.cards import GIB
@@ -34,11 +32,10 @@ from isopref.engine.microbatch_probe import (
     choose,
     choose_for_long,
 )
-from isopref.errors import ConfigError, DataError
+from isopref.errors import ConfigError
 from isopref.examples import Lengths
-from isopref.models import adapter, conversion, hf, reward
 from isopref.models.parallel import check_shard
-from isopref.models.shape import ModelShape, shape_of
+from isopref.models.shape import ModelShape
 from isopref.objectives.loss import Loss
 from isopref.ops import flash
 from isopref.ops.attention import Kernel, kernel_for
@@ -59,7 +56,7 @@ def make_plan(
     """Plan the run of a config. Reads the model's config and the data's lengths only. Raises UserError."""
     shape = model_shape(config, hardware)
     if lengths_file is not None:
-        return Planner(config, hardware, shape, _read_lengths(lengths_file)).plan(ranks)
+        return Planner(config, hardware, shape, read_lengths(lengths_file)).plan(ranks)
     tokenizer = read_tokenizer(config, display)
     table = pair_tables(config, tokenizer, display).train
     return Planner(config, hardware, shape, table.lengths, table.unit).plan(ranks)
@@ -68,44 +65,6 @@ def make_plan(
 def reaches(config: Config, hardware: Hardware, table: ExampleTable) -> list[Reach]:
     """How long an example may be on that hardware, by setting, and how many are longer. Raises UserError."""
     return Planner(config, hardware, model_shape(config, hardware), table.lengths, table.unit).reaches()
-
-
-def model_shape(config: Config, hardware: Hardware) -> ModelShape:
-    """The shape of the model that a config trains, from the model's config. Raises ConfigError for what has no plan."""
-    model = config.model
-    if "float64" in (model.dtype, model.compute_dtype):
-        raise ConfigError("model.dtype: float64 is for checks on a CPU and cannot be planned. Use float32.")
-    if model.is_float8 and hardware.card.flops_float8 is None:
-        raise ConfigError(
-            f"model.compute_dtype: float8 needs a Hopper GPU or newer, not --card {hardware.card_name}. Use bfloat16."
-        )
-    if config.layout.tensor_parallel > 1:
-        raise ConfigError(
-            f"layout.tensor_parallel: {config.layout.tensor_parallel} cannot be planned: its communication has "
-            "not been measured. Plan with layout.tensor_parallel=1."
-        )
-    if hf.is_olmo_core(model.path):
-        empty = conversion.empty_checkpoint(model.path)
-    elif config.objective.trains_reward_model:
-        empty = reward.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    else:
-        empty = hf.load_empty(model.path, trust_remote_code=model.trust_remote_code)
-    if model.native:
-        conversion.transformer_config(empty)  # raises if there is none
-    adapt(config, empty)
-    return shape_of(empty)
-
-
-def adapt(config: Config, empty: PreTrainedModel) -> None:
-    """Add the config's adapter to a model without weights."""
-    asked, dtype = config.model.adapter, getattr(torch, config.model.dtype)
-    if asked is None:
-        return
-    check_base(config.model.path)
-    if asked.path is None:
-        adapter.add_adapter(empty, new_adapter(asked), dtype=dtype, seed=config.optim.seed)
-    else:
-        adapter.load_adapter(empty, asked.path, dtype=dtype, setting="model.adapter.path")
 
 
 @dataclass(frozen=True)
@@ -205,6 +164,7 @@ class Planner:
         sharded = chosen in ("fsdp", "hsdp")
         node = self.hardware.network.ranks_per_node
         shard = check_shard(asked.hsdp_shard or node, ranks) if chosen == "hsdp" else ranks
+        check_context(self.shape, asked.context_parallel, ranks)
         kept = resolve.kept_whole(self.config, trained=trained, whole=whole)
         summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
         can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
@@ -230,6 +190,7 @@ class Planner:
             from_host=from_host and not quantised,  # layers are quantised to 4 bits on the device, one by one
             references=references,
             float8=model.is_float8,
+            context=asked.context_parallel,
             forwards=references + first_pass(loss, self.lengths, asked.rows) * (1 + references),
         )
 
@@ -262,9 +223,16 @@ class Planner:
                 raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
             fit = self._for_long(replace(layout, recompute=most), lines[1], room, tokens or self._longest)
             if fit is None:
-                fit = choose((lines[0], lines[1]), (layout.recompute, most), room, longest=self._longest, tokens=tokens)
+                fit = choose(
+                    (lines[0], lines[1]),
+                    (layout.recompute, most),
+                    room,
+                    longest=self._longest,
+                    tokens=tokens,
+                    sharing=layout.context,
+                )
         except ConfigError as error:
-            fit = Fit(tokens or max(self._longest, LEAST_TOKENS), most, "")
+            fit = Fit(tokens or max(self._longest, LEAST_TOKENS * layout.context), most, "")
             return replace(layout, recompute=most), fit, str(error)
         if fit.offloaded or fit.tile is not None:
             layout = replace(layout, offloaded=fit.offloaded or layout.offloaded, tile=fit.tile or layout.tile)
@@ -277,11 +245,11 @@ class Planner:
         allowed = LongRows(
             offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
             tile=resolve.may_tile(self.config),
-            input_bytes=self.shape.width * layout.compute_bytes,
+            input_bytes=self.shape.width * layout.compute_bytes / layout.context,
             host_room=math.inf,  # a note says how much it is
         )
         tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
-        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted)
+        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted, sharing=layout.context)
 
     def _memory(self, layout: Layout, tokens: int) -> Memory:
         return peak_memory(self.shape, layout, self._usual.scaled(tokens), answers=len(self.lengths.answer))
@@ -295,25 +263,31 @@ class Planner:
 
     def _line(self, layout: Layout) -> StepMemory:
         """Between its ends, the line overestimates: of two parts that peak at different times, the larger counts."""
-        most = max(MOST_TOKENS, self._longest)
-        few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, most))
-        return StepMemory.through((LEAST_TOKENS, few), (most, many))
+        least, most = LEAST_TOKENS * layout.context, max(MOST_TOKENS * layout.context, self._longest)
+        few, many = (self._memory(layout, tokens).of_step for tokens in (least, most))
+        return StepMemory.through((least, few), (most, many))
 
     def _room(self, layout: Layout) -> float:
         fixed = self._memory(layout, LEAST_TOKENS)
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
-    @property
-    def _settings(self) -> list[Setting]:
-        return settings(self.shape.layers, TILE_TOKENS if resolve.may_tile(self.config) else None)
+    def _settings(self, gpus: int) -> list[Setting]:
+        tile = TILE_TOKENS if resolve.may_tile(self.config) else None
+        return settings(self.shape.layers, tile, contexts(self.config, self.shape, gpus))
+
+    def _with(self, layout: Layout, setting: Setting) -> Layout:
+        """The layout with a setting; null does not compile layers of ranks that split rows."""
+        changed = replace(layout, **setting.changes)
+        compiled = changed.compiled and (changed.context == 1 or self.config.layout.compile is True)
+        return replace(changed, compiled=compiled)
 
     def reaches(self, layout: Layout | None = None) -> list[Reach]:
-        """How long an example may be on a rank with each setting, and how many are longer."""
+        """How long an example may be with each setting, and how many are longer."""
         asked = layout or self._layout(self.hardware.gpus)
         alone = tokens_alone(self.lengths, asked.rows)
         found = []
-        for setting in self._settings:
-            most = self._largest(replace(asked, **setting.changes))
+        for setting in self._settings(asked.ranks):
+            most = self._largest(self._with(asked, setting))
             found.append(Reach(" ".join(setting.overrides), most, int((alone > most).sum())))
         return found
 
@@ -337,12 +311,15 @@ class Planner:
         yield from plan_notes.left_out(self.config, layout)
         yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
-        if (idle := layout.ranks - batch_size) > 0:
-            yield f"{layout.ranks} ranks share {batch_size} {self.unit}s a step; {idle} or more stay idle"
+        if (idle := layout.shares - batch_size) > 0:
+            groups = "ranks" if layout.context == 1 else "groups of ranks"
+            yield f"{layout.shares} {groups} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
         for gpus in _more(self.hardware.gpus):
+            if gpus % self.config.layout.context_parallel:
+                continue
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
@@ -351,8 +328,8 @@ class Planner:
         """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need."""
         sharded, changed = self._sharded(gpus)
         more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
-        for setting in self._settings:
-            layout = replace(sharded, **setting.changes)
+        for setting in self._settings(gpus):
+            layout = self._with(sharded, setting)
             for size in self._sizes(layout):
                 run = self.forecast(layout, size)
                 if run.fits:
@@ -362,7 +339,7 @@ class Planner:
     def _sizes(self, layout: Layout) -> list[int]:
         """Tokens of a large and a small microbatch if they fit; else, recomputing, of the largest, or of a pair."""
         longest, most = self._longest, self._largest(layout)
-        sizes = dict.fromkeys(max(size, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
+        sizes = dict.fromkeys(max(size * layout.context, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
         fitting = [size for size in sizes if size <= most]
         return fitting or ([max(longest, most)] if layout.recompute else [])
 
@@ -399,18 +376,3 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
 def _more(gpus: int) -> list[int]:
     """This many GPUs, and then more: 8, 16, 32, ..."""
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
-
-
-def _read_lengths(path: Path) -> Lengths:
-    """Lengths from a .npy file: one row per pair with the tokens of prompt, chosen and rejected."""
-    try:
-        lengths = np.load(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--lengths {path}: cannot be read ({error}). Pass a .npy file with three columns.") from error
-    right = lengths.ndim == 2 and lengths.shape[1:] == (3,) and len(lengths) > 0
-    if not right or not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 1:
-        raise DataError(
-            f"--lengths {path}: expected positive whole numbers in three columns (tokens of prompt, chosen and "
-            f"rejected), found {lengths.dtype} of shape {lengths.shape}."
-        )
-    return Lengths.of_pairs(lengths)

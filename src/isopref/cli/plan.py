@@ -53,7 +53,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
         f"one step of {run.batch_size:.0f} {plan.unit}s",
         {
             "layout": f"{run.parallel}, grad_sync {plan.grad_sync}, {plan.recompute} of {plan.layers} layers recompute"
-            + _long_rows(plan),
+            + _long_rows(plan)
+            + (f", {run.context} ranks to a row" if run.context > 1 else ""),
             "attention": plan.attention,
             "microbatches": f"{run.microbatches:.1f} per rank, the largest with {run.largest_tokens:,.0f} tokens "
             f"(limit {plan.microbatch_tokens:,}; memory allows {takes})",
@@ -61,7 +62,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
             "prompt sharing": f"computes {plan.saved_by_sharing:.0%} fewer tokens (layout.rows: shared)",
             "rank balance": f"{run.balance:.1%}",
             "useful work": f"{run.flops / 1e12:,.3g} TFLOP" if run.flops < 1e15 else f"{run.flops / 1e15:,.3g} PFLOP",
-            "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB",
+            "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB"
+            + (f", {run.exchanged_bytes / 1e9:.2f} GB of them tokens for heads" if run.context > 1 else ""),
         },
     )
     if plan.hours is None:
@@ -92,7 +94,7 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
 
 def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
     """How long an example may be, by setting."""
-    table = Table(f"longest {unit} that fits on a rank", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(f"longest {unit} that fits", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("tokens", justify="right")
     table.add_column("too long", justify="right")
     before = ""

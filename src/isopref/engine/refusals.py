@@ -117,6 +117,16 @@ def check_loader(
         )
 
 
+def check_shares(loader: ExampleLoader, num_ranks: int) -> None:
+    """Refuse a loader that splits batches over another number of ranks than divide the pairs among them."""
+    if loader.dp_world_size != num_ranks:
+        raise ConfigError(
+            f"{WHERE}: the ExampleLoader splits batches {loader.dp_world_size} ways, but the model's ranks divide "
+            f"pairs among {num_ranks}: those that compute together take the same. Pass ExampleLoader(..., dp_rank=..., "
+            f"dp_world_size={num_ranks})."
+        )
+
+
 def check_table(table: ExampleTable, objective: Loss) -> None:
     """Raise DataError for a table without what a loss of this kind learns from."""
     names = ", ".join(one.objective.name for one in objective.summands)

@@ -30,7 +30,7 @@ from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.references import NoReference, Reference, Scored, StoredReference
-from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
+from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model, check_shares
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
@@ -129,6 +129,7 @@ class DPOTrainModule(TrainModule):
         origin: dict[str, Any] = {}
         if isinstance(loader, ExampleLoader):
             check_loader(loader, self.objective, self.weighting, self.rank_microbatch_size, self.num_references)
+            check_shares(loader, self.num_ranks)
             origin = {"origin": loader.table.origin}
         if not self.trainer.has_callback(GuardCallback):
             self.trainer.add_callback("isopref_guard", GuardCallback(**origin))
@@ -205,7 +206,7 @@ class DPOTrainModule(TrainModule):
             return step
         if self.group is not None:  # see docs/decisions.md
             raise ConfigError(
-                "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
+                "tensor and context parallelism need packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
         if self.objective.kind == "labels":
             raise ConfigError(

@@ -8,12 +8,16 @@ torch's own `register_fsdp_forward_method` does: classes and weights are untouch
 row (padded batches, generation) runs the class's own forward. The probe (probe.py) compares the result with the model
 itself and unfolds a layer that fails.
 
-Dimensions: T tokens of the row, D hidden width, H heads, K and V widths of a head's keys and values.
+If ranks split the row, they exchange tokens for heads or channels around these operations, which then see all tokens.
+Passing states from rank to rank instead would make each rank wait for the one before it.
+
+Dimensions: T tokens of the row (of this rank, if ranks split it), D hidden width, H heads, J taps of a convolution,
+K and V widths of a head's keys and values.
 """
 
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,9 @@ from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
 from isopref.models.row import current_row
-from isopref.ops import delta
+from isopref.ops import delta, exchange
 from isopref.ops.convolution import Taps, tree_convolution
+from isopref.types import ContextGroup
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # what is convolved to queries, keys, values; gate; beta; log decay
 
@@ -52,6 +57,13 @@ def _taps(count: int) -> Taps | None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _context() -> ContextGroup | None:
+    """The ranks that split the row being computed, if any."""
+    row = current_row()
+    return None if row is None else row.segments.context
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rule(inputs: delta.Inputs) -> Tensor:
     row = current_row()
     assert row is not None
@@ -65,7 +77,15 @@ def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
     before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-    mixed_TD = tree_convolution(before * x, self.conv.weight[:, 0], self.conv.bias, taps)
+    mixed_TD, weight_DJ, bias_D = before * x, self.conv.weight[:, 0], self.conv.bias
+    context: ContextGroup | None = _context()
+    if context is None:
+        mixed_TD = tree_convolution(mixed_TD, weight_DJ, bias_D, taps)
+    else:
+        (mixed_TD1,) = exchange.to_heads([mixed_TD[..., None]], context)
+        own_bias = None if bias_D is None else exchange.own_heads(bias_D, context)
+        mixed_TD = tree_convolution(mixed_TD1[..., 0], exchange.own_heads(weight_DJ, context), own_bias, taps)
+        mixed_TD = exchange.from_heads(mixed_TD[..., None], context)[..., 0]
     out: Tensor = self.out_proj(after * mixed_TD)[None]
     return out
 
@@ -79,17 +99,64 @@ def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_pro
             own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
             return own
         mixed_TD, gate, beta_TH, log_decay_TH = inputs(self, hidden_states[0])
-        mixed_TD = tree_convolution(mixed_TD, self.conv1d.weight[:, 0], self.conv1d.bias, taps)
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        given = _Given(mixed_TD, beta_TH, log_decay_TH, self.conv1d.weight[:, 0], self.conv1d.bias, sizes)
+        context: ContextGroup | None = _context()
+        if context is not None:
+            given = _in_heads(self, given, context)
+        mixed_TD = tree_convolution(given.mixed, given.weight, given.bias, taps)
         mixed_TD = ACT2FN[self.activation](mixed_TD)
-        q, k, v = mixed_TD.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        q, k, v = mixed_TD.split(given.sizes, dim=-1)
         q_THK, k_THK = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
         v_THV = v.unflatten(-1, (-1, self.head_v_dim))
-        out: Tensor = _rule(delta.Inputs(q_THK, k_THK, v_THV, log_decay_TH, beta_TH))
+        out: Tensor = _rule(delta.Inputs(q_THK, k_THK, v_THV, given.log_decay, given.beta))
+        if context is not None:
+            out = exchange.from_heads(out, context)
         out = getattr(self, norm)(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
-        out = getattr(self, out_proj)(out.view(len(mixed_TD), -1))
+        out = getattr(self, out_proj)(out.view(hidden_states.shape[1], -1))
         return out[None]
 
     return forward
+
+
+class _Given(NamedTuple):
+    """What the convolution and the rule are given."""
+
+    mixed: Tensor  # T, D
+    beta: Tensor  # T, H
+    log_decay: Tensor  # T, H
+    weight: Tensor  # D, J: of the convolution
+    bias: Tensor | None  # D
+    sizes: list[int]  # of queries, keys and values in D
+
+
+def _in_heads(layer: Any, given: _Given, context: ContextGroup) -> _Given:
+    """The same for all tokens of the row, and this rank's heads.
+
+    The ranks may be more than the heads of queries and keys, which then repeat, as in attention.
+    """
+    widths = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
+    times = exchange.repeats(given.sizes[0] // layer.head_k_dim, context)
+
+    def by_head(x: Tensor, dim: int) -> list[Tensor]:
+        parts = x.split(given.sizes, dim=dim)
+        q, k, v = (part.unflatten(dim, (-1, width)) for part, width in zip(parts, widths, strict=True))
+        return [*(one.repeat_interleave(times, dim=dim) if times > 1 else one for one in (q, k)), v]
+
+    def own(x: Tensor) -> Tensor:
+        return torch.cat([exchange.own_heads(one, context).flatten(0, 1) for one in by_head(x, 0)])
+
+    rates = given.beta[..., None], given.log_decay[..., None]
+    *parts, beta, log_decay = exchange.to_heads([*by_head(given.mixed, 1), *rates], context)
+    channels = [part.flatten(1) for part in parts]
+    return _Given(
+        torch.cat(channels, dim=1),
+        beta[..., 0],
+        log_decay[..., 0],
+        own(given.weight),
+        None if given.bias is None else own(given.bias),
+        [part.shape[1] for part in channels],
+    )
 
 
 def _log_decay(layer: Any, step_TH: Tensor) -> Tensor:

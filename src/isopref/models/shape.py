@@ -10,7 +10,7 @@ from isopref.models.adapter import summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
-from isopref.models.parallel import has_layers
+from isopref.models.parallel import has_layers, heads_of
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -44,6 +44,7 @@ class ModelShape:
     value_width: int  # of a head's values
     softcap: float | None  # that attention applies to its scores
     key_width: int  # of the keys of one token in one layer, over all key heads
+    row_parts: int  # ranks that can split a row, at most; their number must divide this
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -110,6 +111,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         value_width=getattr(config, "v_head_dim", None) or query_width,
         softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
+        row_parts=1 if policy.unfolded else heads_of(config),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),

@@ -10,12 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from isopref.batch.rows import copies_of
+from isopref.batch.rows import copies_of, on_device
 from isopref.ops.convolution import Taps
 from isopref.ops.delta import Level, Levels
-from isopref.types import IntArray, Segments
+from isopref.types import Segments
 
 
 def taps_of(segments: Segments, count: int) -> Taps:
@@ -50,11 +49,16 @@ def levels_of(segments: Segments) -> Levels:
     for depth, parts in enumerate(by_depth):
         bounds = np.cumsum([0, *(end - start for start, end, _ in parts)])
         parent = np.array([before for *_, before in parts])
-        copies = None if depth == 0 else _on(device, copies_of(parent, len(by_depth[depth - 1])))
+        copies = None if depth == 0 else on_device(copies_of(parent, len(by_depth[depth - 1])), device)
         levels.append(
-            Level(tuple(bounds.tolist()), _on(device, bounds), None if depth == 0 else _on(device, parent), copies)
+            Level(
+                tuple(bounds.tolist()),
+                on_device(bounds, device),
+                None if depth == 0 else on_device(parent, device),
+                copies,
+            )
         )
-    return Levels(_on(device, order), _on(device, np.argsort(order)), tuple(levels))
+    return Levels(on_device(order, device), on_device(np.argsort(order), device), tuple(levels))
 
 
 def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
@@ -73,9 +77,3 @@ def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
             by_depth[depth + 1].append((first, last, number))
             ending_at[last - 1] = depth + 1, len(by_depth[depth + 1]) - 1
     return by_depth
-
-
-def _on(device: torch.device, array: IntArray) -> Tensor:
-    """The array on the device. A copy from pinned memory does not wait for the device."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

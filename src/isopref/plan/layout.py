@@ -39,10 +39,16 @@ class Layout:
     references: int = 0  # models besides the trained one: a moving reference
     float8: bool = False  # linear layers multiply in that
     forwards: float = 0  # extra forward passes: of a moving reference, or a first pass
+    context: int = 1  # neighbouring ranks that split every row
 
     @property
     def sharded(self) -> bool:
         return self.parallel in ("fsdp", "hsdp")
+
+    @property
+    def shares(self) -> int:
+        """Ways to split a batch: ranks, or groups of them that split rows."""
+        return self.ranks // self.context
 
     def spread(self, shape: ModelShape) -> int:
         """Parameters that are sharded over ranks: frozen ones only if not quantised and there are several ranks."""
@@ -70,7 +76,7 @@ ONE_GPU = Layout(
 
 @dataclass(frozen=True)
 class Loads:
-    """Sizes of the microbatches of one step, each R ranks by M microbatches."""
+    """Sizes of the microbatches of one step, each R ranks (or groups that split rows) by M microbatches."""
 
     tokens: FloatArray  # slots, padding included
     keys: FloatArray  # slots of keys, a shared prompt's once for each answer
@@ -87,6 +93,10 @@ class Loads:
     def summed(self) -> "Loads":
         """All of them as one microbatch."""
         return Loads(*(x.sum().reshape(1, 1) for x in vars(self).values()))
+
+    def split(self, size: int) -> "Loads":
+        """The part of one of `size` ranks that split every row: of tokens, and of heads."""
+        return Loads(*(x / size for x in vars(self).values()))
 
     def scaled(self, tokens: float) -> "Loads":
         """The same kind of pairs in microbatches with this many tokens in total."""

@@ -6,6 +6,9 @@ the layer's matrix entries divided by D. Attention adds one float32 per head, an
 for the second answer. Compiled layers keep only that; uncompiled ones also keep what their operations save. MLPs in
 tiles keep their input, and intermediate activations for one tile. Fused experts under an adapter are kept with its
 update added, independent of the tokens.
+
+Ranks that split rows each keep their part of that. They keep what attention returns before and after they exchange it,
+and keys and values as often as they send them.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ from dataclasses import dataclass, replace
 from isopref.models.adapter import NF4_BLOCK
 from isopref.models.shape import ModelShape
 from isopref.ops.logprob import MAX_LOGITS_FUSED
+from isopref.plan.exchange import key_repeats
 from isopref.plan.layout import Layout, Loads
 
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK  # half of one, and a scale of one byte for each block
@@ -41,7 +45,11 @@ class Memory:
 
 
 def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
-    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers."""
+    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers.
+
+    `load` is of complete rows, also where ranks split them.
+    """
+    load = load.split(layout.context)
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
     inside = 0.0 if layout.tile is None else inside_bytes(shape, layout)
@@ -92,7 +100,10 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
         numbers += 6 * shape.width + shape.inner_width
-    return numbers * layout.compute_bytes + 4 * shape.heads, 2 * shape.key_width * layout.compute_bytes
+    times = key_repeats(shape, layout.context)
+    if layout.context > 1:
+        numbers += shape.heads * shape.value_width + (times - 1) * 2 * shape.key_width
+    return numbers * layout.compute_bytes + 4 * shape.heads, times * 2 * shape.key_width * layout.compute_bytes
 
 
 def inside_bytes(shape: ModelShape, layout: Layout) -> float:

@@ -11,6 +11,7 @@ from isopref.batch.packing import Budget
 from isopref.cards import Card
 from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
+from isopref.plan.exchange import Exchange
 from isopref.plan.layout import Layout, step_loads
 from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
@@ -24,12 +25,14 @@ class Forecast:
     parallel: str
     ranks: int
     shard: int
+    context: int  # ranks that split a row
     batch_size: float
     microbatches: float  # of one rank and step
     largest_tokens: float  # of all microbatches
     fill: float  # share of the token slots that hold a token
     balance: float  # mean over the slowest rank's computing time
     sent_bytes: float  # by one rank in a step
+    exchanged_bytes: float  # the part of them that is tokens for heads, by ranks that split rows
     flops: float  # useful ones of a step
     examples_per_s: float
     mfu: float  # useful flops over what the data sheet promises
@@ -59,7 +62,7 @@ def forecast(
 
     `answers`: in the whole table, for its reference.
     """
-    steps = [step_loads(batch, budget, ranks=layout.ranks, attention_share=attention_share) for batch in batches]
+    steps = [step_loads(batch, budget, ranks=layout.shares, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
     busy = mean.products + mean.attention + mean.elementwise
@@ -69,16 +72,20 @@ def forecast(
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
     memory, loading = peak_memory(shape, layout, largest, answers=answers), loading_memory(shape, layout)
+    exchange = Exchange.of(shape, layout)
+    exchanged = float(np.mean([exchange.sent_bytes(loads).sum() for loads in steps])) / layout.shares
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
         shard=layout.shard,
+        context=layout.context,
         batch_size=batch_size,
         microbatches=microbatches,
         largest_tokens=float(largest.tokens[0, 0]),
         fill=real / sum(float(loads.tokens.sum()) for loads in steps),
         balance=busy / (busy + mean.imbalance),
-        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)),
+        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)) + exchanged,
+        exchanged_bytes=exchanged,
         flops=useful,
         examples_per_s=batch_size / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),

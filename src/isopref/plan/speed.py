@@ -11,6 +11,7 @@ import numpy as np
 from isopref.cards import Card
 from isopref.models.shape import ModelShape
 from isopref.plan.attention import attention_rate
+from isopref.plan.exchange import Exchange
 from isopref.plan.layout import TILE, Layout, Loads
 from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
@@ -43,6 +44,7 @@ class StepTime:
     attention: float
     elementwise: float
     copies: float  # to host memory and back, where not hidden by compute
+    exchange: float  # of tokens for heads, by ranks that split rows
     optimizer: float
     overhead: float
     imbalance: float
@@ -51,7 +53,7 @@ class StepTime:
     @property
     def forward(self) -> float:
         """The forward pass alone, approximately: the backward pass takes twice as long."""
-        return (self.products + self.attention + self.elementwise + self.imbalance) / 3
+        return (self.products + self.attention + self.elementwise + self.exchange + self.imbalance) / 3
 
     @property
     def total(self) -> float:
@@ -60,7 +62,8 @@ class StepTime:
 
 def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
     """Time of a step whose microbatches are `loads`."""
-    parts = _microbatch_parts(shape, layout, card, loads)
+    parts = _microbatch_parts(shape, layout, card, loads.split(layout.context))
+    parts["exchange"] = Exchange.of(shape, layout).seconds(loads, network)
     each = sum(parts.values())
     assert isinstance(each, np.ndarray)
     traffic = Traffic.of(shape, layout, network)
@@ -81,7 +84,7 @@ def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, netwo
 
 
 def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
-    """Seconds of each microbatch: R, M for each part."""
+    """Seconds of each microbatch of which a rank computes `loads`: R, M for each part."""
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     forward = layout.forwards + again

@@ -82,23 +82,25 @@ def test_after_the_probe_and_a_row_nothing_compiles(
 
 
 @pytest.mark.parametrize(
-    ("native", "tensor_parallel", "asked", "device", "dtype", "expected"),
+    ("native", "together", "asked", "device", "dtype", "expected"),
     [
-        (False, 1, None, "cuda", "bfloat16", True),
-        (False, 1, None, "cpu", "bfloat16", False),
-        (False, 1, None, "cuda", "float32", False),
-        (False, 1, False, "cuda", "bfloat16", False),
-        (True, 1, None, "cuda", "bfloat16", True),
-        (True, 1, False, "cuda", "bfloat16", False),
-        (True, 2, None, "cuda", "bfloat16", False),
-        (True, 2, True, "cuda", "bfloat16", True),
+        (False, {}, None, "cuda", "bfloat16", True),
+        (False, {}, None, "cpu", "bfloat16", False),
+        (False, {}, None, "cuda", "float32", False),
+        (False, {}, False, "cuda", "bfloat16", False),
+        (True, {}, None, "cuda", "bfloat16", True),
+        (True, {}, False, "cuda", "bfloat16", False),
+        (True, {"tensor_parallel": 2}, None, "cuda", "bfloat16", False),
+        (True, {"tensor_parallel": 2}, True, "cuda", "bfloat16", True),
+        (False, {"context_parallel": 2}, None, "cuda", "bfloat16", False),
+        (False, {"context_parallel": 2}, True, "cuda", "bfloat16", True),
     ],
 )
 def test_what_null_chooses(
-    native: bool, tensor_parallel: int, asked: bool | None, device: str, dtype: str, expected: bool
+    native: bool, together: dict[str, int], asked: bool | None, device: str, dtype: str, expected: bool
 ) -> None:
-    layout: dict[str, Any] = {"compile": asked, "tensor_parallel": tensor_parallel}
-    if tensor_parallel > 1:
+    layout: dict[str, Any] = {"compile": asked, **together}
+    if together:
         layout["parallel"] = "fsdp"
     config = Config.model_validate(
         {"model": {"path": "m", "dtype": dtype, "native": native}, "data": {"train": "d"}, "layout": layout}
