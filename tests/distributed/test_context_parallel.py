@@ -65,7 +65,8 @@ def test_attention_and_its_gradients(
     options = {"scale": 0.3, **options}
 
     trained = [x.clone().requires_grad_() for x in ([q, k, v] if sinks is None else [q, k, v, sinks])]
-    out = segment_attention(*trained[:3], segments, sinks=None if sinks is None else trained[3], **options)
+    query, key, value, *_ = trained
+    out = segment_attention(query, key, value, segments, sinks=None if sinks is None else trained[3], **options)
     expected = torch.autograd.grad((out * weight).sum(), trained)
 
     found = four_ranks(splitting.attended, (q, k, v), sinks, segments, weight, options)

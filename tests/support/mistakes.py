@@ -40,7 +40,7 @@ def _tensor(mode: Parallel = "fsdp", count: int = 2, native: bool = True) -> Non
     parallelize(policy, mode, device=torch.device("cpu"), world_size=ranks, tensor_parallel=count)
 
 
-def _together(**sizes: int) -> DPOTrainModule:
+def _together(**sizes: Any) -> DPOTrainModule:
     policy = Policy(from_hf(tiny_model("llama")))
     model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), **sizes)
     return DPOTrainModule(

@@ -32,7 +32,7 @@ def write_both(folder: str, architecture: str, parallel: Parallel) -> None:
     write_checkpoint(native, tokenizer, Path(folder) / "olmo_core", is_first=first, barrier=dist.barrier)
 
 
-def scores_together(sizes: dict[str, int], native: bool = True) -> tuple[TableLogps, list[int]]:
+def scores_together(sizes: dict[str, Any], native: bool = True) -> tuple[TableLogps, list[int]]:
     """Log-probabilities of a table by ranks that work on the same pairs, and which of them this rank should store."""
     policy = Policy(from_hf(tiny_model("qwen3")) if native else tiny_model("qwen3"))
     device = torch.device("cpu")

@@ -325,14 +325,21 @@ class Planner:
         return []
 
     def _fitting(self, gpus: int) -> Iterator[Alternative]:
-        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need."""
+        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need.
+
+        Rows are split only if nothing else fits.
+        """
+        fits = False
         sharded, changed = self._sharded(gpus)
         more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
         for setting in self._settings(gpus):
             layout = self._with(sharded, setting)
+            if fits and layout.context > sharded.context:
+                return
             for size in self._sizes(layout):
                 run = self.forecast(layout, size)
                 if run.fits:
+                    fits = True
                     asked = [f"layout.microbatch_tokens={size}", *setting.overrides]
                     yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 

@@ -102,7 +102,8 @@ def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
         added = one.overrides.removeprefix(f"{before} ").replace("layout.", "")
         label = f"  and {added}" if before and one.overrides.startswith(before) else added
         table.add_row(label, f"{one.tokens:,}", f"{one.too_long:,} {unit}s")
-        before = one.overrides
+        if "context_parallel" not in one.overrides:  # of which each replaces the one before
+            before = one.overrides
     console.print(table)
 
 

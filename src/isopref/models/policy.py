@@ -147,8 +147,13 @@ class Policy(nn.Module):
         there = [one for one in found if one is not None]
         total = summed(torch.cat([one.flatten() for one in there]), self.context)
         parts = iter(total.split([one.numel() for one in there]))
-        whole = Readout(*(None if one is None else next(parts).view_as(one).to(one.dtype) for one in found))
-        return whole if whole.confidence is None else whole._replace(confidence=whole.confidence.detach())
+
+        def of_group(one: Tensor | None) -> Tensor | None:
+            return None if one is None else next(parts).view_as(one).to(one.dtype)
+
+        logp_A, head_2M, confidence_A, routes = map(of_group, found)
+        assert logp_A is not None
+        return Readout(logp_A, head_2M, None if confidence_A is None else confidence_A.detach(), routes)
 
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each trained token and, if requested, how far it is above the mean of a sample."""

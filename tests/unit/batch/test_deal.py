@@ -51,7 +51,7 @@ def test_every_prediction_and_end_is_on_the_rank_of_its_token(kind: str, size: i
     }
     for (index, places), names in fields.items():
         expected = sorted(zip(*(getattr(one, name).tolist() for name in (index, *names)), strict=True))
-        found = []
+        found: list[tuple[float, ...]] = []
         for rank, part in enumerate(parts):
             assert getattr(part, index).tolist() == getattr(part, places).tolist()
             where = (getattr(part, index) * size + rank).tolist()
