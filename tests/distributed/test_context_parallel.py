@@ -21,7 +21,6 @@ from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import moving, splitting, trajectory
 from support.mistakes import error_of
-from support.native import scores_together
 from support.segments import SHARED_PAIRS, random_qkv, random_sinks, segments_of
 
 SPLIT = Cell(parallel="fsdp", context_parallel=2)
@@ -109,7 +108,7 @@ def test_a_reference_that_moves(two_ranks: Ranks, parallel: Any) -> None:
 def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
     table = ExampleTable.from_tokens(random_pairs(9))
     expected = score_table(Policy(tiny_model("qwen3")), table, Budget("padded", 4096), device=torch.device("cpu"))
-    found = four_ranks(scores_together, {"context_parallel": 2}, False)
+    found = four_ranks(splitting.scores)
     for scores, _ in found:
         np.testing.assert_allclose(scores.chosen, expected.chosen, rtol=1e-5)
         np.testing.assert_allclose(scores.rejected, expected.rejected, rtol=1e-5)
@@ -119,8 +118,12 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
+        ("context_and_tensor", "layout.context_parallel cannot be combined with layout.tensor_parallel."),
         ("context_of_three", "layout.context_parallel: 3 does not divide the number of processes, 2"),
-        ("context_with_states", "has layers whose sequences cannot be split (model.layers.0.mamba)"),
+        (
+            "context_with_states",
+            "MambaForCausalLM has layers whose sequences cannot be split (backbone.layers.0.mixer)",
+        ),
         ("padded_batch_split", "tensor and context parallelism need packed rows, and the batch is padded."),
         ("padded_row_split", "context parallelism needs packed rows (layout.rows: shared or packed)"),
         ("loader_of_all_ranks", "the ExampleLoader splits batches 2 ways, but the model's ranks divide pairs among 1"),

@@ -23,7 +23,7 @@ from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
 from support import moving, trajectory
 from support.mistakes import error_of
-from support.native import scores_together
+from support.native import tensor_parallel_scores
 
 NATIVE = Cell(architecture="llama", native=True, parallel="fsdp", tensor_parallel=2)
 
@@ -91,7 +91,7 @@ def test_twenty_steps_on_two_by_two(four_ranks: Ranks, expected: trajectory.Weig
 def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
     table = ExampleTable.from_tokens(random_pairs(9))
     expected = score_table(Policy(tiny_model("qwen3")), table, Budget("padded", 4096), device=torch.device("cpu"))
-    found = four_ranks(scores_together, {"tensor_parallel": 2})
+    found = four_ranks(tensor_parallel_scores)
     for scores, _ in found:
         np.testing.assert_allclose(scores.chosen, expected.chosen, rtol=1e-5)
         np.testing.assert_allclose(scores.rejected, expected.rejected, rtol=1e-5)

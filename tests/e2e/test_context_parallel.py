@@ -1,9 +1,11 @@
 """Runs whose ranks split rows: the same model as one process leaves, also when other degrees continue the run."""
 
+import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,12 +69,35 @@ def test_labelled_answers_with_a_first_pass(make_project: MakeProject, load_weig
     assert oracle.relative_error(load_weights(project.folder / "run" / "model"), expected) <= BOUND
 
 
+def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in a JSON value, by their paths."""
+    if isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers(one, f"{name}/{key}")
+    elif isinstance(value, float | int):
+        yield name, float(value)
+
+
+def test_an_evaluation_has_the_same_figures(make_project: MakeProject) -> None:
+    project = make_project()
+    found = []
+    for settings in ((), (SPLIT, "layout.parallel=ddp")):
+        file = project.folder / f"figures{len(found)}.json"
+        asked = ("eval", "my.yaml", *settings, "--model", str(project.model), "--json", str(file))
+        outcome = isopref_on_ranks(project, *asked, num_ranks=2) if settings else project.isopref(*asked)
+        assert outcome.code == 0, outcome.err
+        found.append(json.loads(file.read_text()))
+    alone, split = (dict(numbers(one)) for one in found)
+    assert len(alone) > 20
+    assert split == pytest.approx(alone, abs=1e-9, nan_ok=True)
+
+
 def test_what_cannot_work_is_refused(make_project: MakeProject) -> None:
     message = make_project().refused("run", SPLIT)
     assert "layout.context_parallel: 2 does not divide the number of processes, 1. Change --nproc" in message
-    outcome = isopref_on_ranks(make_project("bamba", model={"dtype": "float32"}), "train", "my.yaml", SPLIT)
+    outcome = isopref_on_ranks(make_project("mamba", model={"dtype": "float32"}), "train", "my.yaml", SPLIT)
     assert outcome.code == 1
-    assert "layout.context_parallel: 2, but BambaForCausalLM has layers whose sequences cannot be split" in outcome.err
+    assert "layout.context_parallel: 2, but MambaForCausalLM has layers whose sequences cannot be split" in outcome.err
 
 
 def test_mixed_precision_and_a_model_whose_heads_the_ranks_do_not_divide(make_project: MakeProject) -> None:

@@ -32,11 +32,11 @@ def write_both(folder: str, architecture: str, parallel: Parallel) -> None:
     write_checkpoint(native, tokenizer, Path(folder) / "olmo_core", is_first=first, barrier=dist.barrier)
 
 
-def scores_together(sizes: dict[str, Any], native: bool = True) -> tuple[TableLogps, list[int]]:
-    """Log-probabilities of a table by ranks that work on the same pairs, and which of them this rank should store."""
-    policy = Policy(from_hf(tiny_model("qwen3")) if native else tiny_model("qwen3"))
+def tensor_parallel_scores() -> tuple[TableLogps, list[int]]:
+    """Log-probabilities of a table by two ranks to each layer, and which pairs this rank was asked to store."""
+    policy = Policy(from_hf(tiny_model("qwen3")))
     device = torch.device("cpu")
-    model = parallelize(policy, "fsdp", device=device, world_size=dist.get_world_size(), **sizes)
+    model = parallelize(policy, "fsdp", device=device, world_size=dist.get_world_size(), tensor_parallel=2)
     stored: list[int] = []
     scores = score_table(
         model,

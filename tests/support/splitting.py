@@ -6,8 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isopref.batch.packing import Budget
+from isopref.data.table import ExampleTable
+from isopref.models.parallel import parallelize
+from isopref.models.policy import Policy
 from isopref.ops.attention import segment_attention
 from isopref.ops.exchange import from_heads, to_heads
+from isopref.score import TableLogps, score_table
+from isopref.testing.models import random_pairs, tiny_model
 from isopref.types import ContextGroup, Segments
 
 
@@ -64,6 +70,21 @@ def attended(
     out = segment_attention(q, k, v, split, sinks=None if sinks is None else trained[3], **options)
     gradients = torch.autograd.grad((out * mine(weight, group).detach()).sum(), trained)
     return out.detach(), list(gradients)
+
+
+def scores() -> tuple[TableLogps, list[int]]:
+    """Log-probabilities of a table by two ranks to each row, and which pairs this rank was asked to store."""
+    device, stored = torch.device("cpu"), list[int]()
+    policy = Policy(tiny_model("qwen3"))
+    model = parallelize(policy, "fsdp", device=device, world_size=dist.get_world_size(), context_parallel=2)
+    found = score_table(
+        model,
+        ExampleTable.from_tokens(random_pairs(9)),
+        Budget("shared", 60),
+        device=device,
+        scored=lambda index, _: stored.extend(index.tolist()),
+    )
+    return found, stored
 
 
 def wrong_heads() -> str:

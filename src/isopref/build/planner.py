@@ -13,7 +13,9 @@ import numpy as np
 from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
-from isopref.build.plan_inputs import check_context, contexts, model_shape, read_lengths
+from isopref.build.lengths_file import read_lengths
+from isopref.build.plan_context import check_context, contexts
+from isopref.build.plan_shape import model_shape
 from isopref.build.run import loss_of
 from isopref.build.run_plan import Alternative, Hardware, RunPlan
 from isopref.cards import GIB
@@ -311,15 +313,13 @@ class Planner:
         yield from plan_notes.left_out(self.config, layout)
         yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
-        if (idle := layout.shares - batch_size) > 0:
-            groups = "ranks" if layout.context == 1 else "groups of ranks"
-            yield f"{layout.shares} {groups} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
+        if (idle := layout.groups - batch_size) > 0:
+            who = "ranks" if layout.context == 1 else f"groups of {layout.context} ranks"
+            yield f"{layout.groups} {who} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
-        for gpus in _more(self.hardware.gpus):
-            if gpus % self.config.layout.context_parallel:
-                continue
+        for gpus in _more(self.hardware.gpus, self.config.layout.context_parallel):
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
@@ -380,6 +380,6 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
-def _more(gpus: int) -> list[int]:
-    """This many GPUs, and then more: 8, 16, 32, ..."""
-    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus)]
+def _more(gpus: int, together: int) -> list[int]:
+    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `together` divide them."""
+    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % together == 0)]

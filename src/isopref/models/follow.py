@@ -37,6 +37,11 @@ def can_follow(layer: nn.Module) -> bool:
     return type(layer).__name__ in KINDS
 
 
+def can_split(layer: nn.Module) -> bool:
+    """Whether that code exchanges tokens for heads, so that ranks can split rows."""
+    return type(layer).__name__.endswith(("GatedDeltaNet", "ShortConv"))
+
+
 def follow(layers: Iterable[nn.Module]) -> None:
     """Make these layers follow the tree of a packed row. Idempotent."""
     for layer in layers:

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
+from isopref.models.follow import can_split
 from isopref.models.offload import HostCheckpoints
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
@@ -62,6 +63,8 @@ def parallelize(
     `context_parallel` neighbouring ranks split the tokens of every row: packed rows only. They shard like others.
     """
     if context_parallel > 1:
+        if tensor_parallel > 1:
+            raise ConfigError("layout.context_parallel cannot be combined with layout.tensor_parallel.")
         split_rows(policy, context_parallel, device)
     if mode in ("single", "ddp") or tensor_parallel > 1:
         policy.move_to(device)
@@ -173,9 +176,10 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     what = f"layout.context_parallel: {size}"
     if world_size % size:
         raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
-    if policy.unfolded:
+    whole = [name for name in policy.following if not can_split(policy.model.get_submodule(name))]
+    if refused := [*policy.unfolded, *whole]:
         raise ConfigError(
-            f"{what}, but {policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]}). "
+            f"{what}, but {policy.name} has layers whose sequences cannot be split ({refused[0]}). "
             "Set layout.context_parallel: 1."
         )
     heads = heads_of(policy.model.config.get_text_config())
@@ -189,8 +193,8 @@ def heads_of(config: PreTrainedConfig) -> int:
 
     Key heads do not count, because they can repeat.
     """
-    named = ("num_attention_heads", "linear_num_value_heads")
-    return math.gcd(*(getattr(config, name, None) or 0 for name in named)) or 1
+    counts = (getattr(config, name, None) for name in ("num_attention_heads", "linear_num_value_heads"))
+    return math.gcd(*(count for count in counts if isinstance(count, int))) or 1
 
 
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:

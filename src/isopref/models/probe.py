@@ -241,7 +241,8 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
     if kind in PACKED:
         return (
             f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "
-            f"({reason}). Set layout.rows: padded."
+            f"({reason}). Set layout.rows: padded"
+            + (" and layout.context_parallel: 1." if policy.context is not None else ".")
         )
     what = f"its decoder and head do not give its own {policy.scores}"
     return f"{name} cannot be trained here: {what} ({reason}). {OTHERS}"

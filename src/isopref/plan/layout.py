@@ -46,8 +46,8 @@ class Layout:
         return self.parallel in ("fsdp", "hsdp")
 
     @property
-    def shares(self) -> int:
-        """Ways to split a batch: ranks, or groups of them that split rows."""
+    def groups(self) -> int:
+        """Ranks, or groups of them that split rows, that divide a batch between them."""
         return self.ranks // self.context
 
     def spread(self, shape: ModelShape) -> int:

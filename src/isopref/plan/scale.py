@@ -62,10 +62,10 @@ def forecast(
 
     `answers`: in the whole table, for its reference.
     """
-    steps = [step_loads(batch, budget, ranks=layout.shares, attention_share=attention_share) for batch in batches]
+    steps = [step_loads(batch, budget, ranks=layout.groups, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
-    busy = mean.products + mean.attention + mean.elementwise
+    busy = mean.products + mean.attention + mean.elementwise + mean.exchange
     useful = float(np.mean([shape.flops(batch) for batch in batches]))
     batch_size = float(np.mean([len(batch) for batch in batches]))
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
@@ -73,7 +73,7 @@ def forecast(
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
     memory, loading = peak_memory(shape, layout, largest, answers=answers), loading_memory(shape, layout)
     exchange = Exchange.of(shape, layout)
-    exchanged = float(np.mean([exchange.sent_bytes(loads).sum() for loads in steps])) / layout.shares
+    exchanged = float(np.mean([exchange.sent_bytes(loads).sum() for loads in steps])) / layout.groups
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,

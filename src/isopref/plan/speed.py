@@ -44,8 +44,8 @@ class StepTime:
     attention: float
     elementwise: float
     copies: float  # to host memory and back, where not hidden by compute
-    exchange: float  # of tokens for heads, by ranks that split rows
     optimizer: float
+    exchange: float  # between ranks that split rows, which compute nothing meanwhile
     overhead: float
     imbalance: float
     network: float
@@ -63,9 +63,10 @@ class StepTime:
 def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
     """Time of a step whose microbatches are `loads`."""
     parts = _microbatch_parts(shape, layout, card, loads.split(layout.context))
-    parts["exchange"] = Exchange.of(shape, layout).seconds(loads, network)
-    each = sum(parts.values())
-    assert isinstance(each, np.ndarray)
+    computing = sum(parts.values())
+    assert isinstance(computing, np.ndarray)
+    exchanging = Exchange.of(shape, layout).seconds(loads, network)
+    each = computing + exchanging
     traffic = Traffic.of(shape, layout, network)
     # Sharded ranks synchronise in every microbatch if each is reduced, otherwise only at the end of the step.
     lockstep = layout.sharded and layout.grad_sync == "every"
@@ -77,9 +78,10 @@ def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, netwo
     return StepTime(
         **{name: float(seconds.sum(axis=1).mean()) for name, seconds in parts.items()},
         optimizer=optimizer,
+        exchange=float(exchanging.sum(axis=1).mean()),
         overhead=OVERHEAD * (slowest + optimizer),
         imbalance=slowest - busy,
-        network=traffic.exposed_s(each.mean(axis=0)),
+        network=traffic.exposed_s(computing.mean(axis=0)),
     )
 
 

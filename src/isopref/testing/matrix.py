@@ -26,7 +26,7 @@ WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pai
 # One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2; and one
 # whose layers are not handed the segments.
 LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")
-UNFOLDED = ("bamba",)  # of these, the ones with layers that run on separate sequences
+SPLIT_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "stablelm")  # of these, the ones whose rows ranks can split
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
@@ -267,7 +267,7 @@ def _split_rows(base: Cell) -> Iterator[Cell]:
             yield replace(kind, offload=True)
     for n, size in enumerate(sizes):
         model = replace(base, dtype="float32", context_parallel=size)
-        for architecture in (*FLOAT32_INSIDE, *(kind for kind in LAYER_KINDS if kind not in UNFOLDED)):
+        for architecture in (*FLOAT32_INSIDE, *SPLIT_KINDS):
             yield replace(model, architecture=architecture, rows=PACKED[n], trees=True, checkpointing=True)
         for architecture in NATIVE:
             yield replace(model, architecture=architecture, native=True, rows=PACKED[n], checkpointing=n == 1)

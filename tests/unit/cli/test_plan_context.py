@@ -92,6 +92,6 @@ def test_what_cannot_split_a_row_is_refused(project: Path, gpus: str, size: int,
 
 
 def test_layers_that_cannot_follow_a_row_offer_no_split(project: Path, tmp_path: Path) -> None:
-    model = tiny_folder(tmp_path / "bamba", "bamba")
+    model = tiny_folder(tmp_path / "mamba", "mamba")
     found = plan(project, *CARD, f"model.path={model}", "model.dtype=bfloat16", "model.compute_dtype=null")
     assert [one for one in found["reaches"] if "context" in one["overrides"]] == []

@@ -21,7 +21,7 @@ from isopref.engine.environment import Environment
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
-from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
+from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, split_rows
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
@@ -44,14 +44,15 @@ def world() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("mode", ["single", "fsdp"])
+@pytest.mark.parametrize(("mode", "splits"), [("single", False), ("fsdp", False), ("fsdp", True)])
 @pytest.mark.parametrize(
     ("architecture", "quantised"),
     [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False), ("stablelm", False)],
 )
 def test_after_the_probe_and_a_row_nothing_compiles(
-    architecture: str, quantised: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str, quantised: bool, mode: Any, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With `splits`, rows are exchanged as by ranks that split them, in a group of this rank alone."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -68,6 +69,8 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     for layer in decoder_layers(policy):
         layer.compile(backend=backend, fullgraph=mode == "single" and architecture != "stablelm")
     model: nn.Module = parallelize(policy, mode, device=torch.device("cpu"))
+    if splits:
+        split_rows(policy, 1, torch.device("cpu"))
     monkeypatch.setattr(attention, "_portable", opaque)
     monkeypatch.setattr("isopref.models.probe.TOLERANCE", {torch.float32: 1e9})  # the stand-in does not attend
     check_layout(model, "shared", own=own)
