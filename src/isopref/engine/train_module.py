@@ -30,7 +30,7 @@ from isopref.engine.oom_retry import Before, OomRetry
 from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.references import NoReference, Reference, Scored, StoredReference
-from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model, check_shares
+from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
 from isopref.errors import ConfigError, FirstStepError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
@@ -128,8 +128,8 @@ class DPOTrainModule(TrainModule):
         loader = self.trainer.data_loader
         origin: dict[str, Any] = {}
         if isinstance(loader, ExampleLoader):
-            check_loader(loader, self.objective, self.weighting, self.rank_microbatch_size, self.num_references)
-            check_shares(loader, self.num_ranks)
+            settings = self.weighting, self.rank_microbatch_size, self.num_references, self.num_ranks
+            check_loader(loader, self.objective, *settings)
             origin = {"origin": loader.table.origin}
         if not self.trainer.has_callback(GuardCallback):
             self.trainer.add_callback("isopref_guard", GuardCallback(**origin))

@@ -149,7 +149,7 @@ class Policy(nn.Module):
         parts = iter(total.split([one.numel() for one in there]))
 
         def of_group(one: Tensor | None) -> Tensor | None:
-            return None if one is None else next(parts).view_as(one).to(one.dtype)
+            return None if one is None else next(parts).view_as(one).to(one.dtype, copy=True)  # FSDP warns of views
 
         logp_A, head_2M, confidence_A, routes = map(of_group, found)
         assert logp_A is not None

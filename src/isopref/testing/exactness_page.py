@@ -32,8 +32,8 @@ def _measure_all(wanted: list[Cell]) -> list[Found]:
 def group(cell: Cell) -> tuple[str, str, int, str]:
     """The line of the table that a cell counts in: precision, model, ranks and parallel mode."""
     name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
-    together = {"tensor": cell.tensor_parallel, "context": cell.context_parallel}
-    mode = " x ".join([cell.parallel, *(f"{name} {size}" for name, size in together.items() if size > 1)])
+    mode = f"{cell.parallel} x tensor {cell.tensor_parallel}" if cell.tensor_parallel > 1 else cell.parallel
+    mode = f"{mode} x context" if cell.context_parallel > 1 else mode
     return precision(cell), name, cell.ranks, mode
 
 

@@ -265,7 +265,7 @@ def _split_rows(base: Cell) -> Iterator[Cell]:
             yield replace(kind, context_parallel=2, split="idle")
         if base.parallel in ("fsdp", "hsdp"):
             yield replace(kind, offload=True)
-    for n, size in enumerate(sizes):
+    for n, size in enumerate(sizes if base.parallel == "fsdp" else []):
         model = replace(base, dtype="float32", context_parallel=size)
         for architecture in (*FLOAT32_INSIDE, *SPLIT_KINDS):
             yield replace(model, architecture=architecture, rows=PACKED[n], trees=True, checkpointing=True)
