@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from isopref.errors import StartAgainError
 from isopref.testing import oracle
-from support.forked import isopref_on_ranks
+from support.forked import isopref_on_ranks, second_rank_lacks_memory
 from support.project import MakeProject, Weights
 
 Load = Callable[[Path], Weights]
@@ -91,6 +92,19 @@ def test_an_evaluation_has_the_same_figures(make_project: MakeProject) -> None:
     alone, split = (dict(numbers(one)) for one in found)
     assert len(alone) > 20
     assert split == pytest.approx(alone, abs=1e-9, nan_ok=True)
+
+
+def test_ranks_that_run_out_of_memory_start_again(make_project: MakeProject) -> None:
+    """Under DDP, too: a rank that fails in the middle of a row leaves the others waiting for its tokens."""
+    project = make_project()
+    settings = ("run.folder=run", "data.eval=null", "layout.parallel=ddp", "layout.microbatch_tokens=300", SPLIT)
+    command = ("train", "my.yaml", *settings)
+    outcome = isopref_on_ranks(project, *command, prepare=second_rank_lacks_memory)
+    assert outcome.code == StartAgainError.exit_code, outcome.err
+    assert "The next start resumes from the last checkpoint with microbatches of 150 tokens." in outcome.err
+    project.extra_env[StartAgainError.variable] = "1"  # as the launcher sets it
+    outcome = isopref_on_ranks(project, *command, prepare=second_rank_lacks_memory)
+    assert outcome.code == 0, outcome.err
 
 
 def test_what_cannot_work_is_refused(make_project: MakeProject) -> None:
