@@ -1,15 +1,16 @@
 """Ways to split the tokens of one row over ranks, on two CPU ranks: python benchmarks/context_parallel.py
 
 Each case has a part of a row's queries, keys and values on each rank, and is compared with one process: what attention
-returns, and the gradients of queries, keys and values. The result is the reason for the decision in docs/decisions.md.
+returns, and the gradients of queries, keys and values. The result is the reason for the decision in docs/decisions.md;
+the last line but one is what was built (layout.context_parallel).
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from olmo_core.distributed.parallel.context_parallel import all_to_all_single_cp2hp, all_to_all_single_hp2cp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -23,7 +24,7 @@ from isopref.batch.rows import build_microbatch, copies_of
 from isopref.ops.attention import segment_attention
 from isopref.testing.models import examples, random_pairs
 from isopref.testing.ranks import RankError, Ranks
-from isopref.types import Segments
+from isopref.types import ContextGroup, Segments
 
 HEADS, WIDTH, TOKENS = 4, 8, 256
 PATIENCE_S = 20
@@ -65,23 +66,33 @@ def _here(tensor: Tensor) -> Tensor:
     return tensor.chunk(dist.get_world_size(), dim=2)[dist.get_rank()]
 
 
-def _compare(tensors: list[Tensor], whole: Attend, part: Attend, context: Context = nullcontext) -> str:
+def _dealt(tensor: Tensor) -> Tensor:
+    return tensor[:, :, dist.get_rank() :: dist.get_world_size()]
+
+
+def _compare(
+    tensors: list[Tensor],
+    whole: Attend,
+    part: Attend,
+    context: Context = nullcontext,
+    here: Callable[[Tensor], Tensor] = _here,
+) -> str:
     """`whole` attends over the row, `part` over what each rank has of it."""
     *inputs, weight = tensors
     inputs = [x.requires_grad_() for x in inputs]
     expected = whole(*inputs)
     gradients = torch.autograd.grad((expected * weight).sum(), inputs)
-    mine = [_here(x).detach().clone() for x in inputs]
+    mine = [here(x).detach().clone() for x in inputs]
     words = ""
     try:
         with context(), torch.no_grad():
-            words = _off(part(*mine), _here(expected))
+            words = _off(part(*mine), here(expected))
         with context():
-            loss = (part(*(x.requires_grad_() for x in mine)) * _here(weight)).sum()
+            loss = (part(*(x.requires_grad_() for x in mine)) * here(weight)).sum()
             found = torch.autograd.grad(loss, mine)
     except Exception as error:  # whatever it is, it is the finding
         return f"{words} | {_short(error)}" if words else f"{_short(error)} | "
-    return f"{words} | {', '.join(_off(x, _here(y)) for x, y in zip(found, gradients, strict=True))}"
+    return f"{words} | {', '.join(_off(x, here(y)) for x, y in zip(found, gradients, strict=True))}"
 
 
 def _off(found: Tensor, expected: Tensor) -> str:
@@ -147,13 +158,8 @@ def keys_gathered() -> str:
 
 def heads_exchanged() -> str:
     segments, tensors = _row()
-    group, attend = _mesh().get_group(), _ours(segments)
-
-    def exchanged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (all_to_all_single_cp2hp(x.transpose(1, 2), group).transpose(1, 2) for x in (query, key, value))
-        return all_to_all_single_hp2cp(attend(q, k, v).transpose(1, 2), group).transpose(1, 2)
-
-    return _compare(tensors, attend, exchanged)
+    group = ContextGroup(_mesh().get_group().group_name, dist.get_rank(), dist.get_world_size())
+    return _compare(tensors, _ours(segments), _ours(replace(segments, context=group)), here=_dealt)
 
 
 def _part(whole: Segments, start: int, stop: int) -> Segments:
@@ -187,7 +193,7 @@ CASES: list[tuple[str, Callable[..., str], tuple[object, ...]]] = [
     ("_ContextParallel FLEX, a BlockMask", by_blocks, (TOKENS,)),
     ("_ContextParallel FLEX, a BlockMask, 384 tokens", by_blocks, (384,)),
     ("keys and values gathered, our attention", keys_gathered, ()),
-    ("heads exchanged for tokens, our attention", heads_exchanged, ()),
+    ("tokens dealt, heads exchanged, our attention", heads_exchanged, ()),
     ("context_parallel, a mask, attention as torch chooses", by_mask, (False,)),  # last, since the ranks are lost
 ]
 

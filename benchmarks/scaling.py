@@ -15,15 +15,14 @@ from math import log2
 from pathlib import Path
 from textwrap import fill
 
-import torch
+import scaling_long
 import workload
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from isopref.batch.packing import Budget, plan_step
 from isopref.build import resolve
 from isopref.cards import CARDS, GIB
 from isopref.examples import Lengths
-from isopref.models.shape import ModelShape, shape_of
+from isopref.models.shape import ModelShape
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast, forecast
@@ -82,6 +81,7 @@ all-reduces between replicas; 80% of a link's bandwidth; 2 microseconds per hop 
 gathers overlap with the forward pass, everything else with the backward pass. Hops are what limits FSDP: a ring over
 4,096 ranks has 4,095 of them in each call.
 
+{long_pairs}
 ## Planning
 
 Every rank plans every step from the lengths alone. A background thread plans two steps ahead while the device computes.
@@ -89,11 +89,6 @@ Milliseconds on one core to plan one step ({machine}, Python {python}), best of 
 
 {planning}
 """
-
-
-def eight_b() -> ModelShape:
-    with torch.device("meta"):
-        return shape_of(LlamaForCausalLM(LlamaConfig(**workload.SHAPES["8b"])))
 
 
 def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Forecast:
@@ -125,11 +120,6 @@ def planning_ms(pairs: int, ranks: int) -> float:
         plan_step(lengths, Budget("shared", TOKENS), num_ranks=ranks, attention_share=resolve.attention_share(4096))
         times.append(time.process_time() - started)
     return 1000 * min(times)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def chart(title: str, series: Series, *, x_label: str, y_label: str, dashed: Sequence[str] = ()) -> str:
@@ -168,7 +158,7 @@ def chart(title: str, series: Series, *, x_label: str, y_label: str, dashed: Seq
 
 
 def main() -> None:
-    shape = eight_b()
+    shape = scaling_long.eight_b()
     balances = {pairs: [(ranks, balance(shape, pairs, ranks)) for ranks in RANKS] for pairs in BATCHES}
     sharded = [ranks for ranks in RANKS if ranks >= 8]
     points = {
@@ -189,13 +179,14 @@ def main() -> None:
     (DOCS / "scaling-mfu.svg").write_text(
         chart("Expected MFU, 8B on H100", lines, x_label="ranks", y_label="pairs per step", dashed=dashed)
     )
-    (DOCS / "scaling.md").write_text(page(balances, points, sharded))
+    (DOCS / "scaling.md").write_text(page(balances, points, sharded, scaling_long.section(shape)))
 
 
 def page(
     balances: dict[int, list[tuple[int, float]]],
     points: dict[tuple[str, int, int], Forecast],
     sharded: Sequence[int],
+    long_pairs: str,
 ) -> str:
     some = [ranks for ranks in RANKS if log2(ranks) % 3 == 0]  # 1, 8, 64, 512, 4,096
     big = 16384
@@ -205,13 +196,14 @@ def page(
     kinds = [(kind, ranks) for ranks in sharded for kind in ("fsdp", "hsdp") if (kind, big, ranks) in points]
     return PAGE.format(
         tokens=TOKENS,
+        long_pairs=long_pairs,
         machine=platform.machine(),
         python=platform.python_version(),
-        balance=table(
+        balance=scaling_long.table(
             ["pairs per step", "1 rank", *(f"{ranks:,} ranks" for ranks in some[1:])],
             [[f"{pairs:,}", *(f"{dict(line)[ranks]:.1%}" for ranks in some)] for pairs, line in balances.items()],
         ),
-        mfu=table(
+        mfu=scaling_long.table(
             ["ranks", *(f"{kind.upper()}, {pairs:,}" for pairs in SHARDED_BATCHES for kind in ("fsdp", "hsdp"))],
             [
                 [
@@ -226,7 +218,7 @@ def page(
             ],
         ),
         takeover=fill(takeover, 120),
-        network=table(
+        network=scaling_long.table(
             [f"{big:,} pairs per step", "microbatches", "GB", "waits, s", "step, s", "pairs/s", "GiB of memory"],
             [
                 [
@@ -241,7 +233,7 @@ def page(
                 for kind, ranks in kinds
             ],
         ),
-        planning=table(
+        planning=scaling_long.table(
             ["pairs per step", "1 rank", *(f"{ranks:,} ranks" for ranks in some[1:])],
             [[f"{pairs:,}", *(f"{planning_ms(pairs, ranks):.1f}" for ranks in some)] for pairs in BATCHES],
         ),

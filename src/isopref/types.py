@@ -99,6 +99,15 @@ class Anchors:
 
 
 @dataclass(frozen=True)
+class ContextGroup:
+    """Ranks that split the tokens of every row: rank r of n has tokens r, r + n, r + 2 n, ..."""
+
+    name: str  # of their process group
+    rank: int  # of this process in it
+    size: int
+
+
+@dataclass(frozen=True)
 class Segments:
     """Which keys the queries of a packed row see.
 
@@ -117,6 +126,7 @@ class Segments:
         int, ...
     ]  # S: the position in the row of the token that comes before the segment's first; -1 if none
     longest: int  # no segment has more queries or keys
+    context: ContextGroup | None = None  # the ranks that split the row, if any; the segments are of the complete row
 
     def to(self, device: torch.device) -> Segments:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -141,6 +151,8 @@ class Pass:
     last_index: Tensor  # Q: flat position of the last token of each sequence
     last_copies: Tensor  # R, B*T: where among the Q each position is (see ops/take.py)
     last_answer: Tensor  # Q: which answer the sequence ends with
+    predict_places: IntArray  # C: predict_index on the host
+    last_places: IntArray  # Q: last_index on the host
     weight: Tensor | None = None  # C: float64: weight of the token's log-probability; None if all are 1
 
     def to(self, device: torch.device) -> Pass:

@@ -62,6 +62,25 @@ def test_a_first_pass_takes_one_collective(two_ranks: Ranks) -> None:
     assert coupled["all_reduce"] == plain.get("all_reduce", 0) + 1
 
 
+@pytest.mark.parametrize(("checkpointing", "exchanges"), [(False, 8), (True, 10)])
+def test_rows_that_ranks_split_are_exchanged_twice_a_layer(
+    two_ranks: Ranks, checkpointing: bool, exchanges: int
+) -> None:
+    """In each of two layers, forward and backward, and again in a layer that recomputes. And one sum a microbatch."""
+    split = replace(cells("fsdp")[0], context_parallel=2, checkpointing=checkpointing)
+    one, many = (two_ranks(count_step, cell, False)[0] for cell in (split, replace(split, cut="pair")))
+    assert (one[2], many[2]) == (1, 8)
+    for counts, _, microbatches in (one, many):
+        assert counts["all_to_all_single of a row"] == exchanges * microbatches
+        assert counts["all_reduce of a row"] == microbatches
+        assert reductions(counts) == reductions(one[0])
+
+
+def test_ranks_that_split_rows_never_wait_for_the_device(two_ranks: Ranks) -> None:
+    cell = replace(cells("ddp")[1], context_parallel=2)
+    assert [two_ranks(count_step, cell, logs)[0][1] for logs in (False, True)] == [0, 0]
+
+
 @pytest.mark.parametrize("changes", [{}, {"objective": "several_coupled"}, {"ld_alpha": 0.5, "wpo": True}])
 def test_a_step_never_waits_for_the_device(changes: dict[str, Any]) -> None:
     assert [count_step(Cell(cut="pair", **changes), logs)[1] for logs in (False, True)] == [0, 0]

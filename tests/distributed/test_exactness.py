@@ -37,7 +37,9 @@ def test_four_ranks(four_ranks: Ranks, cell: Cell) -> None:
 def test_matrix_covers_what_is_promised(ranks: int) -> None:
     cells = matrix.thinned(ranks)
     assert len(cells) == len(set(cells)) > 50
+    on_ranks = () if ranks == 1 else ("context_parallel",)
     for name in (
+        *on_ranks,
         "rows",
         "cut",
         "weighting",

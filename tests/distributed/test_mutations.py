@@ -10,7 +10,7 @@ from isopref.testing.exactness import measure
 from isopref.testing.list_equations import LIST_CASES
 from isopref.testing.oracle import relative_error
 from isopref.testing.ranks import Ranks
-from support import mutations, trajectory
+from support import mutations, splitting_mutations, trajectory
 
 VISIBLE = 1e-3  # relative; the bounds are 1e-5 and less
 
@@ -120,6 +120,22 @@ def test_collated_on_two_ranks(two_ranks: Ranks, name: str, parallel: str) -> No
         nll_weight=0.5,
         own_weights=True,
     )
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", [*splitting_mutations.SPLIT, "leaking_attention"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_rows_split_over_ranks(two_ranks: Ranks, name: str, parallel: str) -> None:
+    cell = Cell(ranks=2, parallel=parallel, context_parallel=2, nll_weight=0.5)  # type: ignore[arg-type]
+    assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
+    assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
+
+
+@pytest.mark.parametrize("name", [*splitting_mutations.SPLIT, *splitting_mutations.OWN_HEADS])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "olmo_hybrid", "lfm2"])
+def test_rows_of_other_layers_split_over_ranks(two_ranks: Ranks, name: str, architecture: str) -> None:
+    cell = Cell(architecture=architecture, dtype="float32", ranks=2, parallel="fsdp", context_parallel=2)
     assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)
     assert two_ranks(mutations.mutated, name, measure, cell)[0].gradient_error > VISIBLE
 

@@ -17,7 +17,7 @@ from isopref.models.policy import Policy
 from isopref.models.shape import shape_of
 from isopref.plan.layout import ONE_GPU
 from isopref.plan.network import HOP_S, Network
-from isopref.plan.together import exchange_s, sent_bytes
+from isopref.plan.together import Exchange
 from isopref.score import score_table
 from isopref.testing import matrix
 from isopref.testing.cells import Cell
@@ -109,14 +109,15 @@ def test_ranks_exchange_what_a_plan_counts(two_ranks: Ranks, architecture: str) 
     shape, tokens = shape_of(tiny_model(architecture, vocab_size=EVEN_VOCABULARY)), np.array([[128.0]])
     together = replace(ONE_GPU, parallel="fsdp", ranks=2, tensor=2)
     network = Network(inside=np.inf, between=np.inf)
+    planned = Exchange.of(shape, together, network)
     for numbers in two_ranks(exchanges_of_two, architecture, 0):
-        assert len(numbers) == pytest.approx(exchange_s(shape, together, network, tokens).item() / HOP_S)
+        assert len(numbers) == pytest.approx(planned.seconds(tokens).item() / HOP_S)
         if architecture == "llama":
-            assert sum(numbers) * 2 / 2 == sent_bytes(shape, together, tokens).item()
+            assert sum(numbers) * 2 / 2 == planned.sent_bytes(tokens).item()
     again = replace(together, recompute=shape.layers)
     for numbers in two_ranks(exchanges_of_two, architecture, shape.layers):
         # torch may stop before the last reduction of a layer.
-        counted = exchange_s(shape, again, network, tokens).item() / HOP_S
+        counted = Exchange.of(shape, again, network).seconds(tokens).item() / HOP_S
         assert counted - shape.layers - 0.5 < len(numbers) < counted + 0.5
 
 
@@ -125,7 +126,7 @@ def test_ranks_exchange_what_a_plan_counts(two_ranks: Ranks, architecture: str) 
     [
         ("tensor_of_transformers", "is for OLMo-core's own modules. Set model.native: true"),
         ("tensor_with_ddp", "needs layout.parallel: fsdp or hsdp, not ddp"),
-        ("padded_batch_in_parts", "tensor parallelism needs packed rows, and the batch is padded."),
+        ("padded_batch_in_parts", "tensor and context parallelism need packed rows, and the batch is padded."),
         ("tensor_of_three", "layout.tensor_parallel: 3 does not divide the number of processes, 2"),
     ],
 )

@@ -228,7 +228,7 @@ LAYOUTS = [
     ],
     ["layout.parallel=fsdp", "layout.microbatch_tokens=110", "layout.grad_sync=every"],
     ["layout.parallel=fsdp", "layout.rows=padded", "run.eval_every=1", "run.save_every=3"],
-]
+]  # layout.context_parallel needs several ranks: see test_context_parallel.py
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from isopref.batch.packing import Budget, plan_step
 from isopref.batch.step import build_step
 from isopref.data.table import ExampleTable
 from isopref.engine.train_module import DPOTrainModule
-from isopref.models.parallel import GradSync, Parallel, parallelize, reshard
+from isopref.models.parallel import GradSync, Parallel, data_group, parallelize, reshard
 from isopref.models.policy import Policy, full
 from isopref.models.probe import check_layout, own_logps
 from isopref.score import TableLogps, score_table
@@ -30,6 +31,7 @@ from isopref.testing.models import tiny_model
 
 # Some have another name in another version of torch.
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+OF_SPLIT_ROWS = ("all_to_all_single", "all_reduce")  # functional ones
 COLLECTIVES = ("all_reduce", *SCATTERS, "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast")
 
 
@@ -82,6 +84,8 @@ def counted(model: torch.nn.Module) -> Iterator[Counter[str]]:
     patches = [
         patch.object(dist, name, counting(name, getattr(dist, name))) for name in COLLECTIVES if hasattr(dist, name)
     ]
+    for name in OF_SPLIT_ROWS:
+        patches.append(patch.object(functional, name, counting(f"{name} of a row", getattr(functional, name))))
     for one in patches:
         one.start()
     try:
@@ -98,7 +102,7 @@ def count_step(cell: Cell, logs: bool) -> tuple[dict[str, int], int, int]:
     trainer.metrics_collect_interval = 1 if logs else 10
     module.optim = torch.optim.AdamW(module.model.parameters(), lr=0.0, fused=True)  # as on a GPU
     table = ExampleTable.from_tokens(batch(cell.num_pairs)[0])
-    rank = dist.get_rank() if cell.ranks > 1 else 0
+    rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
     index = np.arange(cell.num_pairs)
     step = build_step(table, index, plan(cell, table.lengths), cell.rows, cell.weighting, rank=rank)
     with counted(module.model) as counts, HostReads() as reads:

@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 
 from isopref.batch.packing import Budget
+from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.padded import split_batch_dpo
 from isopref.engine.train_module import DPOTrainModule
 from isopref.models.conversion import from_hf
 from isopref.models.finite import check_finite
-from isopref.models.parallel import Parallel, parallelize, unwrap
+from isopref.models.parallel import Parallel, parallelize, split_rows, unwrap
 from isopref.models.policy import Policy
 from isopref.score import TableLogps
 from isopref.testing.cells import Cell, batch
-from isopref.testing.exactness import padded_batch
+from isopref.testing.exactness import StubTrainer, padded_batch
 from isopref.testing.expected import pair_objective
-from isopref.testing.models import tiny_model
+from isopref.testing.models import examples, tiny_model
 from support.counting import padded_gradient_error
 
 
@@ -39,13 +40,33 @@ def _tensor(mode: Parallel = "fsdp", count: int = 2, native: bool = True) -> Non
     parallelize(policy, mode, device=torch.device("cpu"), world_size=ranks, tensor_parallel=count)
 
 
-def _padded_batch_in_parts() -> None:
+def _together(**sizes: Any) -> DPOTrainModule:
     policy = Policy(from_hf(tiny_model("llama")))
-    model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), tensor_parallel=2)
-    module = DPOTrainModule(
+    model = parallelize(policy, "fsdp", device=torch.device("cpu"), world_size=dist.get_world_size(), **sizes)
+    return DPOTrainModule(
         model, torch.optim.SGD(model.parameters(), lr=0.0), objective=pair_objective("simpo"), rank_microbatch_size=4096
     )
-    module.train_batch(padded_batch([0, 1], 8))
+
+
+def _padded_batch(**sizes: int) -> None:
+    _together(**sizes).train_batch(padded_batch([0, 1], 8))
+
+
+def _context(architecture: str, count: int) -> None:
+    split_rows(Policy(tiny_model(architecture)), count, torch.device("cpu"))
+
+
+def _padded_row_split() -> None:
+    _together(context_parallel=2).model(build_microbatch(examples(batch(8)[0]), "padded"))
+
+
+def _loader_of_all_ranks() -> None:
+    module, trainer = _together(context_parallel=2), StubTrainer()
+    table = ExampleTable.from_tokens(batch(8)[0])
+    trainer.data_loader = ExampleLoader(  # type: ignore[assignment]
+        table, batch_size=8, budget=Budget("shared", 4096), weighting="token", seed=0, work_dir="."
+    )
+    module._attach_trainer(trainer)  # type: ignore[arg-type]
 
 
 def _small_budget() -> None:
@@ -109,7 +130,13 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "tensor_of_transformers": partial(_tensor, native=False),
     "tensor_with_ddp": partial(_tensor, mode="ddp"),
     "tensor_of_three": partial(_tensor, count=3),
-    "padded_batch_in_parts": _padded_batch_in_parts,
+    "padded_batch_in_parts": partial(_padded_batch, tensor_parallel=2),
+    "padded_batch_split": partial(_padded_batch, context_parallel=2),
+    "padded_row_split": _padded_row_split,
+    "context_and_tensor": partial(_together, context_parallel=2, tensor_parallel=2),
+    "context_of_three": partial(_context, "gpt2", 3),
+    "context_with_states": partial(_context, "mamba", 2),
+    "loader_of_all_ranks": _loader_of_all_ranks,
     "small_budget": _small_budget,
     "wide_padded_batch": _wide_padded_batch,
     "not_spread": _not_spread,

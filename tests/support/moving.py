@@ -81,14 +81,14 @@ def _module(cell: Cell, every: int, mix: float) -> tuple[DPOTrainModule, StubTra
 def _spread(cell: Cell, *, trained: bool) -> nn.Module:
     model = tiny_model(cell.architecture, dtype=getattr(torch, cell.dtype))
     policy = Policy(from_hf(model) if cell.native else model)
-    if cell.parallel == "ddp" and not trained:
-        return policy
+    whole = cell.parallel == "ddp" and not trained
     return parallelize(
         policy,
-        cell.parallel,
+        "single" if whole else cell.parallel,
         device=torch.device("cpu"),
-        world_size=cell.ranks,
+        world_size=1 if whole else cell.ranks,
         tensor_parallel=cell.tensor_parallel,
+        context_parallel=cell.context_parallel,
     )
 
 

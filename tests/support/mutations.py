@@ -21,6 +21,7 @@ from isopref.ops.convolution import Taps
 from isopref.ops.levels import Levels
 from isopref.ranks import num_ranks
 from isopref.types import FloatArray, IntArray, Segments
+from support.splitting_mutations import OWN_HEADS, SPLIT
 
 
 @contextmanager
@@ -460,5 +461,6 @@ SCHEDULE = {m.__name__: m for m in (dropped_last_batch, duplicated_pair)}
 
 def mutated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with a bug planted."""
-    with {**GRADIENT, **TREES, **CONTEXT, **LISTS, **KTO, **BCO, **REWARDS, **STATES, **COLLATED, **SCHEDULE}[name]():
+    every = (GRADIENT, TREES, CONTEXT, LISTS, KTO, BCO, REWARDS, STATES, SPLIT, OWN_HEADS, COLLATED, SCHEDULE)
+    with next(some[name] for some in every if name in some)():
         return function(*args)

@@ -76,7 +76,7 @@ def by_layout(cell: Cell, seed: int = 0, optim: Kind = "adamw") -> Weights:
         seed=SEED,
         work_dir=".",
         dp_rank=dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0,
-        dp_world_size=cell.ranks // cell.tensor_parallel,
+        dp_world_size=cell.shares,
     )
     for epoch in range(1, EPOCHS + 1):
         loader.reshuffle(epoch)

@@ -189,6 +189,7 @@ class _Row:
                 follows=tuple(self.follows),
                 longest=int(np.diff(self.key_bounds).max()),
             ),
+            predict_places=predict,
             predict_index=torch.from_numpy(predict),
             predict_copies=torch.from_numpy(copies_of(predict, self.length)),
             times=torch.from_numpy(np.bincount(_flat(self.paths), minlength=self.length)),
@@ -197,10 +198,11 @@ class _Row:
         )
 
 
-def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, torch.Tensor]:
+def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, Any]:
     """Where sequences end in a pass of `size` positions, as a Pass has it; from the position and answer of each."""
     index, answer = np.array(ends, np.int64).reshape(-1, 2).T
     return {
+        "last_places": index.copy(),
         "last_index": torch.from_numpy(index.copy()),
         "last_copies": torch.from_numpy(copies_of(index, size)),
         "last_answer": torch.from_numpy(answer.copy()),
@@ -231,6 +233,12 @@ def copies_of(index_K: IntArray, size: int) -> IntArray:
     order = np.append(np.argsort(index_K, kind="stable"), 0)
     copies = range(max(FEWEST_COPIES, counts.max(initial=0)))
     return np.stack([np.where(counts > n, order[(first + n).clip(max=len(index_K))], -1) for n in copies])
+
+
+def on_device(array: IntArray, device: torch.device) -> torch.Tensor:
+    """The array on the device. A copy from pinned memory does not wait for the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
@@ -274,6 +282,7 @@ def _padded(sequences: Sequence[_Sequence]) -> Pass:
         input_ids=torch.from_numpy(ids),
         position_ids=None,
         segments=None,
+        predict_places=where,
         predict_index=torch.from_numpy(where),
         predict_copies=torch.from_numpy(copies_of(where, ids.size)),
         times=torch.from_numpy(times.ravel()),

@@ -56,7 +56,9 @@ def evaluate_model(
         else:
             ref = reference.none_needed([table])
         policy = load_policy(run, model, setting="--model")
-        hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
+        hf.check_fits(
+            policy.model, tokenizer, table.pairs.lengths, table.pairs.origin, sharing=run.config.layout.context_parallel
+        )
         logps = score_all(run, spread(run, policy), table.pairs, "model")
         found = HeldOut(run, table.pairs, ref.logps[0]).of(logps)
         say_figures(run, found)

@@ -19,13 +19,15 @@ def check_hardware(run: Run) -> None:
         )
     if layout.offload and run.env.device.type == "cpu":
         raise ConfigError("layout.offload: true has no effect on the CPU, which already uses host memory. Remove it.")
-    if ranks % layout.tensor_parallel:
-        raise ConfigError(
-            f"layout.tensor_parallel: {layout.tensor_parallel} does not divide the number of processes, {ranks}. "
-            "Change --nproc or layout.tensor_parallel."
-        )
+    for name in ("tensor_parallel", "context_parallel"):
+        if ranks % getattr(layout, name):
+            raise ConfigError(
+                f"layout.{name}: {getattr(layout, name)} does not divide the number of processes, {ranks}. "
+                f"Change --nproc or layout.{name}."
+            )
     if layout.hsdp_shard is not None:
-        check_shard(layout.hsdp_shard, run.num_shares, tensor_parallel=layout.tensor_parallel)
+        tensor_parallel = layout.tensor_parallel
+        check_shard(layout.hsdp_shard, ranks // tensor_parallel, tensor_parallel=tensor_parallel)
     if run.config.model.is_float8:
         check_device(run.env.device)
 

@@ -104,10 +104,10 @@ def _allowed(run: Run, policy: Policy) -> LongRows:
 
 
 def _input_bytes(run: Run, policy: Policy) -> int:
-    """Bytes per token of a layer's input on this rank: tensor-parallel ranks split its tokens between them."""
+    """Bytes per token of a layer's input on this rank: ranks that work on the same pairs share its tokens."""
     width: int = policy.model.config.get_text_config().hidden_size
     dtype: torch.dtype = getattr(torch, run.config.model.pass_dtype)
-    return width * dtype.itemsize // run.config.layout.tensor_parallel
+    return width * dtype.itemsize // run.config.layout.ranks_together
 
 
 def _check_host(run: Run, policy: Policy, tokens: int, layers: int) -> None:

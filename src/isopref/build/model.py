@@ -254,6 +254,7 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
         hsdp_shard=run.config.layout.hsdp_shard,
         offload=run.config.layout.offload,
         tensor_parallel=run.config.layout.tensor_parallel,
+        context_parallel=run.config.layout.context_parallel,
     )
     if large:
         check_finite(unwrap(model).model, f"model {policy.name}")

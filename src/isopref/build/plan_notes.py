@@ -31,7 +31,7 @@ def host_memory(hardware: Hardware, shape: ModelShape, layout: Layout, run: Fore
         size = ranks * whole_bytes(shape, layout) / GIB
         yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
     if layout.offloaded:
-        size = layout.offloaded * run.largest_tokens * shape.width * layout.compute_bytes / GIB
+        size = layout.offloaded * run.largest_tokens / layout.context * shape.width * layout.compute_bytes / GIB
         yield f"offloaded activations take {size:,.1f} GiB of host memory for each rank"
 
 
@@ -55,8 +55,11 @@ def left_out(config: Config, layout: Layout) -> Iterator[str]:
         yield "speed in float32 is a rough estimate, without compiled layers. Faster: model.compute_dtype: bfloat16"
     elif not layout.compiled:
         yield "speed and activations are measured for compiled layers and packed rows; here they are an estimate"
-    if layout.tensor > 1:
-        yield "layout.tensor_parallel: the time of its communication is modelled from the links' rates, not measured"
+    for name, size in (("tensor_parallel", layout.tensor), ("context_parallel", layout.context)):
+        if size > 1:
+            yield f"layout.{name}: the time of its communication is modelled from the links' rates, not measured"
+    if layout.context > 1:
+        yield "layout.context_parallel has not run on GPUs yet"
     if layout.offload:
         yield "layout.offload: copying to the host and stepping there is not in the time"
     if layout.quantised:

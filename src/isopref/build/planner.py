@@ -45,7 +45,7 @@ from isopref.plan.layout import Layout, Loads, step_loads
 from isopref.plan.long_rows import Reach, Setting, settings
 from isopref.plan.memory import NF4_BYTES, Memory, loading_memory, peak_memory
 from isopref.plan.scale import Forecast, forecast
-from isopref.plan.together import check_degree
+from isopref.plan.together import check_context, check_tensor, contexts
 from isopref.types import IntArray
 
 STEPS_LOOKED_AT = 20  # spread over the first epoch
@@ -141,8 +141,8 @@ class Planner:
         )
 
     @property
-    def _groups_per_node(self) -> int:
-        """Ranks of a machine, or tensor-parallel groups of them, that divide a batch between them."""
+    def _shard_per_node(self) -> int:
+        """Ranks of a machine that can share one copy of the weights, or of their part of them."""
         return self.hardware.network.every(self.config.layout.tensor_parallel).ranks_per_node
 
     def _budget(self, tokens: int) -> Budget:
@@ -171,9 +171,12 @@ class Planner:
         sharded = chosen in ("fsdp", "hsdp")
         tensor = asked.tensor_parallel
         if tensor > 1:
-            check_degree(tensor, self.shape, self.hardware.network, ranks)
-        groups, node = ranks // tensor, self._groups_per_node
-        shard = check_shard(asked.hsdp_shard or node, groups, tensor_parallel=tensor) if chosen == "hsdp" else groups
+            check_tensor(self.shape, tensor, self.hardware.network, ranks)
+        check_context(self.shape, asked.context_parallel, ranks)
+        averaging, node = ranks // tensor, self._shard_per_node
+        shard = (
+            check_shard(asked.hsdp_shard or node, averaging, tensor_parallel=tensor) if chosen == "hsdp" else averaging
+        )
         kept = resolve.kept_whole(self.config, trained=trained, whole=whole) / tensor
         summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
         can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
@@ -202,6 +205,7 @@ class Planner:
             float8=model.is_float8,
             forwards=references + first_pass(loss, self.lengths, asked.rows) * (1 + references),
             tensor=tensor,
+            context=asked.context_parallel,
         )
 
     def _kernel(self, compute_bytes: int) -> Kernel:
@@ -233,9 +237,16 @@ class Planner:
                 raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
             fit = self._for_long(replace(layout, recompute=most), lines[1], room, tokens or self._longest)
             if fit is None:
-                fit = choose((lines[0], lines[1]), (layout.recompute, most), room, longest=self._longest, tokens=tokens)
+                fit = choose(
+                    (lines[0], lines[1]),
+                    (layout.recompute, most),
+                    room,
+                    longest=self._longest,
+                    tokens=tokens,
+                    sharing=layout.context,
+                )
         except ConfigError as error:
-            fit = Fit(tokens or max(self._longest, LEAST_TOKENS), most, "")
+            fit = Fit(tokens or max(self._longest, LEAST_TOKENS * layout.context), most, "")
             return replace(layout, recompute=most), fit, str(error)
         if fit.offloaded or fit.tile is not None:
             layout = replace(layout, offloaded=fit.offloaded or layout.offloaded, tile=fit.tile or layout.tile)
@@ -248,11 +259,11 @@ class Planner:
         allowed = LongRows(
             offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
             tile=resolve.may_tile(self.config),
-            input_bytes=self.shape.width * layout.compute_bytes,
+            input_bytes=self.shape.width * layout.compute_bytes / layout.context,
             host_room=math.inf,  # a note says how much it is
         )
         tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
-        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted)
+        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted, sharing=layout.context)
 
     def _memory(self, layout: Layout, tokens: int) -> Memory:
         return peak_memory(self.shape, layout, self._usual.scaled(tokens), answers=len(self.lengths.answer))
@@ -266,25 +277,31 @@ class Planner:
 
     def _line(self, layout: Layout) -> StepMemory:
         """Between its ends, the line overestimates: of two parts that peak at different times, the larger counts."""
-        most = max(MOST_TOKENS, self._longest)
-        few, many = (self._memory(layout, tokens).of_step for tokens in (LEAST_TOKENS, most))
-        return StepMemory.through((LEAST_TOKENS, few), (most, many))
+        least, most = LEAST_TOKENS * layout.context, max(MOST_TOKENS * layout.context, self._longest)
+        few, many = (self._memory(layout, tokens).of_step for tokens in (least, most))
+        return StepMemory.through((least, few), (most, many))
 
     def _room(self, layout: Layout) -> float:
         fixed = self._memory(layout, LEAST_TOKENS)
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
-    @property
-    def _settings(self) -> list[Setting]:
-        return settings(self.shape.layers, TILE_TOKENS if resolve.may_tile(self.config) else None)
+    def _settings(self, layout: Layout) -> list[Setting]:
+        tile = TILE_TOKENS if resolve.may_tile(self.config) else None
+        return settings(self.shape.layers, tile, contexts(self.shape, layout))
+
+    def _with(self, layout: Layout, setting: Setting) -> Layout:
+        """The layout with a setting; null does not compile layers of ranks that split rows."""
+        changed = replace(layout, **setting.changes)
+        compiled = changed.compiled and (changed.context == 1 or self.config.layout.compile is True)
+        return replace(changed, compiled=compiled)
 
     def reaches(self, layout: Layout | None = None) -> list[Reach]:
-        """How long an example may be on a rank with each setting, and how many are longer."""
+        """How long an example may be with each setting, and how many are longer."""
         asked = layout or self._layout(self.hardware.gpus)
         alone = tokens_alone(self.lengths, asked.rows)
         found = []
-        for setting in self._settings:
-            most = self._largest(replace(asked, **setting.changes))
+        for setting in self._settings(asked):
+            most = self._largest(self._with(asked, setting))
             found.append(Reach(" ".join(setting.overrides), most, int((alone > most).sum())))
         return found
 
@@ -309,32 +326,39 @@ class Planner:
         yield from plan_notes.kernels(self.hardware, self.shape, layout)
         batch_size = self.config.optim.batch_size
         if (idle := layout.groups - batch_size) > 0:
-            who = "ranks" if layout.tensor == 1 else f"groups of {layout.tensor} ranks"
+            who = "ranks" if layout.together == 1 else f"groups of {layout.together} ranks"
             yield f"{layout.groups} {who} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
     def _alternatives(self) -> list[Alternative]:
         """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
-        for gpus in _more(self.hardware.gpus, self.config.layout.tensor_parallel):
+        for gpus in _more(self.hardware.gpus, self.config.layout.ranks_together):
             if found := list(self._fitting(gpus)):
                 return found[: 2 if gpus == self.hardware.gpus else 1]
         return []
 
     def _fitting(self, gpus: int) -> Iterator[Alternative]:
-        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need."""
+        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need.
+
+        Rows are split only if nothing else fits.
+        """
+        fits = False
         sharded, changed = self._sharded(gpus)
         more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
-        for setting in self._settings:
-            layout = replace(sharded, **setting.changes)
+        for setting in self._settings(sharded):
+            layout = self._with(sharded, setting)
+            if fits and layout.context > sharded.context:
+                return
             for size in self._sizes(layout):
                 run = self.forecast(layout, size)
                 if run.fits:
+                    fits = True
                     asked = [f"layout.microbatch_tokens={size}", *setting.overrides]
                     yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 
     def _sizes(self, layout: Layout) -> list[int]:
         """Tokens of a large and a small microbatch if they fit; else, recomputing, of the largest, or of a pair."""
         longest, most = self._longest, self._largest(layout)
-        sizes = dict.fromkeys(max(size, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
+        sizes = dict.fromkeys(max(size * layout.context, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
         fitting = [size for size in sizes if size <= most]
         return fitting or ([max(longest, most)] if layout.recompute else [])
 
@@ -350,10 +374,10 @@ class Planner:
         """The run on this many ranks: as configured, and also with the other kind of sharding if possible."""
         layout = self._layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
-        node = self.config.layout.hsdp_shard or self._groups_per_node
+        node = self.config.layout.hsdp_shard or self._shard_per_node
         yield self._settled_forecast(*self._settled(layout))
         for other in others:
-            if other != layout.parallel and layout.groups > node > 1 and layout.groups % node == 0:
+            if other != layout.parallel and layout.averaging > node > 1 and layout.averaging % node == 0:
                 yield self._settled_forecast(*self._settled(self._layout(ranks, other)))
 
     def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
@@ -368,6 +392,6 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
-def _more(gpus: int, tensor: int) -> list[int]:
-    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `tensor` divide them."""
-    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % tensor == 0)]
+def _more(gpus: int, together: int) -> list[int]:
+    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `together` divide them."""
+    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % together == 0)]

@@ -144,7 +144,9 @@ def _load_and_look_up(
     )
     policy = load_policy(run, path, setting=setting)
     for table in tables:
-        hf.check_fits(policy.model, tokenizer, table.pairs.lengths, table.pairs.origin)
+        hf.check_fits(
+            policy.model, tokenizer, table.pairs.lengths, table.pairs.origin, sharing=run.config.layout.context_parallel
+        )
     store = open_store(run, policy, name)
     if beginning is not None:
         beginning.check_reference(store.identity)  # before an hour is spent on the wrong one

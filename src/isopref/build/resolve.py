@@ -60,11 +60,11 @@ def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, 
 def compiles(config: Config, *, can: bool, has_layers: bool) -> bool:
     """layout.compile, or what null resolves to. `can`: from `can_compile`; `has_layers`: the model names its layers.
 
-    Tensor-parallel layers have never been compiled on GPUs, so null does not compile them.
+    Layers that ranks compute together have never been compiled on GPUs, so null does not compile them.
     """
     if config.layout.compile is not None:
         return config.layout.compile
-    return can and has_layers and config.layout.tensor_parallel == 1
+    return can and has_layers and config.layout.ranks_together == 1
 
 
 def may_tile(config: Config) -> bool:

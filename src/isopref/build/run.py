@@ -54,8 +54,8 @@ class Run:
 
     @property
     def num_shares(self) -> int:
-        """How many ways a batch is split: ranks in a tensor-parallel group work on the same pairs."""
-        return self.env.world_size // self.config.layout.tensor_parallel
+        """How many ways a batch is split: groups of ranks that compute the same pairs count as one."""
+        return self.env.world_size // self.config.layout.ranks_together
 
     @property
     def train_budget(self) -> Budget:

@@ -59,7 +59,7 @@ def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) 
         policy = load_policy(run, model, setting="--model")
         if isinstance(policy, RewardModel):
             settle_padding(run, policy, tokenizer)
-        hf.check_fits(policy.model, tokenizer, table.lengths, table.origin)
+        hf.check_fits(policy.model, tokenizer, table.lengths, table.origin, sharing=run.config.layout.context_parallel)
         made_of = {"examples": table.digest, "model": key_of(policy_identity(run, policy)), "chunk": CHUNK}
         part = Unfinished(out, made_of)
         start = _agreed(part.resume() if run.env.is_first else 0)

@@ -3,6 +3,7 @@
 import os
 
 from isopref.build.run import Run
+from isopref.errors import ConfigError
 from isopref.models.follow import has_kernel
 from isopref.models.policy import Policy
 from isopref.ops import delta
@@ -15,13 +16,20 @@ FOLLOW_ON_CUDA = "ISOPREF_FOLLOW_STATES"
 def settle_states(run: Run, policy: Policy, *, quiet: bool = False) -> None:
     """Unfold recurrent layers on CUDA unless an environment variable overrides that, and log which kernels they use.
 
-    Called before a policy scores its first row. `quiet`: log nothing, as the user has been told.
+    Called before a policy scores its first row. `quiet`: log nothing, as the user has been told. Raises ConfigError if
+    ranks split rows, which layers that do not follow cannot.
     """
     if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
         return
     first = policy.following[0]
     layer = policy.model.get_submodule(first)
     if os.environ.get(FOLLOW_ON_CUDA) != "1":
+        if (size := run.config.layout.context_parallel) > 1:
+            raise ConfigError(
+                f"layout.context_parallel: {size} needs code for {first} and layers like it that is tested on CPUs "
+                f"only. To try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment; or set "
+                "layout.context_parallel: 1."
+            )
         policy.unfold_all()
         if quiet:
             return

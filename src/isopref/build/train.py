@@ -158,7 +158,9 @@ def _load_policy(run: Run, data: Data) -> Policy:
     if run.loss.balance_weight:
         check_routers(policy.model)
     for table in data.tables.all:
-        hf.check_fits(policy.model, data.tokenizer, table.lengths, table.origin)
+        hf.check_fits(
+            policy.model, data.tokenizer, table.lengths, table.origin, sharing=run.config.layout.context_parallel
+        )
     return policy
 
 

@@ -198,12 +198,12 @@ def _train_module(run: Run, model: nn.Module, reference: TableLogps | MovingRefe
 def _oom_retry(run: Run, model: nn.Module, loader: ExampleLoader) -> OomRetry:
     layout = run.config.layout.model_dump(mode="json", exclude={"score_tokens"})
     asked = {**layout, "ranks": run.env.world_size}
-    meets = run.loss.first_pass or run.grad_sync == "every"
+    meets = run.loss.first_pass or run.grad_sync == "every" or run.config.layout.context_parallel > 1
     return OomRetry(model, loader, meets=meets, asked=asked, file=run.folder / MICROBATCH_FILE, say=run.display.say)
 
 
 def _loader(run: Run, model: nn.Module, table: ExampleTable) -> ExampleLoader:
-    width = unwrap(model).model.config.get_text_config().hidden_size
+    width, layout = unwrap(model).model.config.get_text_config().hidden_size, run.config.layout
     return ExampleLoader(
         table,
         batch_size=run.config.optim.batch_size,
@@ -212,7 +212,7 @@ def _loader(run: Run, model: nn.Module, table: ExampleTable) -> ExampleLoader:
         objective=run.loss,
         seed=run.config.optim.seed,
         work_dir=str(run.folder),
-        dp_rank=run.env.rank // run.config.layout.tensor_parallel,
+        dp_rank=run.env.rank // layout.ranks_together,
         dp_world_size=run.num_shares,
         attention_share=resolve.attention_share(width),
         pin_memory=run.env.device.type == "cuda",

@@ -61,7 +61,8 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
             "prompt sharing": f"computes {plan.saved_by_sharing:.0%} fewer tokens (layout.rows: shared)",
             "rank balance": f"{run.balance:.1%}",
             "useful work": f"{run.flops / 1e12:,.3g} TFLOP" if run.flops < 1e15 else f"{run.flops / 1e15:,.3g} PFLOP",
-            "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB",
+            "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB"
+            + (f", {run.exchanged_bytes / 1e9:.2f} GB of them inside layers" if _together(run) else ""),
         },
     )
     if plan.hours is None:
@@ -92,7 +93,7 @@ def _show_memory(plan: RunPlan, hardware: Hardware, console: Console) -> None:
 
 def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
     """How long an example may be, by setting."""
-    table = Table(f"longest {unit} that fits on a rank", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(f"longest {unit} that fits", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("tokens", justify="right")
     table.add_column("too long", justify="right")
     before = ""
@@ -100,7 +101,8 @@ def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
         added = one.overrides.removeprefix(f"{before} ").replace("layout.", "")
         label = f"  and {added}" if before and one.overrides.startswith(before) else added
         table.add_row(label, f"{one.tokens:,}", f"{one.too_long:,} {unit}s")
-        before = one.overrides
+        if "context_parallel" not in one.overrides:  # of which each replaces the one before
+            before = one.overrides
     console.print(table)
 
 
@@ -158,8 +160,9 @@ def _long_rows(plan: RunPlan) -> str:
 
 
 def _together(run: Forecast) -> str:
-    """How many ranks compute each layer together, if more than one."""
-    return f"{run.tensor} ranks per layer, " if run.tensor > 1 else ""
+    """How many ranks compute each layer or each row together, if more than one."""
+    layer = f"{run.tensor} ranks per layer, " if run.tensor > 1 else ""
+    return layer + (f"{run.context} ranks per row, " if run.context > 1 else "")
 
 
 def _duration(seconds: float) -> str:

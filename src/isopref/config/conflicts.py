@@ -61,6 +61,8 @@ def _layout(config: Config) -> Iterator[Conflict]:
             "layout.tensor_parallel",
             f"{layout.tensor_parallel} needs {missing}. Set that, or remove tensor_parallel.",
         )
+    if layout.context_parallel > 1:
+        yield from _context(config)
     if layout.hsdp_shard is not None and layout.parallel != "hsdp":
         yield (
             "layout.hsdp_shard",
@@ -79,6 +81,20 @@ def _layout(config: Config) -> Iterator[Conflict]:
             f"{layout.grad_sync} has no effect with layout.parallel: single, which has no gradients to reduce. "
             "Remove one of them.",
         )
+
+
+def _context(config: Config) -> Iterator[Conflict]:
+    layout = config.layout
+    field, count = "layout.context_parallel", layout.context_parallel
+    if layout.tensor_parallel > 1:
+        yield field, f"{count} cannot be combined with layout.tensor_parallel. Remove one of them."
+    needs = {
+        "layout.parallel: fsdp, hsdp, ddp or auto": layout.parallel != "single",
+        "layout.rows: shared or packed": layout.rows in ("shared", "packed"),
+    }
+    missing = " and ".join(what for what, there in needs.items() if not there)
+    if missing:
+        yield field, f"{count} needs {missing}. Set that, or remove context_parallel."
 
 
 def _float8(config: Config) -> Iterator[Conflict]:

@@ -207,6 +207,12 @@ class LayoutConfig(Section):
         description="Number of neighbouring ranks that compute every layer together. Needs model.native, packed rows "
         "and FSDP or HSDP across these groups. 1: off.",
     )
+    context_parallel: Count = Field(
+        default=1,
+        description="Number of neighbouring ranks that split the tokens of every row, for pairs too long for one rank. "
+        "Needs packed rows and several processes; microbatch_tokens counts the tokens of all ranks that share a row. "
+        "1: off.",
+    )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
         description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); "
@@ -215,7 +221,7 @@ class LayoutConfig(Section):
     compile: bool | None = Field(
         default=None,
         description="Compile the decoder layers (torch.compile). null: on CUDA in bfloat16 with packed rows and "
-        "without tensor parallelism.",
+        "without tensor or context parallelism.",
     )
     checkpointing: Literal["auto", "none", "full"] = Field(
         default="auto",
@@ -243,6 +249,11 @@ class LayoutConfig(Section):
         description="Tokens per forward-only microbatch (reference and evaluation). null: twice microbatch_tokens, or "
         "16384 for a separate reference model, which is scored before microbatch_tokens is known.",
     )
+
+    @property
+    def ranks_together(self) -> int:
+        """Ranks that work on the same pairs: on every layer together, or on a part of every row each."""
+        return self.tensor_parallel * self.context_parallel
 
 
 class RunConfig(Section):

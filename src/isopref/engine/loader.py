@@ -43,8 +43,8 @@ class ExampleLoader(DataLoaderBase):
     :param objective: the train module's, if it is of lists or labels; batches are built for its terms. None: of pairs.
     :param seed: of the order of the pairs, which differs from epoch to epoch.
     :param work_dir: where the Trainer works.
-    :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor parallelism,
-        ranks of one group take the same.
+    :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor or context
+        parallelism, ranks of one group take the same.
     :param attention_share: how much attention costs, see `plan_step`; it evens out the work of ranks.
     :param pin_memory: build steps where a GPU copies from without a wait. None: if there is a GPU.
 

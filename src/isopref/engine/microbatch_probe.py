@@ -95,14 +95,16 @@ def choose(
     *,
     longest: int,
     tokens: int | None = None,
+    sharing: int = 1,
 ) -> Fit:
     """The fewest recomputing layers with which a microbatch of enough tokens fits into `room` bytes.
 
     `measured` holds results for the fewest and the most `layers` recomputing. `longest` is the pair that must fit;
-    `tokens` is a requested size. Raises ConfigError if nothing fits.
+    `tokens` is a requested size. `sharing` ranks have the tokens of a microbatch between them. Raises ConfigError if
+    nothing fits.
     """
     few, many = measured
-    wanted = _wanted(longest, tokens)
+    wanted = _wanted(longest, tokens, sharing)
     over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
     share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
     # The first recomputing layer saves nothing: its backward pass holds all at once what it did not keep.
@@ -118,7 +120,7 @@ def choose(
             + (" Or set a smaller layout.microbatch_tokens." if tokens else "")
         )
     why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
-    return Fit(tokens or max(longest, min(most, MOST_TOKENS)), count, why)
+    return Fit(tokens or max(longest, min(most, MOST_TOKENS * sharing)), count, why)
 
 
 def choose_for_long(
@@ -129,6 +131,7 @@ def choose_for_long(
     allowed: LongRows,
     *,
     wanted: int,
+    sharing: int = 1,
 ) -> Fit | None:
     """The least that makes `wanted` tokens fit with all `layers` recomputing; None if nothing does.
 
@@ -138,7 +141,7 @@ def choose_for_long(
     """
     most = max(0, layers - 1) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
-    may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS
+    may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS * sharing
     for tile in (None, TILE_TOKENS) if may_tile else (None,):
         line = recomputing if tile is None else tiled()
         over = line.at(wanted) - room
@@ -152,9 +155,9 @@ def choose_for_long(
     return None
 
 
-def _wanted(longest: int, tokens: int | None) -> int:
+def _wanted(longest: int, tokens: int | None, sharing: int) -> int:
     """Microbatch tokens worth recomputing layers for; larger microbatches are used only if they fit anyway."""
-    return tokens or max(longest, LEAST_TOKENS)
+    return tokens or max(longest, LEAST_TOKENS * sharing)
 
 
 def fit_microbatch(
@@ -173,25 +176,32 @@ def fit_microbatch(
 
     `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of optimizer state per byte of
     trained weights; 2 for AdamW's averages. `offload`: all recomputing layers but the last keep their inputs in host
-    memory. `allowed`: what else the run may do if the longest pair does not fit.
+    memory. `allowed`: what else the run may do if the longest pair does not fit. All sizes are of complete rows, also
+    where ranks split them.
     """
-    device = device_of(model)
+    device, sharing = device_of(model), _sharing(model)
     few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
     room = _least(_room(model, device, state_share), device)
     longest = int(tokens_alone(table.lengths, kind).max())
-    if layers[0] < layers[1] and few.at(_wanted(longest, tokens)) > room:
+    if layers[0] < layers[1] and few.at(_wanted(longest, tokens, sharing)) > room:
         many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # recompiles
     fit = None
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
         tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload, tokens or longest)
-        fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest)
+        fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest, sharing=sharing)
     if fit is None:
-        fit = choose((few, many), layers, room, longest=longest, tokens=tokens)
+        fit = choose((few, many), layers, room, longest=longest, tokens=tokens, sharing=sharing)
     if allowed.tile:
         tile_mlps(unwrap(model), fit.tile)
     checkpoint_layers(unwrap(model), fit.layers, offloaded=_offloaded(fit.layers) if offload else fit.offloaded)
     return fit
+
+
+def _sharing(model: nn.Module) -> int:
+    """Ranks that have the tokens of a row between them."""
+    context = unwrap(model).context
+    return 1 if context is None else context.size
 
 
 def _offloaded(layers: int) -> int:
@@ -204,7 +214,7 @@ def _measure_tiled(
 ) -> StepMemory:
     """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit."""
     tile_mlps(unwrap(model), TILE_TOKENS)
-    tokens = min(2 * TILE_TOKENS, wanted // 2)  # the second row has twice as many
+    tokens = min(2 * TILE_TOKENS * _sharing(model), wanted // 2)  # the second row has twice as many
     return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=tokens)
 
 
@@ -216,12 +226,12 @@ def _measure(
     layers: int,
     *,
     offload: bool = False,
-    tokens: int = PROBE_TOKENS,
+    tokens: int | None = None,
 ) -> StepMemory:
     """Memory of rows with this many layers recomputing. Raises ConfigError if not even these small rows fit."""
     device = device_of(model)
     checkpoint_layers(unwrap(model), layers, offloaded=_offloaded(layers) if offload else 0)
-    rows = _rows(table, kind, tokens)
+    rows = _rows(table, kind, tokens or PROBE_TOKENS * _sharing(model))
     try:
         _peak(model, rows[0][1], grad_sync)  # compiles, which itself takes memory
         sizes = [(tokens, _peak(model, row, grad_sync)) for tokens, row in rows]

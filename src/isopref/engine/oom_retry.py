@@ -2,9 +2,9 @@
 
 What is possible depends on where ranks synchronise. A single process can retry at any time. DDP ranks synchronise in
 the backward pass of a step's last, smallest microbatch; before it they check that all got that far. FSDP ranks
-synchronise in every layer, and DDP ranks with a coupled loss after its first pass, so if one fails there, the others
-are stuck; even on one rank, FSDP cannot recover from a failed pass. In these cases the run restarts with a size that
-may fit.
+synchronise in every layer, as do ranks that split rows, and DDP ranks with a coupled loss after its first pass. If one
+of these fails, the others are stuck; even on one rank, FSDP cannot recover from a failed pass. In these cases the run
+restarts with a size that may fit.
 """
 
 import gc
@@ -49,8 +49,8 @@ class OomRetry:
     """Runs steps in microbatches that fit, shrinking them after an out-of-memory error.
 
     :param loader: plans batches; its budget is what shrinks.
-    :param meets: DDP ranks synchronise before a step's last microbatch: gradients are reduced for each microbatch, or a
-        first pass without gradients comes before (see first_pass.py).
+    :param meets: DDP ranks synchronise before a step's last microbatch: gradients are reduced for each microbatch, a
+        first pass without gradients comes before (see first_pass.py), or ranks split rows.
     :param asked: the requested layout. The size that fits it is kept in `file` for later starts.
     :param say: prints a message to the user.
     """

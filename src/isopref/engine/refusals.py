@@ -80,8 +80,15 @@ def check_loader(
     weighting: Weighting,
     rank_microbatch_size: int | None,
     num_references: int | None,
+    num_ranks: int,
 ) -> None:
     """Refuse a loader with conflicting settings: it alone weights and splits batches."""
+    if loader.dp_world_size != num_ranks:
+        raise ConfigError(
+            f"{WHERE}: the ExampleLoader splits batches {loader.dp_world_size} ways, but the model's ranks divide "
+            f"pairs among {num_ranks}: those that compute together take the same. Pass ExampleLoader(..., dp_rank=..., "
+            f"dp_world_size={num_ranks})."
+        )
     if loader.weighting != weighting:
         raise ConfigError(
             f"{WHERE}: weighting is {weighting!r}, but the ExampleLoader's is {loader.weighting!r}. Pass the same "

@@ -128,7 +128,8 @@ class DPOTrainModule(TrainModule):
         loader = self.trainer.data_loader
         origin: dict[str, Any] = {}
         if isinstance(loader, ExampleLoader):
-            check_loader(loader, self.objective, self.weighting, self.rank_microbatch_size, self.num_references)
+            settings = self.weighting, self.rank_microbatch_size, self.num_references, self.num_ranks
+            check_loader(loader, self.objective, *settings)
             origin = {"origin": loader.table.origin}
         if not self.trainer.has_callback(GuardCallback):
             self.trainer.add_callback("isopref_guard", GuardCallback(**origin))
@@ -205,7 +206,7 @@ class DPOTrainModule(TrainModule):
             return step
         if self.group is not None:  # see docs/decisions.md
             raise ConfigError(
-                "tensor parallelism needs packed rows, and the batch is padded. Use isopref.ExampleLoader."
+                "tensor and context parallelism need packed rows, and the batch is padded. Use isopref.ExampleLoader."
             )
         if self.objective.kind == "labels":
             raise ConfigError(

@@ -106,7 +106,7 @@ def _attention_beside(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     row = current_row()
     if row is None:  # in a layer that unfold.py gave a padded batch
         return batch_attention(query, key, value, **options)
-    if query.shape[0] != 1 or query.shape[2] != row.segments.query_bounds[-1]:
+    if query.shape[0] != 1 or query.shape[2] != row.num_own_tokens:
         raise ModelError(
             f"{type(module).__name__} attends to something other than the tokens of the row. Set layout.rows: padded."
         )

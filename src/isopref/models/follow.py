@@ -8,12 +8,16 @@ forward is set on the instance, as torch's own `register_fsdp_forward_method` do
 and anything that is not a packed row (padded batches, generation) runs the class's own forward. The probe (probe.py)
 compares the result with the model itself and unfolds a layer that fails.
 
-Dimensions: T tokens of the row, D hidden width, H heads, G groups of them, K and V widths of a head's keys and values.
+If ranks split the row, they exchange tokens for heads or channels around these operations, which then see all tokens.
+Passing states from rank to rank instead would make each rank wait for the one before it.
+
+Dimensions: T tokens of the row (of this rank, if ranks split it), D hidden width, H heads, G groups of them, J taps of
+a convolution, K and V widths of a head's keys and values.
 """
 
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,9 @@ from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
 from isopref.models.row import current_row
-from isopref.ops import delta, state_space
+from isopref.ops import delta, exchange, state_space
 from isopref.ops.convolution import Taps, tree_convolution
+from isopref.types import ContextGroup
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # what is convolved to queries, keys, values; gate; beta; log decay
 
@@ -43,6 +48,12 @@ def has_kernel(layer: nn.Module) -> bool:
     return KINDS[type(layer).__name__] is not _short_convolution
 
 
+def heads_of(layer: nn.Module) -> int:
+    """How many heads, or channels, a following layer has that ranks can divide among them."""
+    kept: Any = layer
+    return len(kept.conv.weight if KINDS[type(layer).__name__] is _short_convolution else kept.A_log)
+
+
 def unfollow(layers: Iterable[nn.Module]) -> None:
     """Restore the layers' own forward."""
     for layer in layers:
@@ -54,6 +65,13 @@ def _taps(count: int) -> Taps | None:
     """The tables of the row being computed; None for a padded batch."""
     row = current_row()
     return None if row is None else row.taps(count)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _context() -> ContextGroup | None:
+    """The ranks that split the row being computed, if any."""
+    row = current_row()
+    return None if row is None else row.segments.context
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -77,7 +95,15 @@ def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
     before, after, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-    mixed_TD = tree_convolution(before * x, self.conv.weight[:, 0], self.conv.bias, taps)
+    mixed_TD, weight_DJ, bias_D = before * x, self.conv.weight[:, 0], self.conv.bias
+    context: ContextGroup | None = _context()
+    if context is None:
+        mixed_TD = tree_convolution(mixed_TD, weight_DJ, bias_D, taps)
+    else:
+        (mixed_TD1,) = exchange.to_heads([mixed_TD[..., None]], context)
+        own_bias = None if bias_D is None else exchange.own_heads(bias_D, context)
+        mixed_TD = tree_convolution(mixed_TD1[..., 0], exchange.own_heads(weight_DJ, context), own_bias, taps)
+        mixed_TD = exchange.from_heads(mixed_TD[..., None], context)[..., 0]
     out: Tensor = self.out_proj(after * mixed_TD)[None]
     return out
 
@@ -91,17 +117,71 @@ def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_pro
             own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
             return own
         mixed_TD, gate, beta_TH, log_decay_TH = inputs(self, hidden_states[0])
-        mixed_TD = tree_convolution(mixed_TD, self.conv1d.weight[:, 0], self.conv1d.bias, taps)
-        mixed_TD = ACT2FN[self.activation](mixed_TD)
-        q, k, v = mixed_TD.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        q_THK, k_THK = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
-        v_THV = v.unflatten(-1, (-1, self.head_v_dim))
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        widths = [self.head_k_dim, self.head_k_dim, self.head_v_dim]
+        context: ContextGroup | None = _context()
+        given = _given(self.conv1d, mixed_TD, sizes, widths, [beta_TH, log_decay_TH], context)
+        (q_THK, k_THK, v_THV), (beta_TH, log_decay_TH) = _convolved(self, given, widths, taps), given.rates
         out: Tensor = _rule(delta.Inputs(q_THK, k_THK, v_THV, log_decay_TH, beta_TH))
+        if context is not None:
+            out = exchange.from_heads(out, context)
         out = getattr(self, norm)(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
-        out = getattr(self, out_proj)(out.view(len(mixed_TD), -1))
+        out = getattr(self, out_proj)(out.view(hidden_states.shape[1], -1))
         return out[None]
 
     return forward
+
+
+class _Given(NamedTuple):
+    """What the convolution and the recurrence are given."""
+
+    mixed: Tensor  # T, D: to be convolved
+    sizes: list[int]  # of its parts in D, each of which has some heads
+    rates: list[Tensor]  # T, H each
+    weight: Tensor  # D, J: of the convolution
+    bias: Tensor | None  # D
+
+
+def _given(
+    conv1d: nn.Conv1d,
+    mixed_TD: Tensor,
+    sizes: list[int],
+    widths: list[int],
+    rates: list[Tensor],
+    context: ContextGroup | None,
+) -> _Given:
+    """With ranks that split the row: of all its tokens, and this rank's heads. `widths`: of a head of each part.
+
+    The ranks may be more than the heads of a part (queries and keys, or Mamba2's B and C), which then repeat, as in
+    attention. They must divide the heads of `rates`.
+    """
+    weight_DJ, bias_D = conv1d.weight[:, 0], conv1d.bias
+    if context is None:
+        return _Given(mixed_TD, sizes, rates, weight_DJ, bias_D)
+
+    def by_head(x: Tensor, dim: int) -> list[Tensor]:
+        parts = zip(x.split(sizes, dim=dim), widths, strict=True)
+        return [exchange.repeated(part.unflatten(dim, (-1, width)), dim, context) for part, width in parts]
+
+    def own(x: Tensor) -> Tensor:
+        return torch.cat([exchange.own_heads(one, context).flatten(0, 1) for one in by_head(x, 0)])
+
+    received = exchange.to_heads([*by_head(mixed_TD, 1), *(rate[..., None] for rate in rates)], context)
+    channels = [part.flatten(1) for part in received[: len(sizes)]]
+    return _Given(
+        torch.cat(channels, dim=1),
+        [part.shape[1] for part in channels],
+        [rate[..., 0] for rate in received[len(sizes) :]],
+        own(weight_DJ),
+        None if bias_D is None else own(bias_D),
+    )
+
+
+def _convolved(layer: Any, given: _Given, widths: list[int], taps: Taps) -> list[Tensor]:
+    """The parts after the convolution and its activation, head by head."""
+    mixed_TD = ACT2FN[layer.activation](tree_convolution(given.mixed, given.weight, given.bias, taps))
+    parts = mixed_TD.split(given.sizes, dim=-1)
+    return [part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
 
 def _log_decay(layer: Any, step_TH: Tensor) -> Tensor:
@@ -136,19 +216,23 @@ def _mamba2(
         if taps is None:
             own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
             return own
-        widths = [self.intermediate_size, self.conv_dim, self.num_heads]
-        gate, mixed_TD, step_TH = project(self, hidden_states[0]).split(widths, dim=-1)
-        mixed_TD = tree_convolution(mixed_TD, self.conv1d.weight[:, 0], self.conv1d.bias, taps)
-        mixed_TD = ACT2FN[self.activation](mixed_TD)
-        shared = self.n_groups * self.ssm_state_size
-        x, b, c = mixed_TD.split([self.intermediate_size, shared, shared], dim=-1)
-        x_THV = x.unflatten(-1, (-1, self.head_dim))
-        b_TGK, c_TGK = (one.unflatten(-1, (self.n_groups, -1)) for one in (b, c))
+        parts = [self.intermediate_size, self.conv_dim, self.num_heads]
+        gate, mixed_TD, step_TH = project(self, hidden_states[0]).split(parts, dim=-1)
         wide = torch.promote_types(step_TH.dtype, torch.float32)
         dt_TH = softplus(step_TH.to(wide) + self.dt_bias.to(wide)).clamp(*self.time_step_limit)
-        log_decay_TH = -self.A_log.to(wide).exp() * dt_TH
-        out: Tensor = _scan(state_space.Inputs(c_TGK, b_TGK, x_THV, dt_TH, log_decay_TH))
-        out = norm(self, (out + self.D[:, None] * x_THV).flatten(1), gate)
+        log_decay_TH, d_H = -self.A_log.to(wide).exp() * dt_TH, self.D
+        shared = self.n_groups * self.ssm_state_size
+        sizes = [self.intermediate_size, shared, shared]
+        widths = [self.head_dim, self.ssm_state_size, self.ssm_state_size]
+        context: ContextGroup | None = _context()
+        given = _given(self.conv1d, mixed_TD, sizes, widths, [dt_TH, log_decay_TH], context)
+        (x_THV, b_TGK, c_TGK), (dt_TH, log_decay_TH) = _convolved(self, given, widths, taps), given.rates
+        if context is not None:
+            d_H = exchange.own_heads(d_H, context)
+        out: Tensor = _scan(state_space.Inputs(c_TGK, b_TGK, x_THV, dt_TH, log_decay_TH)) + d_H[:, None] * x_THV
+        if context is not None:
+            out = exchange.from_heads(out, context)
+        out = norm(self, out.flatten(1), gate)
         out = self.out_proj(out.to(hidden_states.dtype))
         return out[None]
 

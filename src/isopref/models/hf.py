@@ -276,11 +276,15 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_fits(
-    model: "PreTrainedModel | NativeModel", tokenizer: Any, lengths: Lengths, name: Callable[[int], str]
+    model: "PreTrainedModel | NativeModel",
+    tokenizer: Any,
+    lengths: Lengths,
+    name: Callable[[int], str],
+    sharing: int = 1,
 ) -> None:
     """Raise ModelError if the model cannot take the tokens, or if a sequence's score would depend on its batch.
 
-    `name` is what messages call an example.
+    `name` is what messages call an example; `sharing` ranks split a row.
     """
     config = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
@@ -295,10 +299,12 @@ def check_fits(
             f"{name(longest)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
             f"{shorter_pairs(limit)}"
         )
+    # Each rank that splits a row must have a token beyond the border.
+    shortest = int(lengths.sequence.min() if sharing == 1 else lengths.prompt.min() - sharing + 1)
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
         border = part.get("original_max_position_embeddings") or limit
-        mixes = {"dynamic": most > border, "longrope": lengths.sequence.min() <= border < most}
+        mixes = {"dynamic": most > border, "longrope": shortest <= border < most}
         if mixes.get(part.get("rope_type", "")):
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "

@@ -1,7 +1,8 @@
-"""A policy over many ranks: DDP, FSDP2 or HSDP, the last two with tensor parallelism; when gradients are reduced.
+"""A policy over many ranks: DDP, FSDP2 or HSDP, with tensor or context parallelism; when gradients are reduced.
 
-All average gradients over the data-parallel ranks; normalize.py undoes that. Ranks of one tensor-parallel group work on
-the same pairs, so whatever adds up over pairs adds up over the ranks of `data_group`.
+All average gradients over the ranks that share the weights; normalize.py undoes that for ranks with different pairs,
+and ops/exchange.py for ranks that split rows. Ranks of one tensor-parallel or context-parallel group work on the same
+pairs, so whatever adds up over pairs adds up over the ranks of `data_group`.
 """
 
 import math
@@ -28,9 +29,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
+from isopref.models.follow import heads_of
 from isopref.models.offload import HostCheckpoints
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
+from isopref.ranks import num_ranks
+from isopref.types import ContextGroup
 
 Parallel = Literal["single", "ddp", "fsdp", "hsdp"]
 GradSync = Literal["last", "every"]
@@ -46,6 +50,7 @@ def parallelize(
     hsdp_shard: int | None = None,
     offload: bool = False,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> nn.Module:
     """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
 
@@ -54,7 +59,12 @@ def parallelize(
     If `compute_dtype` differs from the weights' dtype, these are master weights, and gradients are reduced in it.
     `offload` keeps shards, gradients and optimizer state in host memory.
     `tensor_parallel` neighbouring ranks compute every layer together: OLMo-core's models only, under FSDP or HSDP.
+    `context_parallel` neighbouring ranks split the tokens of every row: packed rows only. They shard like others.
     """
+    if context_parallel > 1:
+        if tensor_parallel > 1:
+            raise ConfigError("layout.context_parallel cannot be combined with layout.tensor_parallel.")
+        split_rows(policy, context_parallel, device)
     if mode in ("single", "ddp") or tensor_parallel > 1:
         policy.move_to(device)
     if tensor_parallel > 1:
@@ -79,7 +89,7 @@ def parallelize(
     if tensor_parallel > 1 and policy.native is not None:
         mesh._flatten()  # so that a norm is one sum over all ranks, bitwise the same on each
         policy.native.transformer.apply_tp(mesh["tensor"])
-        policy.tensor_mesh = mesh["tensor"]
+        policy.together = mesh["tensor"]
         mesh = mesh[tuple(name for name, _ in data)]
     _shard(policy, mesh, device, world_size, compute_dtype, offload)
     return policy
@@ -151,9 +161,43 @@ def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_siz
         raise ConfigError(f"{what} does not divide the heads and key heads of the model. What does: {fitting}.")
 
 
+def split_rows(policy: Policy, size: int, device: torch.device) -> None:
+    """Let groups of so many neighbouring ranks split the tokens of every row. Raises ConfigError if they cannot."""
+    ranks = num_ranks()
+    check_context(policy, size, ranks)
+    mesh = _mesh(device.type, (("data", ranks // size), ("context", size)), dist.group.WORLD)["context"]
+    policy.together = mesh
+    policy.context = ContextGroup(mesh.get_group().group_name, mesh.get_local_rank(), size)
+
+
+def check_context(policy: Policy, size: int, world_size: int) -> None:
+    """Raise ConfigError if so many ranks cannot split a row of this model."""
+    what = f"layout.context_parallel: {size}"
+    if world_size % size:
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+    if policy.unfolded:
+        raise ConfigError(
+            f"{what}, but {policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]}). "
+            "Set layout.context_parallel: 1."
+        )
+    heads = divisible_heads(policy)
+    if heads % size:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(f"{what} does not divide the heads of the model, {heads}. What does: {fitting}.")
+
+
+def divisible_heads(policy: Policy) -> int:
+    """The largest number of ranks that can divide each layer's heads among them; its divisors can, too.
+
+    Heads that serve several others do not count, because they can repeat: of keys, or of Mamba2's B and C.
+    """
+    attending = getattr(policy.model.config.get_text_config(), "num_attention_heads", None) or 0
+    return math.gcd(attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
+
+
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that divide pairs among them: one per tensor-parallel group, including this one. None: all ranks."""
-    mesh = _tensor_mesh(model)
+    """The ranks that divide pairs among them: one of each group that works on the same pairs. None: all ranks."""
+    mesh = _together(model)
     if mesh is None:
         return None
     whole = mesh._get_root_mesh()
@@ -162,13 +206,14 @@ def data_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def speaks(model: nn.Module) -> bool:
-    """Whether this rank reports for its tensor-parallel group."""
-    mesh = _tensor_mesh(model)
+    """Whether this rank reports for the ranks that work on the same pairs."""
+    mesh = _together(model)
     return mesh is None or mesh.get_local_rank() == 0
 
 
-def _tensor_mesh(model: nn.Module) -> DeviceMesh | None:
-    return None if isinstance(model, DistributedDataParallel) else getattr(model, "tensor_mesh", None)
+def _together(model: nn.Module) -> DeviceMesh | None:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(inner, "together", None)
 
 
 def check_shard(hsdp_shard: int | None, world_size: int, *, tensor_parallel: int = 1) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from isopref.batch.deal import deal
 from isopref.models.attention import NAME, RECORDED, register
 from isopref.models.experts import routing
 from isopref.models.follow import unfollow
@@ -27,9 +28,10 @@ from isopref.models.parts import decoder_of, logit_changes
 from isopref.models.row import Row, computing
 from isopref.models.unfold import adapt_layers, unfold
 from isopref.models.unused import indexers, unused_parts
+from isopref.ops.exchange import summed
 from isopref.ops.logprob import token_logprobs, token_logprobs_and_collisions
 from isopref.ops.take import take
-from isopref.types import LOGPS_ALONE, Microbatch, Needs, Pass, Readout
+from isopref.types import LOGPS_ALONE, ContextGroup, Microbatch, Needs, Pass, Readout
 
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
@@ -57,7 +59,8 @@ class Policy(nn.Module):
         self.unused = unused_parts(model)
         for name in (*self.unused, *indexers(model)):
             attrgetter(name)(model).requires_grad_(False)
-        self.tensor_mesh: DeviceMesh | None = None  # the tensor-parallel ranks, if any
+        self.together: DeviceMesh | None = None  # the ranks that compute the same pairs, if any
+        self.context: ContextGroup | None = None  # the same, if they split rows
         self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
         self.own_attention: str = model.config._attn_implementation
         self.packed_attention = NAME
@@ -116,7 +119,7 @@ class Policy(nn.Module):
         """Log-probabilities of the microbatch's answers, and whatever else was requested."""
         num_answers = microbatch.num_answers
         logp_A = confidence_A = head_2M = routes = None
-        for one in microbatch.passes:
+        for one in self._passes(microbatch):
             hidden_BTD, router_logits = self._hidden(one, needs.routing)
             logp_C, confidence_C = self._tokens(full(hidden_BTD).flatten(0, 1), one, needs.confidence)
             if one.weight is not None:
@@ -131,7 +134,26 @@ class Policy(nn.Module):
         assert logp_A is not None
         if confidence_A is not None:
             confidence_A = (confidence_A / microbatch.num_tokens).detach()
-        return Readout(logp_A, head_2M, confidence_A, routes)
+        return self._of_group(Readout(logp_A, head_2M, confidence_A, routes))
+
+    def _passes(self, microbatch: Microbatch) -> Iterator[Pass]:
+        """What this rank computes of the passes of a microbatch: all of it, unless ranks split rows."""
+        return (one if self.context is None else deal(one, self.context) for one in microbatch.passes)
+
+    def _of_group(self, found: Readout) -> Readout:
+        """What the ranks that split rows have found, added up, as each has it of its own tokens."""
+        if self.context is None:
+            return found
+        there = [one for one in found if one is not None]
+        total = summed(torch.cat([one.flatten() for one in there]), self.context)
+        parts = iter(total.split([one.numel() for one in there]))
+
+        def of_group(one: Tensor | None) -> Tensor | None:
+            return None if one is None else next(parts).view_as(one).to(one.dtype, copy=True)  # FSDP warns of views
+
+        logp_A, head_2M, confidence_A, routes = map(of_group, found)
+        assert logp_A is not None
+        return Readout(logp_A, head_2M, None if confidence_A is None else confidence_A.detach(), routes)
 
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each trained token and, if requested, how far it is above the mean of a sample."""

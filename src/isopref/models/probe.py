@@ -81,7 +81,7 @@ def check_layout(
     try:
         _check(model, kind, own, compute_dtype)
     except ModelError:
-        if kind not in PACKED or not policy.following:
+        if kind not in PACKED or not policy.following or policy.context is not None:
             raise
         policy.unfold_all()
         _check(model, kind, own, compute_dtype)
@@ -178,6 +178,8 @@ class _Seen(NamedTuple):
 def _look(model: nn.Module, pairs: Sequence[PairTokens], kind: RowKind) -> _Seen:
     policy = unwrap(model)
     num_tokens = build_microbatch([pair.example for pair in pairs], kind).passes[0].input_ids.shape[1]
+    if policy.context is not None:
+        num_tokens = -(-num_tokens // policy.context.size)
     policy.packed_attention = RECORDED
     try:
         with recorded() as asked, _Counting(num_tokens) as counting, torch.compiler.set_stance("force_eager"):
@@ -239,7 +241,8 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
     if kind in PACKED:
         return (
             f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "
-            f"({reason}). Set layout.rows: padded."
+            f"({reason}). Set layout.rows: padded"
+            + (" and layout.context_parallel: 1." if policy.context is not None else ".")
         )
     what = f"its decoder and head do not give its own {policy.scores}"
     return f"{name} cannot be trained here: {what} ({reason}). {OTHERS}"

@@ -43,7 +43,7 @@ class RewardModel(Policy):
         assert not needs.heads, "a reward model has no log-probabilities"
         assert not needs.confidence, "a reward model has no log-probabilities"
         reward_A = routes = None
-        for one in microbatch.passes:
+        for one in self._passes(microbatch):
             hidden_BTD, router_logits = self._hidden(one, needs.routing)
             last_QD = take(full(hidden_BTD).flatten(0, 1), one.last_index, one.last_copies)
             reward_Q = self._rewards(last_QD)
@@ -53,7 +53,7 @@ class RewardModel(Policy):
                 sent = routing(router_logits, self.experts_per_token, one.times)
                 routes = sent if routes is None else routes + sent
         assert reward_A is not None
-        return Readout(reward_A, routing=routes)
+        return self._of_group(Readout(reward_A, routing=routes))
 
     def _rewards(self, last_QD: Tensor) -> Tensor:
         """In float32 or wider: the difference of two rewards decides, and in bfloat16 most of it would be rounding."""

@@ -41,6 +41,12 @@ class Row:
         self.segments = segments
         self._taps: dict[int, Taps] = {}
 
+    @property
+    def num_own_tokens(self) -> int:
+        """How many tokens of the row this rank has: all, unless ranks split it."""
+        context = self.segments.context
+        return self.segments.query_bounds[-1] // (1 if context is None else context.size)
+
     def taps(self, count: int) -> Taps:
         """The tables of a convolution over `count` tokens."""
         if count not in self._taps:

@@ -10,7 +10,7 @@ from isopref.models.adapter import summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
-from isopref.models.parallel import has_layers
+from isopref.models.parallel import divisible_heads, has_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -45,6 +45,7 @@ class ModelShape:
     softcap: float | None  # that attention applies to its scores
     key_width: int  # of the keys of one token in one layer, over all key heads
     normed_width: int  # of queries and keys of one token in one layer, if they have norms of their own; else 0
+    row_parts: int  # ranks that can split a row, at most; their number must divide this
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -113,6 +114,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=key_width,
         normed_width=_normed_width(model, heads * query_width, key_width),
+        row_parts=1 if policy.unfolded else divisible_heads(policy),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),

@@ -10,12 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from isopref.batch.rows import copies_of
+from isopref.batch.rows import copies_of, on_device
 from isopref.ops.convolution import Taps
 from isopref.ops.levels import Level, Levels
-from isopref.types import IntArray, Segments
+from isopref.types import Segments
 
 SHORT = 32  # tokens: parts up to this length are not worth a batch of their own
 
@@ -57,18 +56,18 @@ def levels_of(segments: Segments) -> Levels:
         places = np.repeat(longest, count)  # of each part in its batch
         padding = np.cumsum([0, *places[:-1]]) - bounds[:-1]  # before each part, in all batches
         parent = np.array([before for *_, before in parts])
-        copies = None if depth == 0 else _on(device, copies_of(parent, len(by_depth[depth - 1])))
+        copies = None if depth == 0 else on_device(copies_of(parent, len(by_depth[depth - 1])), device)
         levels.append(
             Level(
                 bounds=tuple(bounds.tolist()),
-                offsets=_on(device, bounds),
+                offsets=on_device(bounds, device),
                 batches=batches,
-                slots=_on(device, np.arange(bounds[-1]) + np.repeat(padding, length)),
-                parent=None if depth == 0 else _on(device, parent),
+                slots=on_device(np.arange(bounds[-1]) + np.repeat(padding, length), device),
+                parent=None if depth == 0 else on_device(parent, device),
                 parent_copies=copies,
             )
         )
-    return Levels(_on(device, order), _on(device, np.argsort(order)), tuple(levels))
+    return Levels(on_device(order, device), on_device(np.argsort(order), device), tuple(levels))
 
 
 def _longest_first(by_depth: list[list[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
@@ -109,9 +108,3 @@ def _parts(segments: Segments) -> list[list[tuple[int, int, int]]]:
             by_depth[depth + 1].append((first, last, number))
             ending_at[last - 1] = depth + 1, len(by_depth[depth + 1]) - 1
     return by_depth
-
-
-def _on(device: torch.device, array: IntArray) -> Tensor:
-    """The array on the device. A copy from pinned memory does not wait for the device."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from isopref.ops import flash
+from isopref.ops import exchange, flash
 from isopref.ops.sinks import attend_with_sinks
 from isopref.ops.take import take
 from isopref.types import Segments
@@ -47,11 +47,33 @@ def segment_attention(
 ) -> Tensor:
     """Attend within segments. Returns T, H, E.
 
+    If ranks split the row, T is the number of this rank's tokens. They exchange tokens for heads and back.
     `window` is the number of keys a query sees at most, itself included; `softcap` bounds the scores by
     softcap * tanh(score / softcap). `sinks` (H) are scores of one more key of each head that every query sees and whose
     value is zero: they take a share of the attention and add nothing.
     """
     query, key, value = (x.transpose(0, 1) for x in (query_HTE, key_GTE, value_GTE))
+    group = segments.context
+    if group is None:
+        return _attend(query, key, value, segments, scale, window, softcap, sinks)
+    key, value = (exchange.repeated(x, 1, group) for x in (key, value))
+    query, key, value = exchange.to_heads((query, key, value), group)
+    own_sinks = None if sinks is None else exchange.own_heads(sinks, group)
+    out = _attend(query, key, value, segments, scale, window, softcap, own_sinks)
+    return exchange.from_heads(out, group)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`segment_attention` of complete rows: T, H, E in and out."""
     if segments.key_index is not None and segments.key_copies is not None:
         key, value = (take(x, segments.key_index, segments.key_copies) for x in (key, value))
     half = query.dtype in (torch.bfloat16, torch.float16)

@@ -39,7 +39,8 @@ class Layout:
     references: int = 0  # models besides the trained one: a moving reference
     float8: bool = False  # linear layers multiply in that
     forwards: float = 0  # extra forward passes: of a moving reference, or a first pass
-    tensor: int = 1  # ranks that compute each layer together
+    tensor: int = 1  # neighbouring ranks that compute each layer together
+    context: int = 1  # neighbouring ranks that split every row
 
     @property
     def sharded(self) -> bool:
@@ -47,7 +48,17 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Ranks, or tensor-parallel groups of them, that divide a batch between them."""
+        """Ranks, or groups of them that work on the same pairs, that divide a batch between them."""
+        return self.ranks // self.together
+
+    @property
+    def together(self) -> int:
+        """Ranks that work on the same pairs."""
+        return self.tensor * self.context
+
+    @property
+    def averaging(self) -> int:
+        """Ranks over which the gradient of a weight is averaged, and weights are sharded: all with the same part."""
         return self.ranks // self.tensor
 
     @property
@@ -81,7 +92,7 @@ ONE_GPU = Layout(
 
 @dataclass(frozen=True)
 class Loads:
-    """Sizes of the microbatches of one step, each R ranks by M microbatches."""
+    """Sizes of the microbatches of one step, each R ranks (or groups with the same pairs) by M microbatches."""
 
     tokens: FloatArray  # slots, padding included
     keys: FloatArray  # slots of keys, a shared prompt's once for each answer
@@ -98,6 +109,10 @@ class Loads:
     def summed(self) -> "Loads":
         """All of them as one microbatch."""
         return Loads(*(x.sum().reshape(1, 1) for x in vars(self).values()))
+
+    def split(self, size: int) -> "Loads":
+        """The part of one of `size` ranks that split every row: of tokens, and of heads."""
+        return Loads(*(x / size for x in vars(self).values()))
 
     def scaled(self, tokens: float) -> "Loads":
         """The same kind of pairs in microbatches with this many tokens in total."""

@@ -1,5 +1,6 @@
 """Settings that make room for longer examples, from the fastest to the one that takes the least memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,11 @@ class Reach:
     too_long: int  # examples that are longer
 
 
-def settings(layers: int, tile: int | None) -> list[Setting]:
-    """For a model of so many layers, whose MLPs may be computed in tiles of `tile` tokens, if that is not None."""
+def settings(layers: int, tile: int | None, contexts: Sequence[int] = ()) -> list[Setting]:
+    """For a model of so many layers, whose MLPs may be computed in tiles of `tile` tokens, if that is not None.
+
+    `contexts`: numbers of ranks that could split a row, in growing order.
+    """
     full, offload = "layout.checkpointing=full", "layout.offload_activations=full"
     kept = {"recompute": 0, "offloaded": 0, "tile": None}
     offloaded = {"recompute": layers, "offloaded": layers - 1}
@@ -33,4 +37,7 @@ def settings(layers: int, tile: int | None) -> list[Setting]:
     ]
     if tile is not None:
         found.append(Setting((full, offload, f"layout.mlp_tile_tokens={tile}"), {**offloaded, "tile": tile}))
+    most = found[-1]
+    for size in contexts:
+        found.append(Setting((*most.overrides, f"layout.context_parallel={size}"), {**most.changes, "context": size}))
     return found

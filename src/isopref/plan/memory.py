@@ -9,6 +9,9 @@ update added, independent of the tokens.
 
 Tensor-parallel ranks divide the weights (norms count as divided, too), tokens outside attention and MLPs, and inner
 sides in them. The inputs of both are gathered and kept for all tokens, and so are the head's.
+
+Ranks that split rows divide the tokens. They keep what attention returns before and after they exchange it, and keys
+and values as often as they send them.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from isopref.models.adapter import NF4_BLOCK
 from isopref.models.shape import ModelShape
 from isopref.ops.logprob import MAX_LOGITS_FUSED
 from isopref.plan.layout import Layout, Loads
+from isopref.plan.together import key_repeats
 
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK  # half of one, and a scale of one byte for each block
 
@@ -44,7 +48,11 @@ class Memory:
 
 
 def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
-    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers."""
+    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers.
+
+    `load` is of complete rows, also where ranks split them.
+    """
+    load = load.split(layout.context)
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
     of_token, of_copy = kept_bytes(shape, layout)
     inside = 0.0 if layout.tile is None else inside_bytes(shape, layout)
@@ -96,8 +104,11 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
         divided += 6 * shape.width + shape.inner_width
+    times = key_repeats(shape, layout.context)
+    if layout.context > 1:
+        divided += shape.heads * shape.value_width + (times - 1) * 2 * shape.key_width
     numbers = divided / layout.tensor + 2 * shape.width
-    of_copy = 2 * shape.key_width * layout.compute_bytes
+    of_copy = times * 2 * shape.key_width * layout.compute_bytes
     return numbers * layout.compute_bytes + 4 * shape.heads / layout.tensor, of_copy / layout.tensor
 
 

@@ -51,6 +51,16 @@ class Network:
         hops = 2 * math.ceil(math.log2(ranks))
         return 2 * size * (ranks - 1) / ranks / (LINK_SHARE * self.between) + calls * hops * NODE_HOP_S
 
+    def all_to_all_s(self, ranks: int) -> tuple[float, float]:
+        """Seconds for one byte that each of so many ranks divides among them, and for one call.
+
+        Neighbours fill machines. What goes to other machines and what stays inside travel at the same time.
+        """
+        near = min(ranks, self.ranks_per_node)
+        inside = (near - 1) / ranks / self.inside
+        between = (ranks - near) / ranks / self.between
+        return max(inside, between) / LINK_SHARE, HOP_S if near == ranks else NODE_HOP_S
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -67,7 +77,7 @@ class Traffic:
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout, network: Network) -> "Traffic":
         whole = shape.trained_parameters * layout.weight_bytes / layout.tensor
-        calls, ranks, network = shape.layers + 1, layout.groups, network.every(layout.tensor)
+        calls, ranks, network = shape.layers + 1, layout.averaging, network.every(layout.tensor)
         if not layout.sharded:
             # An all-reduce is a reduction and a gather.
             moved = 2 * whole * (ranks - 1) / ranks

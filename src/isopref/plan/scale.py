@@ -15,7 +15,7 @@ from isopref.plan.layout import Layout, step_loads
 from isopref.plan.memory import Memory, loading_memory, peak_memory
 from isopref.plan.network import Network, Traffic
 from isopref.plan.speed import StepTime, step_time
-from isopref.plan.together import sent_bytes
+from isopref.plan.together import Exchange
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class Forecast:
     ranks: int
     shard: int
     tensor: int  # ranks that compute each layer together
+    context: int  # ranks that split a row
     batch_size: float
     microbatches: float  # of one rank and step
     largest_tokens: float  # of all microbatches
     fill: float  # share of the token slots that hold a token
     balance: float  # mean over the slowest rank's computing time
     sent_bytes: float  # by one rank in a step
+    exchanged_bytes: float  # the part of them that goes to ranks with the same pairs, inside layers
     flops: float  # useful ones of a step
     examples_per_s: float
     mfu: float  # useful flops over what the data sheet promises
@@ -68,21 +70,24 @@ def forecast(
     useful = float(np.mean([shape.flops(batch) for batch in batches]))
     batch_size = float(np.mean([len(batch) for batch in batches]))
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
-    together = float(np.mean([sent_bytes(shape, layout, loads.tokens).sum(axis=1).mean() for loads in steps]))
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
     memory, loading = peak_memory(shape, layout, largest, answers=answers), loading_memory(shape, layout)
+    exchange = Exchange.of(shape, layout, network)
+    exchanged = float(np.mean([exchange.sent_bytes(loads.tokens).sum(axis=1).mean() for loads in steps]))
     return Forecast(
         parallel=layout.parallel,
         ranks=layout.ranks,
         shard=layout.shard,
         tensor=layout.tensor,
+        context=layout.context,
         batch_size=batch_size,
         microbatches=microbatches,
         largest_tokens=float(largest.tokens[0, 0]),
         fill=real / sum(float(loads.tokens.sum()) for loads in steps),
         balance=busy / (busy + mean.imbalance),
-        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)) + together,
+        sent_bytes=Traffic.of(shape, layout, network).bytes_per_step(round(microbatches)) + exchanged,
+        exchanged_bytes=exchanged,
         flops=useful,
         examples_per_s=batch_size / mean.total,
         mfu=useful / (mean.total * layout.ranks * card.rate(layout.compute_bytes)),

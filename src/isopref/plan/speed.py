@@ -14,7 +14,7 @@ from isopref.plan.attention import attention_rate
 from isopref.plan.layout import TILE, Layout, Loads
 from isopref.plan.memory import kept_bytes, kept_predictions
 from isopref.plan.network import Network, Traffic
-from isopref.plan.together import exchange_s
+from isopref.plan.together import Exchange
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
@@ -45,7 +45,7 @@ class StepTime:
     elementwise: float
     copies: float  # to host memory and back, where not hidden by compute
     optimizer: float
-    exchange: float  # between ranks that compute each layer together, which compute nothing meanwhile
+    exchange: float  # between ranks that work on the same pairs, which compute nothing meanwhile
     overhead: float
     imbalance: float
     network: float
@@ -62,10 +62,10 @@ class StepTime:
 
 def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, network: Network) -> StepTime:
     """Time of a step whose microbatches are `loads`."""
-    parts = _microbatch_parts(shape, layout, card, loads)
+    parts = _microbatch_parts(shape, layout, card, loads.split(layout.context))
     computing = sum(parts.values())
     assert isinstance(computing, np.ndarray)
-    exchanging = exchange_s(shape, layout, network, loads.tokens)
+    exchanging = Exchange.of(shape, layout, network).seconds(loads.tokens)
     each = computing + exchanging
     traffic = Traffic.of(shape, layout, network)
     # Sharded ranks synchronise in every microbatch if each is reduced, otherwise only at the end of the step.
@@ -86,7 +86,7 @@ def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, netwo
 
 
 def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
-    """Seconds of each microbatch: R, M for each part."""
+    """Seconds of each microbatch of which a rank computes `loads`: R, M for each part."""
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     forward = layout.forwards + again

@@ -34,6 +34,7 @@ class Cell:
     cut: Cut = "tokens"
     ranks: int = 1
     tensor_parallel: int = 1
+    context_parallel: int = 1
     parallel: Parallel = "single"
     weighting: Weighting = "token"
     grad_sync: GradSync = "last"
@@ -57,6 +58,11 @@ class Cell:
     float8: bool = False  # products of linear layers, emulated
     offload: bool = False
     collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
+
+    @property
+    def shares(self) -> int:
+        """How many ways the batch is split: ranks of one group work on the same pairs."""
+        return self.ranks // self.tensor_parallel // self.context_parallel
 
     def __str__(self) -> str:
         default = Cell()

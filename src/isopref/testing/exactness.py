@@ -141,6 +141,7 @@ def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[D
         hsdp_shard=shard,
         offload=cell.offload,
         tensor_parallel=cell.tensor_parallel,
+        context_parallel=cell.context_parallel,
     )
     module = DPOTrainModule(
         model,
@@ -171,13 +172,13 @@ def plan(cell: Cell, lengths: Lengths) -> list[list[Group]]:
         "whole": Budget(cell.rows, 4096),
     }
     if cell.split == "plan":
-        return plan_step(lengths, budgets[cell.cut], num_ranks=cell.ranks // cell.tensor_parallel)
+        return plan_step(lengths, budgets[cell.cut], num_ranks=cell.shares)
     everyone = list(range(len(lengths)))
     if cell.split == "idle":  # the last rank has nothing at all
-        busy = cell.ranks - 1
+        busy = cell.shares - 1
         return [*([everyone[rank::busy]] for rank in range(busy)), [[]]]
     first = [everyone[:1], everyone[1:3]]  # three pairs on the first rank, the others spread over the rest
-    rest = [[everyone[3 + rank :: cell.ranks - 1], []] for rank in range(cell.ranks - 1)]
+    rest = [[everyone[3 + rank :: cell.shares - 1], []] for rank in range(cell.shares - 1)]
     return [first, *rest]
 
 

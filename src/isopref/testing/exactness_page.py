@@ -33,6 +33,7 @@ def group(cell: Cell) -> tuple[str, str, int, str]:
     """The line of the table that a cell counts in: precision, model, ranks and parallel mode."""
     name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
     mode = f"{cell.parallel} x tensor {cell.tensor_parallel}" if cell.tensor_parallel > 1 else cell.parallel
+    mode = f"{mode} x context" if cell.context_parallel > 1 else mode
     return precision(cell), name, cell.ranks, mode
 
 
@@ -69,7 +70,8 @@ cover:
 - **Examples** with one to eight answers, including nested prefixes and common prompts; answers with context turns that
   are not trained, and with turns of any weight.
 - **Ranks**: 1, 2 and 4, with DDP, FSDP2 and HSDP; work split evenly, three pairs against the rest, or with an idle
-  rank; gradients reduced once per step or after every microbatch; shards on the device or offloaded.
+  rank; gradients reduced once per step or after every microbatch; shards on the device or offloaded; the tokens of
+  every row split over two or four of the ranks (*x context*).
 - **Memory**: activations kept, recomputed, or recomputed with the inputs of layers in host memory; MLPs computed for a
   row at once or in tiles.
 - **Objectives**: every objective in some of these layouts, including those that couple a batch; weighting by token,

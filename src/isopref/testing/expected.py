@@ -32,8 +32,8 @@ from isopref.types import PairLogps
 FOLDER = "ISOPREF_EXPECTED"
 REFERENCE_OF_LABELS = 4  # a model with which KTO's KL term is positive
 LAYOUT = (
-    *("native", "rows", "cut", "ranks", "tensor_parallel", "parallel", "grad_sync", "checkpointing"),
-    *("reverse", "split", "offload", "collated"),
+    *("native", "rows", "cut", "ranks", "tensor_parallel", "context_parallel", "parallel", "grad_sync"),
+    *("checkpointing", "reverse", "split", "offload", "collated"),
 )
 
 

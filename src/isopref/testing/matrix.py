@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import get_args
 
+from isopref.batch.packing import RowKind
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
 from isopref.testing.cells import KINDS, Cell, Cut
@@ -25,6 +26,8 @@ WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pai
 # One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2, and Mamba,
 # which is unfolded; and one whose layers are not handed the segments.
 LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "mamba", "stablelm")
+SPLIT_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")  # of these, the ones whose rows ranks can split
+PACKED: tuple[RowKind, ...] = ("shared", "packed")
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
 
@@ -80,6 +83,8 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_native(base)))
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
             found.update(dict.fromkeys(_tensor(base)))
+        if ranks > 1:
+            found.update(dict.fromkeys(_split_rows(base)))
         found.update(dict.fromkeys(_long_rows(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_labels(base)))
@@ -239,6 +244,36 @@ def _tensor(base: Cell) -> Iterator[Cell]:
     yield replace(llama, objective="aot", cut="pair")
     yield replace(llama, ld_alpha=0.4, wpo=True)
     yield replace(llama, checkpointing=True, offload_activations=True)
+
+
+def _split_rows(base: Cell) -> Iterator[Cell]:
+    """Rows split over ranks: both kinds, all that is counted, and every kind of layer that looks beyond a token."""
+    sizes = [size for size in (2, 4) if base.ranks % size == 0]
+    for n, rows in enumerate(PACKED):
+        kind = replace(base, rows=rows, context_parallel=sizes[n % len(sizes)])
+        for turn, cut in enumerate(get_args(Cut)):
+            yield replace(kind, cut=cut, weighting=WEIGHTINGS[(n + turn) % 3], own_weights=turn == 1)
+        yield replace(kind, nll_weight=0.7, ld_alpha=0.4, wpo=True, grad_sync="every", num_pairs=3)
+        yield replace(kind, checkpointing=True, offload_activations=True, mlp_tile_tokens=7, trees=True)
+        yield replace(kind, context="weights", trees=True, cut="pair")
+        yield replace(kind, objective="aot", cut="pair")
+        yield replace(kind, objective="lipo", trees=True, at_start=True)
+        yield replace(kind, objective="bradley_terry", trees=True)
+        yield replace(kind, objective=("kto", "bco")[n], trees=True, nll_weight=0.7)
+        yield replace(kind, adapter="lora", grad_sync="every", cut="pair")
+        if base.ranks > 2:
+            yield replace(kind, context_parallel=2, split="idle")
+        if base.parallel in ("fsdp", "hsdp"):
+            yield replace(kind, offload=True)
+    for n, size in enumerate(sizes if base.parallel == "fsdp" else []):
+        model = replace(base, dtype="float32", context_parallel=size)
+        for architecture in (*FLOAT32_INSIDE, *SPLIT_KINDS):
+            yield replace(model, architecture=architecture, rows=PACKED[n], trees=True, checkpointing=True)
+        for architecture in NATIVE:
+            yield replace(model, architecture=architecture, native=True, rows=PACKED[n], checkpointing=n == 1)
+        yield replace(model, architecture=MOE, balance_weight=20.0, trees=True)
+        yield replace(model, architecture="llama", adapter="lora", quantize=True)
+        yield replace(model, architecture="llama", float8=True)
 
 
 def _long_rows(base: Cell) -> Iterator[Cell]:

@@ -403,6 +403,11 @@ def test_override_that_is_not_yaml(file: Path) -> None:
             "layout.mlp_tile_tokens",
             "Remove one of them.",
         ),
+        (
+            ["layout.context_parallel=2", "layout.tensor_parallel=2", "model.native=true"],
+            "layout.context_parallel",
+            "Remove one of them.",
+        ),
     ],
 )
 def test_impossible_combinations(file: Path, overrides: list[str], field: str, way_out: str) -> None:
@@ -428,6 +433,23 @@ def test_what_tensor_parallelism_needs(file: Path, overrides: list[str], missing
     (line,) = problems(file, MINIMAL, *overrides, "layout.tensor_parallel=2")
     told = f"layout.tensor_parallel: 2 needs {missing}. Set that, or remove tensor_parallel."
     assert line == f"override 'layout.tensor_parallel=2': {told}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        (["layout.parallel=single"], "layout.parallel: fsdp, hsdp, ddp or auto"),
+        (["layout.rows=padded"], "layout.rows: shared or packed"),
+        (
+            ["layout.parallel=single", "layout.rows=padded_separate"],
+            "layout.parallel: fsdp, hsdp, ddp or auto and layout.rows: shared or packed",
+        ),
+    ],
+)
+def test_what_context_parallelism_needs(file: Path, overrides: list[str], missing: str) -> None:
+    (line,) = problems(file, MINIMAL, *overrides, "layout.context_parallel=2")
+    told = f"layout.context_parallel: 2 needs {missing}. Set that, or remove context_parallel."
+    assert line == f"override 'layout.context_parallel=2': {told}"
 
 
 @pytest.mark.parametrize(
@@ -488,6 +510,8 @@ def test_combination_is_reported_at_the_field_s_line(file: Path) -> None:
         ["model.compute_dtype=float32", "layout.parallel=ddp"],
         ["layout.tensor_parallel=1", "layout.parallel=ddp", "layout.rows=padded"],
         ["layout.tensor_parallel=2", "model.native=true", "layout.rows=packed"],
+        ["layout.context_parallel=2", "layout.parallel=ddp", "layout.rows=packed"],
+        ["layout.context_parallel=4", "model.native=true", "layout.mlp_tile_tokens=512"],
         ["layout.tensor_parallel=2", "model.native=true", "layout.parallel=hsdp", "layout.hsdp_shard=4"],
         ["data.truncation=keep_end", "data.max_length=128"],
         ["run.eval_every=10", "data.eval=e"],

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine import microbatch_probe
@@ -31,7 +32,7 @@ from isopref.models.parallel import checkpoint_layers, decoder_layers, paralleli
 from isopref.models.policy import Policy
 from isopref.models.tiles import TiledForward
 from isopref.testing.models import examples, random_pairs, tiny_model
-from isopref.types import Microbatch
+from isopref.types import ContextGroup, Microbatch
 
 PLAIN, FULL = StepMemory(fixed=1000.0, per_token=10.0), StepMemory(fixed=1000.0, per_token=2.0)
 
@@ -50,6 +51,19 @@ def test_no_layer_recomputes_where_all_fits() -> None:
 def test_rows_grow_no_further_than_they_help() -> None:
     assert choose((PLAIN, FULL), (0, 32), 1e9, longest=500).tokens == MOST_TOKENS
     assert choose((PLAIN, FULL), (0, 32), 1e9, longest=MOST_TOKENS + 7).tokens == MOST_TOKENS + 7
+
+
+def test_ranks_that_share_rows_take_rows_as_much_longer() -> None:
+    """Sizes are of complete rows; what is too small or large enough for speed is that of each rank's part."""
+    assert choose((PLAIN, FULL), (0, 32), 1e9, longest=500, sharing=4).tokens == 4 * MOST_TOKENS
+    room = PLAIN.at(2 * LEAST_TOKENS)
+    found = [choose((PLAIN, FULL), (0, 32), room, longest=500, sharing=size).layers for size in (2, 4)]
+    assert found[0] == 0 < found[1]
+    tiled = partial(choose_for_long, FULL, lambda: TILED, 11, 15_000.0, long_rows(offload=False))
+    assert tiled(wanted=4 * TILE_TOKENS, sharing=2) is None
+    found_tile = tiled(wanted=2 * TILE_TOKENS, sharing=1)
+    assert found_tile is not None
+    assert found_tile.tile == TILE_TOKENS
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
@@ -194,6 +208,22 @@ def test_long_pairs_are_measured_like_short_ones(device: Policy, longest: int) -
     """Rows of one pair and of two, where one is longer than a row should be."""
     found = fitted(device, ExampleTable.from_tokens(random_pairs(5, seed=0, longest=longest)))
     assert found.tokens == pytest.approx(6000, rel=1e-3)
+
+
+def test_ranks_that_share_rows_measure_as_much_longer_ones(device: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = ExampleTable.from_tokens(random_pairs(5, seed=0, longest=9))
+    seen: list[int] = []
+    own = microbatch_probe._rows
+
+    def rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Microbatch]]:
+        seen.append(tokens)
+        return own(table, kind, tokens)
+
+    monkeypatch.setattr(microbatch_probe, "_rows", rows)
+    for size in (1, 4):
+        device.context = ContextGroup("of these ranks", 0, size)
+        assert fitted(device, table).tokens == pytest.approx(6000, rel=1e-3)
+    assert seen == [microbatch_probe.PROBE_TOKENS, 4 * microbatch_probe.PROBE_TOKENS]
 
 
 @pytest.mark.parametrize(("room", "measured", "layers"), [(9e7, [0], 0), (7e7, [0, 2], 2), (4.2e7, [0, 2], 2)])

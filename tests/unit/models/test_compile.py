@@ -21,7 +21,7 @@ from isopref.engine.environment import Environment
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
-from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize
+from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, split_rows
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
@@ -44,14 +44,15 @@ def world() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("mode", ["single", "fsdp"])
+@pytest.mark.parametrize(("mode", "splits"), [("single", False), ("fsdp", False), ("fsdp", True)])
 @pytest.mark.parametrize(
     ("architecture", "quantised"),
     [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False), ("stablelm", False)],
 )
 def test_after_the_probe_and_a_row_nothing_compiles(
-    architecture: str, quantised: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str, quantised: bool, mode: Any, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With `splits`, rows are exchanged as by ranks that split them, in a group of this rank alone."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -68,6 +69,8 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     for layer in decoder_layers(policy):
         layer.compile(backend=backend, fullgraph=mode == "single" and architecture != "stablelm")
     model: nn.Module = parallelize(policy, mode, device=torch.device("cpu"))
+    if splits:
+        split_rows(policy, 1, torch.device("cpu"))
     monkeypatch.setattr(attention, "_portable", opaque)
     monkeypatch.setattr("isopref.models.probe.TOLERANCE", {torch.float32: 1e9})  # the stand-in does not attend
     check_layout(model, "shared", own=own)
@@ -82,23 +85,25 @@ def test_after_the_probe_and_a_row_nothing_compiles(
 
 
 @pytest.mark.parametrize(
-    ("native", "tensor_parallel", "asked", "device", "dtype", "expected"),
+    ("native", "together", "asked", "device", "dtype", "expected"),
     [
-        (False, 1, None, "cuda", "bfloat16", True),
-        (False, 1, None, "cpu", "bfloat16", False),
-        (False, 1, None, "cuda", "float32", False),
-        (False, 1, False, "cuda", "bfloat16", False),
-        (True, 1, None, "cuda", "bfloat16", True),
-        (True, 1, False, "cuda", "bfloat16", False),
-        (True, 2, None, "cuda", "bfloat16", False),
-        (True, 2, True, "cuda", "bfloat16", True),
+        (False, {}, None, "cuda", "bfloat16", True),
+        (False, {}, None, "cpu", "bfloat16", False),
+        (False, {}, None, "cuda", "float32", False),
+        (False, {}, False, "cuda", "bfloat16", False),
+        (True, {}, None, "cuda", "bfloat16", True),
+        (True, {}, False, "cuda", "bfloat16", False),
+        (True, {"tensor_parallel": 2}, None, "cuda", "bfloat16", False),
+        (True, {"tensor_parallel": 2}, True, "cuda", "bfloat16", True),
+        (False, {"context_parallel": 2}, None, "cuda", "bfloat16", False),
+        (False, {"context_parallel": 2}, True, "cuda", "bfloat16", True),
     ],
 )
 def test_what_null_chooses(
-    native: bool, tensor_parallel: int, asked: bool | None, device: str, dtype: str, expected: bool
+    native: bool, together: dict[str, int], asked: bool | None, device: str, dtype: str, expected: bool
 ) -> None:
-    layout: dict[str, Any] = {"compile": asked, "tensor_parallel": tensor_parallel}
-    if tensor_parallel > 1:
+    layout: dict[str, Any] = {"compile": asked, **together}
+    if together:
         layout["parallel"] = "fsdp"
     config = Config.model_validate(
         {"model": {"path": "m", "dtype": dtype, "native": native}, "data": {"train": "d"}, "layout": layout}

@@ -404,6 +404,18 @@ def test_pairs_that_the_model_cannot_take_are_named(
         check_fits(model, tokenizer, lengths(*rows), "pair {}".format)
 
 
+def test_ranks_that_split_a_row_must_all_see_that_it_is_long() -> None:
+    """Of 4 ranks, each has a token beyond the border of 64 if the prompt has 4 of them."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters=rope)
+    check_fits(model, tokenizer, lengths((67, 5, 9)), "pair {}".format)
+    check_fits(model, tokenizer, lengths((68, 5, 9)), "pair {}".format, sharing=4)
+    with pytest.raises(ModelError, match=r"rope \(longrope\).*as pair 0 is"):
+        check_fits(model, tokenizer, lengths((67, 5, 9)), "pair {}".format, sharing=4)
+
+
 def test_a_generation_config_stays_what_it_is(tmp_path: Path) -> None:
     """Sampling flags without sampling load with a warning, and transformers refuses to save them."""
     tiny_folder(tmp_path / "in")

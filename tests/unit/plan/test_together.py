@@ -1,4 +1,4 @@
-"""Plans for ranks that compute each layer together, counted by hand on tiny shapes."""
+"""Plans for ranks that compute each layer or each row together, counted by hand on a tiny Llama."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from isopref.plan.layout import ONE_GPU, Layout, Loads
 from isopref.plan.memory import Memory, kept_bytes, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
-from isopref.plan.together import check_degree, exchange_s, sent_bytes
+from isopref.plan.together import Exchange, check_context, check_tensor, contexts, head_bytes, key_repeats
 from isopref.testing.models import VOCABULARY, tiny_model
 
 D, Q, KV, F, HEADS, LAYERS = 32, 32, 16, 48, 4, 2  # of the tiny Llama: width, queries, keys, MLP, heads, layers
@@ -105,11 +105,12 @@ def test_what_ranks_exchange_by_hand(llama: ModelShape, changes: dict[str, Any],
     network = Network(inside=100e9, between=10e9)
     together = two_by_two(**changes)
     gathered = 2 * (rows * D * tokens + heads * HEAD)
-    np.testing.assert_allclose(sent_bytes(llama, together, tokens), gathered / 2)
+    np.testing.assert_allclose(Exchange.of(llama, together, network).sent_bytes(tokens), gathered / 2)
     seconds = gathered / 2 / (LINK_SHARE * 100e9) + (rows + heads) * HOP_S
-    np.testing.assert_allclose(exchange_s(llama, together, network, tokens), seconds)
-    assert not exchange_s(llama, two_by_two(tensor=1), network, tokens).any()
-    assert not sent_bytes(llama, two_by_two(tensor=1), tokens).any()
+    np.testing.assert_allclose(Exchange.of(llama, together, network).seconds(tokens), seconds)
+    alone = Exchange.of(llama, two_by_two(tensor=1), network)
+    assert not alone.seconds(tokens).any()
+    assert not alone.sent_bytes(tokens).any()
 
 
 def test_norms_of_queries_and_keys_are_exchanged_for(llama: ModelShape) -> None:
@@ -119,10 +120,10 @@ def test_norms_of_queries_and_keys_are_exchanged_for(llama: ModelShape) -> None:
         assert shape_of(tiny_model(architecture)).normed_width == Q + KV
     tokens, network = np.array([[1000.0]]), Network(inside=100e9, between=10e9)
     normed = replace(llama, normed_width=Q + KV)
-    more = sent_bytes(normed, two_by_two(), tokens) - sent_bytes(llama, two_by_two(), tokens)
+    plain, more = (Exchange.of(shape, two_by_two(), network) for shape in (llama, normed))
     sent = 2 * 2 * LAYERS * 1000 * 2 * (Q + KV) / 2 / 2
-    np.testing.assert_allclose(more, sent)
-    waits = exchange_s(normed, two_by_two(), network, tokens) - exchange_s(llama, two_by_two(), network, tokens)
+    np.testing.assert_allclose(more.sent_bytes(tokens) - plain.sent_bytes(tokens), sent)
+    waits = more.seconds(tokens) - plain.seconds(tokens)
     np.testing.assert_allclose(waits, sent / (LINK_SHARE * 100e9) + 4 * 2 * LAYERS * HOP_S)
 
 
@@ -154,7 +155,7 @@ def test_a_step_by_hand(llama: ModelShape) -> None:
     assert together.products == pytest.approx((of_layers / 2 + of_head) / rate)
     assert together.attention == pytest.approx(alone.attention / 2)
     assert together.optimizer == pytest.approx(alone.optimizer / 2)
-    exchanged = exchange_s(llama, two_by_two(ranks=2, shard=1), network, row.tokens)
+    exchanged = Exchange.of(llama, two_by_two(ranks=2, shard=1), network).seconds(row.tokens)
     assert together.exchange == pytest.approx(float(exchanged[0, 0]))
     assert alone.exchange == alone.network == together.network == 0
 
@@ -179,17 +180,97 @@ def test_degrees_that_do_not_fit(llama: ModelShape, degree: int, ranks: int, fit
     """Four heads and two key heads."""
     network = Network(inside=100e9, between=10e9)
     with pytest.raises(ConfigError) as refusal:
-        check_degree(degree, llama, network, ranks)
+        check_tensor(llama, degree, network, ranks)
     assert str(refusal.value) == (
         f"layout.tensor_parallel: {degree} does not fit {ranks} GPUs, 8 in a machine, and a model whose heads and key "
         f"heads have the common divisor 2: it must divide both and stay within a machine. What does: {fitting}."
     )
-    check_degree(2, llama, network, 6)
+    check_tensor(llama, 2, network, 6)
 
 
 def test_a_group_stays_within_a_machine(llama: ModelShape) -> None:
     wide = replace(llama, heads=32, key_width=32 * llama.head_width)
     for degree in (1, 2, 4, 8):
-        check_degree(degree, wide, Network(inside=100e9, between=10e9), 64)
+        check_tensor(wide, degree, Network(inside=100e9, between=10e9), 64)
     with pytest.raises(ConfigError, match=r"tensor_parallel: 16 .* What does: 1, 2, 4, 8\."):
-        check_degree(16, wide, Network(inside=100e9, between=10e9), 64)
+        check_tensor(wide, 16, Network(inside=100e9, between=10e9), 64)
+
+
+def split(size: int, **changes: Any) -> Layout:
+    """Ranks that split rows, and shard the weights over all of them."""
+    return replace(ONE_GPU, **{"parallel": "fsdp", "ranks": size, "shard": size, "context": size, **changes})
+
+
+def row(tokens: float) -> Loads:
+    return Loads(*(np.array([[tokens * share]]) for share in (1.0, 1.5, 0.5, 40.0, 0.1)))
+
+
+def test_a_token_takes_its_queries_keys_values_and_output_along(llama: ModelShape) -> None:
+    assert head_bytes(llama, split(2)) == 2 * (Q + 2 * KV + Q)
+    assert head_bytes(llama, split(4)) == 2 * (Q + 2 * 2 * KV + Q)  # two key heads for four ranks
+
+
+@pytest.mark.parametrize(("size", "times"), [(1, 1), (2, 1), (4, 2), (6, 3), (8, 4)])
+def test_key_heads_are_sent_as_often_as_ranks_need_them(llama: ModelShape, size: int, times: int) -> None:
+    assert key_repeats(llama, size) == times
+
+
+@pytest.mark.parametrize(
+    ("recompute", "forwards", "passes"), [(0, 0.0, 2.0), (1, 0.0, 2.5), (2, 0.0, 3.0), (2, 1.0, 4.0)]
+)
+def test_tokens_for_heads_by_hand(llama: ModelShape, recompute: int, forwards: float, passes: float) -> None:
+    """Of its quarter of 1,000 tokens a rank sends three quarters, in every layer and pass, in two calls."""
+    found = Exchange.of(llama, split(4, recompute=recompute, forwards=forwards), Network(inside=100e9, between=10e9))
+    sent = passes * LAYERS * 2 * (Q + 4 * KV + Q) * 250 * 3 / 4
+    tokens = np.array([[1000.0]])
+    assert found.sent_bytes(tokens).item() == pytest.approx(sent)
+    seconds = sent / (LINK_SHARE * 100e9) + passes * LAYERS * 2 * HOP_S
+    assert found.seconds(tokens).item() == pytest.approx(seconds)
+
+
+def test_an_exchange_over_machines_waits_for_their_links() -> None:
+    network = Network(inside=100e9, between=10e9, ranks_per_node=8)
+    assert network.all_to_all_s(8) == pytest.approx((7 / 8 / (LINK_SHARE * 100e9), HOP_S))
+    assert network.all_to_all_s(16) == pytest.approx((8 / 16 / (LINK_SHARE * 10e9), NODE_HOP_S))
+
+
+def test_ranks_share_what_a_row_takes(llama: ModelShape) -> None:
+    """All but the exchange, and what it adds to memory: the output once more, and keys that are sent twice."""
+    card, network = CARDS["H100"], Network(inside=100e9, between=10e9)
+    alone, together = (step_time(llama, split(size), card, row(1e6), network) for size in (1, 4))
+    assert together.products == pytest.approx(alone.products / 4)
+    assert together.attention == pytest.approx(alone.attention / 4)
+    assert (alone.exchange, together.exchange > 0) == (0.0, True)
+    more = kept_bytes(llama, split(4))[0] - kept_bytes(llama, split(1))[0]
+    assert more == 2 * (Q + 2 * KV)
+    memory = [peak_memory(llama, split(size), row(1e6), answers=0).activations for size in (1, 2)]
+    kept, copied = kept_bytes(llama, split(2))
+    assert memory[1] == pytest.approx(LAYERS * (5e5 * kept + 2.5e5 * copied) + 2 * 5e5 * 2 * D)
+    assert memory[0] / memory[1] == pytest.approx(2, rel=0.2)
+
+
+@pytest.mark.parametrize(("parallel", "shard"), [("ddp", 1), ("fsdp", 8), ("hsdp", 2)])
+def test_ranks_that_split_rows_reduce_and_shard_like_others(llama: ModelShape, parallel: str, shard: int) -> None:
+    """Groups of the same pairs: two of four ranks, whose gradients are averaged over all eight."""
+    layout = split(4, parallel=parallel, ranks=8, shard=shard)
+    assert (layout.groups, layout.together, layout.averaging) == (2, 4, 8)
+    network = Network(inside=100e9, between=10e9)
+    assert Traffic.of(llama, layout, network) == Traffic.of(llama, replace(layout, context=1), network)
+
+
+def test_ranks_that_cannot_split_a_row(llama: ModelShape) -> None:
+    check_context(llama, 4, 8)
+    with pytest.raises(ConfigError) as refusal:
+        check_context(llama, 3, 6)
+    assert str(refusal.value) == (
+        "layout.context_parallel: 3 does not divide the heads of the model that ranks can divide, 4. "
+        "What does: 1, 2, 4."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({}, [2, 4]), ({"context": 2}, [4]), ({"tensor": 2}, []), ({"rows": "padded"}, [])]
+)
+def test_ranks_that_could_split_a_row(llama: ModelShape, changes: dict[str, Any], sizes: list[int]) -> None:
+    """Of eight, by four heads; not together with tensor parallelism."""
+    assert contexts(llama, split(1, ranks=8, **changes)) == sizes
