@@ -133,7 +133,7 @@ def test_rows_split_over_ranks(two_ranks: Ranks, name: str, parallel: str) -> No
 
 
 @pytest.mark.parametrize("name", [*splitting_mutations.SPLIT, *splitting_mutations.OWN_HEADS])
-@pytest.mark.parametrize("architecture", ["gpt_oss", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "olmo_hybrid", "lfm2", "bamba"])
 def test_rows_of_other_layers_split_over_ranks(two_ranks: Ranks, name: str, architecture: str) -> None:
     cell = Cell(architecture=architecture, dtype="float32", ranks=2, parallel="fsdp", context_parallel=2)
     assert two_ranks(measure, cell)[0].gradient_error <= matrix.bound(cell)

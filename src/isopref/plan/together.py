@@ -7,7 +7,7 @@ head in full, for which it gathers the last hidden states and the head's weight.
 again: exchanges before and after them.
 
 Ranks that split rows exchange tokens for heads before every attention, and back after it. Layers with a state are
-counted as if they attended.
+counted as if they attended, so not at all in a model without attention.
 
 A layer that recomputes counts as a full pass forward, though torch may stop before its last exchange; the sums of
 norms' gradients are too small to count. A model on paper, by the same links as network.py: no run has timed it.
