@@ -176,8 +176,7 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     what = f"layout.context_parallel: {size}"
     if world_size % size:
         raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
-    whole = [name for name in policy.following if not can_split(policy.model.get_submodule(name))]
-    if refused := [*policy.unfolded, *whole]:
+    if refused := unsplit_layers(policy):
         raise ConfigError(
             f"{what}, but {policy.name} has layers whose sequences cannot be split ({refused[0]}). "
             "Set layout.context_parallel: 1."
@@ -186,6 +185,12 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     if heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(f"{what} does not divide the heads of the model, {heads}. What does: {fitting}.")
+
+
+def unsplit_layers(policy: Policy) -> list[str]:
+    """Names of layers that need complete sequences on every rank."""
+    whole = [name for name in policy.following if not can_split(policy.model.get_submodule(name))]
+    return [*policy.unfolded, *whole]
 
 
 def heads_of(config: PreTrainedConfig) -> int:

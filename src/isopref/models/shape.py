@@ -10,7 +10,7 @@ from isopref.models.adapter import summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
-from isopref.models.parallel import has_layers, heads_of
+from isopref.models.parallel import has_layers, heads_of, unsplit_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -111,7 +111,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         value_width=getattr(config, "v_head_dim", None) or query_width,
         softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
-        row_parts=1 if policy.unfolded else heads_of(config),
+        row_parts=1 if unsplit_layers(policy) else heads_of(config),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),
