@@ -18,7 +18,7 @@ def check_context(shape: ModelShape, size: int, gpus: int) -> None:
 def contexts(config: Config, shape: ModelShape, gpus: int) -> list[int]:
     """Numbers of ranks that could split a row on so many GPUs, beyond what the config asks for."""
     layout = config.layout
-    if layout.rows not in ("shared", "packed"):
+    if layout.rows not in ("shared", "packed") or layout.tensor_parallel > 1:
         return []
     sizes = (2**n for n in range(1, gpus.bit_length()))
     return [n for n in sizes if n > layout.context_parallel and gpus % n == 0 and shape.row_parts % n == 0]
