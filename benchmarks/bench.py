@@ -107,6 +107,7 @@ GENERATE = [
 ]
 SAMPLES = [Run("sampling.measure", {"system": "isopref", "setting": setting}) for setting in ("128", "256")]
 PRECISIONS = [Run("float8.measure", {"precision": precision}) for precision in ("bfloat16", "float8")]
+ROWS = rows("lfm2") + rows("qwen3-next") + rows("gpt-oss")
 LARGEST = [
     Run("largest.measure", {"kind": kind, "layers": layers}, WHOLE_CARD)
     for kind, layers in (("full", 62), ("lora", 81), ("qlora", 76))
@@ -118,7 +119,7 @@ MEASUREMENTS = [
     Measurement("1b-agents", "trajectories that share 90% of their tokens, against TRL",
                 peers("1b-agents", "isopref", "trl"), 150, file=AGENTS),
     Measurement("layouts", "shared against padded rows: LFM2, Qwen3-Next and gpt-oss shapes",
-                rows("lfm2") + rows("qwen3-next") + rows("gpt-oss"), 200, file=LAYOUTS),
+                ROWS, 200, rounds=1, file=LAYOUTS),
     Measurement("long", "pairs of 32k to 512k tokens: 8B with LoRA, 8B and 1B with all weights, offloading",
                 long_pairs("8b-lora", "262144/window=4096") + long_pairs("8b", "65536")
                 + long_pairs("1b", "524288/window=4096")
@@ -157,6 +158,7 @@ MEASUREMENTS = [
     Measurement("1b-reward-hh", "reward model, hh lengths", peers("1b-reward-hh", "isopref", "trl"), 150, file=TASKS),
     Measurement("variants", "1b-chat in microbatches of 8,192 tokens, with float32 masters, and all on auto",
                 peers("1b-chat", "isopref-small", "isopref-mixed", "isopref-auto"), 150, file=CELLS),
+    Measurement("layouts-again", "the runs of layouts, repeated", ROWS, 200, file=LAYOUTS),
     Measurement("float8-layouts", "what another layout changes, in both precisions", PRECISIONS, 150, rounds=1,
                 file=FLOAT8),
     Measurement("largest", "the largest shapes still fit", LARGEST, 300, rounds=1, file=MODELS),
@@ -231,7 +233,7 @@ class Bench:
         names = [run.name for run in measurement.runs]
         if entries := self.records.medians(names):
             self.tell(f"{measurement.name}: {measurement.what}\n{ratios(entries)}")
-        if measurement.file is not None:
+        if measurement.file is not None and not self.tiny:
             self.records.write_measured(measurement.file, names)
 
     def _run(self, run: Run, repeat: int, limit_s: float, left: float) -> bool:
@@ -313,7 +315,7 @@ def main() -> None:
     if args.tiny and args.out == FOLDER:
         parser.error("--tiny measures nothing worth keeping: give it another --out")
     chosen = [one for one in MEASUREMENTS if args.only is None or one.name in args.only]
-    records = Records(args.out)
+    records = Records(args.out, "tiny.json" if args.tiny else "bench.json")
     if args.list:
         print(listed(records, chosen, args.rounds))
         return
