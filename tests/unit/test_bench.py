@@ -253,6 +253,7 @@ def test_every_measurement_runs_in_a_tiny_size(bench: Any) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_run_in_a_tiny_size(bench: Any) -> None:
     every = {run.name: run for one in bench.MEASUREMENTS for run in one.runs}
     for name, answer in perform(bench, list(every.values())).items():
