@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("same")
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Exempt what exists from garbage collection: runs collect often, and looking through all imported code takes long."""
+    """Exempt what exists from garbage collection: runs collect often, which takes long with much imported code."""
     gc.collect()
     gc.freeze()
 
