@@ -107,6 +107,7 @@ GENERATE = [
 ]
 SAMPLES = [Run("sampling.measure", {"system": "isopref", "setting": setting}) for setting in ("128", "256")]
 PRECISIONS = [Run("float8.measure", {"precision": precision}) for precision in ("bfloat16", "float8")]
+ROWS = rows("lfm2") + rows("qwen3-next") + rows("gpt-oss")
 LARGEST = [
     Run("largest.measure", {"kind": kind, "layers": layers}, WHOLE_CARD)
     for kind, layers in (("full", 62), ("lora", 81), ("qlora", 76))
@@ -116,9 +117,9 @@ MEASUREMENTS = [
     Measurement("gpu-tests", "tests of offloading, tiles and layers with a state on this GPU",
                 gpu_tests("test_long_rows.py", "test_states.py"), 240, rounds=1),
     Measurement("1b-agents", "trajectories that share 90% of their tokens, against TRL",
-                peers("1b-agents", "isopref", "trl"), 150, file=AGENTS),
+                peers("1b-agents", "isopref", "trl"), 200, file=AGENTS),
     Measurement("layouts", "shared against padded rows: LFM2, Qwen3-Next and gpt-oss shapes",
-                rows("lfm2") + rows("qwen3-next") + rows("gpt-oss"), 200, file=LAYOUTS),
+                ROWS, 300, rounds=1, file=LAYOUTS),
     Measurement("long", "pairs of 32k to 512k tokens: 8B with LoRA, 8B and 1B with all weights, offloading",
                 long_pairs("8b-lora", "262144/window=4096") + long_pairs("8b", "65536")
                 + long_pairs("1b", "524288/window=4096")
@@ -126,38 +127,39 @@ MEASUREMENTS = [
                              "65536/offload=none,steps=3", "65536/offload=full,steps=3"), 300, rounds=1, file=LONG),
     Measurement("long-trl", "TRL on these: the longest pair by doubling, and 32k under several settings",
                 long_pairs("trl-8b-lora", *(f"{2**n}/window=4096" for n in (16, 17, 18)), "32768/steps=4",
-                           "32768/cudnn=true,steps=4", "32768/offload=full,steps=4"), 200, rounds=1, file=LONG),
+                           "32768/cudnn=true,steps=4", "32768/offload=full,steps=4"), 300, rounds=1, file=LONG),
     Measurement("8b-lora", "8B with LoRA, also in float8, against TRL",
-                peers("8b-lora", "isopref", "isopref-float8", "trl"), 200, file=CELLS),
+                peers("8b-lora", "isopref", "isopref-float8", "trl"), 300, file=CELLS),
     Measurement("8b-lora-float8", "of these: bfloat16 against float8",
-                peers("8b-lora", "isopref", "isopref-float8"), 200, file=FLOAT8),
+                peers("8b-lora", "isopref", "isopref-float8"), 300, file=FLOAT8),
     Measurement("8b-chat", "8B, chat lengths, also in float8, against TRL with Liger",
-                peers("8b-chat", "isopref", "isopref-float8", "trl-liger"), 200, file=CELLS),
+                peers("8b-chat", "isopref", "isopref-float8", "trl-liger"), 300, file=CELLS),
     Measurement("8b-chat-float8", "of these: bfloat16 against float8",
-                peers("8b-chat", "isopref", "isopref-float8"), 200, file=FLOAT8),
+                peers("8b-chat", "isopref", "isopref-float8"), 300, file=FLOAT8),
     Measurement("hh", "SmolLM2 on HH pairs: curves of isopref and TRL (needs --hh-data)",
                 trainings("isopref", 2) + trainings("trl-liger", 2) + trainings("trl", 1)
                 + trainings("isopref-float8", 1), 300, rounds=1, file=HH),
-    Measurement("1b-chat", "1B, chat lengths", peers("1b-chat", "isopref", "trl", "trl-liger"), 150, file=CELLS),
-    Measurement("1b-hh", "1B, hh lengths", peers("1b-hh", "isopref", "trl", "trl-liger"), 150, file=CELLS),
+    Measurement("1b-chat", "1B, chat lengths", peers("1b-chat", "isopref", "trl", "trl-liger"), 200, file=CELLS),
+    Measurement("1b-hh", "1B, hh lengths", peers("1b-hh", "isopref", "trl", "trl-liger"), 200, file=CELLS),
     Measurement("8b-qlora", "8B with LoRA and with QLoRA",
-                peers("8b-qlora", "isopref") + peers("8b-lora", "isopref"), 200, file=MODELS),
-    Measurement("olmoe-chat", "a mixture of experts of OLMoE's shape", peers("olmoe-chat", "isopref", "trl"), 200,
+                peers("8b-qlora", "isopref") + peers("8b-lora", "isopref"), 300, file=MODELS),
+    Measurement("olmoe-chat", "a mixture of experts of OLMoE's shape", peers("olmoe-chat", "isopref", "trl"), 300,
                 file=MODELS),
     Measurement("1b-kto-single", "KTO, one answer per prompt", peers("1b-kto-single", "isopref", "trl", "trl-liger"),
-                150, file=TASKS),
-    Measurement("1b-agents-liger", "1b-agents, TRL with Liger", peers("1b-agents", "trl-liger"), 150, file=AGENTS),
+                200, file=TASKS),
+    Measurement("1b-agents-liger", "1b-agents, TRL with Liger", peers("1b-agents", "trl-liger"), 200, file=AGENTS),
     Measurement("sampling", "isopref sample against generate, padded batches, in two orders", SAMPLES + GENERATE, 120,
                 file=SAMPLING),
     Measurement("1b-lists", "four answers per prompt, all comparisons",
-                peers("1b-lists", "isopref", "trl", "trl-liger"), 150, file=TASKS),
-    Measurement("1b-kto", "KTO on both answers of a pair", peers("1b-kto", "isopref", "trl-liger"), 150, file=TASKS),
-    Measurement("1b-reward-chat", "reward model, chat lengths", peers("1b-reward-chat", "isopref", "trl"), 150,
+                peers("1b-lists", "isopref", "trl", "trl-liger"), 200, file=TASKS),
+    Measurement("1b-kto", "KTO on both answers of a pair", peers("1b-kto", "isopref", "trl-liger"), 200, file=TASKS),
+    Measurement("1b-reward-chat", "reward model, chat lengths", peers("1b-reward-chat", "isopref", "trl"), 200,
                 file=TASKS),
-    Measurement("1b-reward-hh", "reward model, hh lengths", peers("1b-reward-hh", "isopref", "trl"), 150, file=TASKS),
+    Measurement("1b-reward-hh", "reward model, hh lengths", peers("1b-reward-hh", "isopref", "trl"), 200, file=TASKS),
     Measurement("variants", "1b-chat in microbatches of 8,192 tokens, with float32 masters, and all on auto",
-                peers("1b-chat", "isopref-small", "isopref-mixed", "isopref-auto"), 150, file=CELLS),
-    Measurement("float8-layouts", "what another layout changes, in both precisions", PRECISIONS, 150, rounds=1,
+                peers("1b-chat", "isopref-small", "isopref-mixed", "isopref-auto"), 200, file=CELLS),
+    Measurement("layouts-again", "the runs of layouts, repeated", ROWS, 300, file=LAYOUTS),
+    Measurement("float8-layouts", "what another layout changes, in both precisions", PRECISIONS, 200, rounds=1,
                 file=FLOAT8),
     Measurement("largest", "the largest shapes still fit", LARGEST, 300, rounds=1, file=MODELS),
 ]  # fmt: skip
@@ -231,7 +233,7 @@ class Bench:
         names = [run.name for run in measurement.runs]
         if entries := self.records.medians(names):
             self.tell(f"{measurement.name}: {measurement.what}\n{ratios(entries)}")
-        if measurement.file is not None:
+        if measurement.file is not None and not self.tiny:
             self.records.write_measured(measurement.file, names)
 
     def _run(self, run: Run, repeat: int, limit_s: float, left: float) -> bool:
@@ -313,7 +315,7 @@ def main() -> None:
     if args.tiny and args.out == FOLDER:
         parser.error("--tiny measures nothing worth keeping: give it another --out")
     chosen = [one for one in MEASUREMENTS if args.only is None or one.name in args.only]
-    records = Records(args.out)
+    records = Records(args.out, "tiny.json" if args.tiny else "bench.json")
     if args.list:
         print(listed(records, chosen, args.rounds))
         return

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 -- worker.py asks it for a GPU
 
 
 class Outcomes:

@@ -40,11 +40,11 @@ class UnavailableError(Exception):
 
 
 class Records:
-    """The runs of one folder."""
+    """The runs of one folder, in a file of that name."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str = "bench.json"):
         self.folder = folder
-        self.path = folder / "bench.json"
+        self.path = folder / name
         self.all: list[Record] = json.loads(self.path.read_text())["runs"] if self.path.exists() else []
         self._code = code_version()
 
@@ -119,13 +119,13 @@ def ratios(entries: Iterable[Record]) -> str:
         seconds = result.get("step_s")
         if not seconds:
             told = ", ".join(f"{key} {value}" for key, value in result.items() if not isinstance(value, dict | list))
-            lines.append(f"  {one['run']:34} {told[:110]}")
+            lines.append(f"  {one['run']:46} {told[:110]}")
             continue
         first = first or seconds
         memory = f"{result['peak_memory_gib']:6.1f} GiB" if "peak_memory_gib" in result else ""
         count = len(result.get("repeats_s", [seconds]))
         lines.append(
-            f"  {one['run']:34} {seconds:9.4f} s  {memory}  {seconds / first:6.2f} times the first, of {count}"
+            f"  {one['run']:46} {seconds:9.4f} s  {memory}  {seconds / first:6.2f} times the first, of {count}"
         )
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, no network, CPU ranks that are started once, oracle results computed once."""
 
+import gc
 import os
 import tempfile
 
@@ -19,6 +20,13 @@ from isopref.testing.ranks import Ranks
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("same", derandomize=True)  # what is red is red for everyone
 hypothesis.settings.load_profile("same")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Exempt what exists from garbage collection: runs collect often, which takes long with much imported code."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

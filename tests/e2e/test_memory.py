@@ -65,9 +65,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception = LACKS
     monkeypatch.setattr(train_module, "score", limited)
 
 
-@pytest.mark.parametrize(
-    ("loss", "lack"), [("sigmoid", "torch"), ("sigmoid", "cublas"), ("sigmoid", "host"), ("aot", "torch")]
-)
+@pytest.mark.parametrize(("loss", "lack"), [("sigmoid", "torch"), ("sigmoid", "cublas"), ("aot", "host")])
 def test_microbatches_shrink_and_the_weights_are_the_same(
     project: Project,
     make_project: MakeProject,

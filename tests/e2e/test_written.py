@@ -13,7 +13,7 @@ import pytest
 
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
-from support.project import Project
+from support.project import TIMEOUT_S, Project
 
 
 def test_default_folder_has_the_run_id(project: Project) -> None:
@@ -96,5 +96,5 @@ def test_a_reader_that_goes_away_does_not_end_the_run(project: Project) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(120) == 0
+    assert process.wait(TIMEOUT_S) == 0
     assert (project.folder / "run" / "model" / "config.json").exists()

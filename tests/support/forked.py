@@ -4,6 +4,7 @@ A process that a shell or `--nproc` starts first imports torch and the engine, w
 are forked from a server that has imported both.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -148,6 +149,7 @@ def _run(
     from isopref.cli.main import main
 
     torch.set_num_threads(1)
+    gc.freeze()  # see conftest.py
     if prepare is not None:
         prepare()
     main()

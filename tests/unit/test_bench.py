@@ -44,6 +44,12 @@ def fail(name, tiny=False):
 def end(name, tiny=False):
     os._exit(3)
 
+def mark(name, tiny=False):
+    note(name)
+    seen = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    return {"step_s": 1.0, "seen": seen}
+
 def missing(name, tiny=False):
     raise UnavailableError("it is not installed")
 """
@@ -140,6 +146,13 @@ def test_runs_take_turns_in_one_process_and_others_have_their_own(driver: Driver
     pids = driver.processes()
     assert len(set(pids[:4])) == len(set(pids[4:])) == 1
     assert len(set(pids)) == 2
+
+
+def test_a_run_does_not_see_what_another_left_in_the_environment(driver: Driver) -> None:
+    """Such as the rank of a process group, with which TRL would train as one of several processes."""
+    driver.run("mark:a,mark:b")
+    assert len(set(driver.processes())) == 1
+    assert [one["result"]["seen"] for one in driver.records().values()] == 4 * [None]
 
 
 def test_a_benchmark_that_was_killed_ends_with_everything_measured_once(driver: Driver) -> None:
@@ -240,6 +253,7 @@ def test_every_measurement_runs_in_a_tiny_size(bench: Any) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_run_in_a_tiny_size(bench: Any) -> None:
     every = {run.name: run for one in bench.MEASUREMENTS for run in one.runs}
     for name, answer in perform(bench, list(every.values())).items():

@@ -1,7 +1,7 @@
 """What the oracle expects of a cell: loss, gradient, metrics, and the log-probabilities of the reference.
 
 A layout changes none of it, so cells that differ in their layout alone share one result. Set ISOPREF_EXPECTED to a
-folder to share results between processes too: several ranks then compute each once.
+folder to share results between processes: of several ranks, one then computes and the others wait for its result.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isopref.examples import Example
+from isopref.locks import FileLock
 from isopref.models.adapter import Kind, quantize_nf4
 from isopref.models.float8 import compute_in_float8
 from isopref.models.head import head_of
@@ -60,16 +61,20 @@ def _remembered(cell: Cell) -> Expected:
     if folder is None:
         return _computed(cell)
     path = Path(folder) / f"{hashlib.blake2b(repr(cell).encode(), digest_size=16).hexdigest()}.pt"
-    if path.exists():
-        loss, gradient, metrics, reference = torch.load(path, weights_only=True)
-        return loss, gradient, metrics, TableLogps(**reference)
-    found = _computed(cell)
-    *figures, kept = found
-    tensors = {name: None if one is None else torch.from_numpy(one) for name, one in vars(kept).items()}
-    part = path.with_suffix(f".{os.getpid()}")
+    with path.with_suffix(".lock").open("w") as file:
+        FileLock(file.fileno()).wait()  # the ranks of a cell ask at the same time
+        if not path.exists():
+            _save(_computed(cell), path)
+    loss, gradient, metrics, reference = torch.load(path, weights_only=True)
+    return loss, gradient, metrics, TableLogps(**reference)
+
+
+def _save(found: Expected, path: Path) -> None:
+    *figures, reference = found
+    tensors = {name: None if one is None else torch.from_numpy(one) for name, one in vars(reference).items()}
+    part = path.with_suffix(".part")
     torch.save((*figures, tensors), part)
-    part.replace(path)  # a reader finds all of it or nothing
-    return found
+    part.replace(path)  # a process that is killed leaves no half-written result
 
 
 def _computed(cell: Cell) -> Expected:

@@ -1,6 +1,7 @@
 """CPU ranks for tests: processes with a gloo group over loopback, kept alive to run one function after another."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -112,6 +113,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=CALL_S)
     )
+    gc.freeze()  # a run collects garbage often, and looking through all imported code takes long
     pipe.send((True, None))
     while True:
         try:

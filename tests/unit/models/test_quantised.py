@@ -88,8 +88,15 @@ def test_a_linear_layer_of_another_class_stays_one() -> None:
     assert is_quantised(layer.weight)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # qwen2 has biases
+@pytest.mark.parametrize(
+    ("architecture", "recompute"),
+    [  # qwen2 has biases
+        ("llama", False),
+        ("qwen2", True),
+        pytest.param("llama", True, marks=pytest.mark.soak),
+        pytest.param("qwen2", False, marks=pytest.mark.soak),
+    ],
+)
 def test_compiled_gradients_are_those_of_the_layer(architecture: str, recompute: bool) -> None:
     """Also where the layer as a whole is computed again in its backward pass."""
     layer = Layer(architecture)
