@@ -22,6 +22,7 @@ from isopref.batch.terms import TERMS
 from isopref.engine.arguments import check_choice
 from isopref.engine.callbacks.guard import GuardCallback
 from isopref.engine.first_pass import FirstPass
+from isopref.engine.first_step import TOLERANCE, check_first_step
 from isopref.engine.guard import Guard, poisoned
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.metrics import SUMS, MetricWindow, is_logged, microbatch_sums, over_ranks
@@ -31,7 +32,7 @@ from isopref.engine.optim import SkippingAdamW
 from isopref.engine.padded import padded_to_step
 from isopref.engine.references import NoReference, Reference, Scored, StoredReference
 from isopref.engine.refusals import WHERE, check_arguments, check_loader, check_model
-from isopref.errors import ConfigError, FirstStepError, RunError
+from isopref.errors import ConfigError, RunError
 from isopref.models.parallel import GradSync, data_group, device_of, gradient_sync, reshard, unwrap
 from isopref.models.policy import full
 from isopref.normalize import Weighting, share_of_loss
@@ -39,15 +40,6 @@ from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks
 from isopref.score import TableLogps, score
 from isopref.types import Logps, Needs
-
-# How far policy and reference may differ at the first step, in nats per token: rounding of the compute dtype.
-FIRST_STEP_TOLERANCE = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.05,
-    torch.float16: 0.02,
-    torch.float8_e4m3fn: 0.1,  # of products: a bfloat16 rounding before one can flip a larger one inside
-}
 
 
 class DPOTrainModule(TrainModule):
@@ -107,7 +99,7 @@ class DPOTrainModule(TrainModule):
         self.grad_sync: GradSync = grad_sync
         self.check_first_step = check_first_step and objective.needs_reference
         self.compute_dtype = compute_dtype or next(model.parameters()).dtype
-        check_choice(WHERE, "compute_dtype", self.compute_dtype, tuple(FIRST_STEP_TOLERANCE))
+        check_choice(WHERE, "compute_dtype", self.compute_dtype, tuple(TOLERANCE))
         self.device = device_of(model)
         self.group = data_group(model)
         self.num_ranks = num_ranks(self.group)
@@ -184,7 +176,7 @@ class DPOTrainModule(TrainModule):
         self._window.add(sums, step.has_sides)
         self._sums = sums
         if self.check_first_step and self.trainer.global_step == 1:
-            self._check_first_step(sums)
+            check_first_step(self._means(sums), self.compute_dtype)
         if self.logs_now():
             self._record(step)
 
@@ -280,6 +272,12 @@ class DPOTrainModule(TrainModule):
         step = self.trainer.global_step
         return step % self.trainer.metrics_collect_interval == 0 or step in (1, self.trainer.max_steps)
 
+    def _means(self, sums: Tensor) -> dict[str, float]:
+        """The metrics of one step, over all ranks. Waits for the device."""
+        window = MetricWindow(self.device, self.group)
+        window.add(sums)
+        return {name: float(value) for name, value in window.reduce().items()}
+
     def _record(self, step: Step) -> None:
         for name, mean in self._window.reduce().items():
             if is_logged(name, self.objective):
@@ -288,22 +286,6 @@ class DPOTrainModule(TrainModule):
         count = "answer_count" if self.objective.kind == "labels" else "pair_count"
         self.record_metric(f"train/{count}", step.num_terms)
         self.record_metric("train/padding_fraction", step.padding_fraction)
-
-    def _check_first_step(self, sums: Tensor) -> None:
-        """Before the first update the policy equals the reference: the loss is that of a zero margin, rewards are 0."""
-        window = MetricWindow(self.device, self.group)
-        window.add(sums)
-        means = {name: float(value) for name, value in window.reduce().items()}
-        tolerance = FIRST_STEP_TOLERANCE[self.compute_dtype]
-        if not means["gap_per_token"] <= tolerance:
-            raise FirstStepError(
-                "first step: policy and reference are the same model, so the loss should be "
-                f"{means['loss_at_reference']:.6f} and rewards 0. But the loss is {means['loss']:.6f}, and their "
-                f"log-probabilities differ by {means['gap_per_token']:.2g} nats per token. Something scores the two "
-                "differently: rows that this model does not support, weights that changed, or randomness in the "
-                "forward pass.",
-                "Try padded rows. If the reference is another model on purpose, pass check_first_step=False.",
-            )
 
     def eval_batch(self, batch: dict[str, Any], labels: Any | None = None) -> list[Logps]:
         """Log-probabilities of a batch, by microbatch, without gradients, in the form the objective takes."""
