@@ -32,19 +32,19 @@ FSDP = replace(
 SECTION = """\
 ## Long pairs on several GPUs
 
-Pairs of {first:,} to {last:,} tokens, half of them prompt and a quarter in each answer, {pairs} per step, with the
-same model and cards under FSDP. `layout.context_parallel` ranks split each row. Every layer recomputes, with its input
-in host memory, and MLPs compute {tile:,} tokens at a time. No GPU has run context parallelism yet: memory is counted,
-the time to compute follows from the rates at which one H200 ran shorter rows, and the exchanges from the links' data
-sheets.
+Pairs of {first:,} to {last:,} tokens, half of them prompt and a quarter in each answer, {pairs} per step, with the same
+model and cards under FSDP. `layout.context_parallel` ranks split each row. Every layer recomputes its activations and
+keeps its input in host memory, and MLPs compute {tile:,} tokens at a time. No GPU has run context parallelism yet:
+memory is counted, the time to compute follows from the rates at which one H200 ran shorter rows, and the exchanges from
+the links' data sheets.
 
-GiB per GPU, of {usable:.1f} that a run may take; loading the model takes {loading:.0f}. Bold: the fewest ranks per row
-that fit, to which the columns on the right refer.
+The columns "per row" give GiB per GPU, of {usable:.1f} that a run may take; loading the model takes {loading:.0f}. Bold
+marks the fewest ranks per row that fit; the last three columns refer to that number.
 
 {memory}
 
-Almost all of that time is attention (FlashAttention 2), so it hardly depends on how rows are split. It does if a step
-has fewer pairs than GPUs, since ranks that split a row have work where others would be idle. Pairs per hour with {few}
+Almost all of the time is attention (FlashAttention 2), so speed hardly depends on how rows are split, unless a step has
+fewer pairs than GPUs: then splitting rows gives work to GPUs that would otherwise be idle. Pairs per hour with {few}
 pairs per step on {gpus} GPUs, and the share of the time in which ranks exchange tokens for heads:
 
 {speed}
