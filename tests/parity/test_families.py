@@ -62,7 +62,8 @@ def test_the_page_counts() -> None:
         Support("blt", None, "big", built=False),
     ]
     assert summary(found) == (
-        "transformers has 4. Of 3 built architectures, 2 (67%) can be trained, 1 (33%) with shared rows. "
+        "transformers has 4 such architectures. Of 3 built architectures, 2 (67%) can be trained, 1 (33%) with shared "
+        "rows. "
         "Of 2 built decoder-only architectures, 2 (100%) can be trained, 1 (50%) with shared rows."
     )
     lines = page(found).splitlines()

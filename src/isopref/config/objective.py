@@ -33,8 +33,8 @@ class ObjectiveConfig(Section):
 
     loss: Name | Annotated[dict[Name, Positive], Field(min_length=1)] = Field(
         default="sigmoid",
-        description="Loss of one pair. sigmoid: the loss of the DPO paper; docs/objectives.md describes them all. "
-        "To add several with weights: {sigmoid: 1.0, hinge: 0.5}.",
+        description="Loss of a pair, list or labelled answer. sigmoid: the loss of the DPO paper; docs/objectives.md "
+        "describes them all. To add several with weights: {sigmoid: 1.0, hinge: 0.5}.",
     )
     nll_weight: float = _modifier("nll_weight")
     balance_weight: float = _modifier("balance_weight")

@@ -20,8 +20,8 @@ LEGEND = """\
 PAGE = """\
 # Objectives
 
-`objective.loss` names the loss of one pair, list or labelled answer. The loss of a global batch is their weighted mean
-([concepts](concepts.md#the-objective)), for every loss and under every layout. `make docs` generates this page from the
+`objective.loss` selects the loss of a pair, a list or a labelled answer. The loss of a global batch is the weighted
+mean of these ([concepts](concepts.md#the-objective)), under every layout. `make docs` generates this page from the
 declarations in `isopref/objectives`; do not edit it.
 
 {legend}
@@ -46,7 +46,7 @@ the cost of one extra forward pass, about a third more work. Held-out pairs are 
 
 **aot.** `sorted` matches the two sides by rank within the batch. If pairs have weights, from `objective.weighting` or
 the data, both sides are distributions with these weights, and mass is matched in order: a pair of weight 2 equals the
-same pair twice. Two margins that are equal up to rounding may swap places between layouts.
+same pair twice. Two margins that are equal up to rounding may be ordered differently in different layouts.
 
 **bco_pair.** A batch of N pairs has the mean gain g = sum w_p (G_c + G_r)/2 / sum w_p, with the loss's weights, and
 d = b * (sum of N g) / (sum of N) over all batches of the run so far. No gradient flows through d. The checkpoint
@@ -67,22 +67,28 @@ is compared with those below, and the loss is the sum.
     w_ij = (2^y_i - 2^y_j) * |1 / log(1 + rank_i) - 1 / log(1 + rank_j)|
 
 where y is the score, scaled to 0 for the worst and 1 for the best answer of the list, and the ranks are by reward. No
-gradient flows through the weights. The paper's ranks are integers. When rewards are equal, as all of them are before
-the first step, rounding would decide such ranks, and so would the layout. isopref therefore makes them soft: answer i
-ranks above j with probability s((b G_i - b G_j) / `rank_temperature`), and w_ij is the mean over both outcomes, each
-with the ranks expected in that case. Rewards several temperatures apart give the paper's weights.
+gradient flows through the weights. The paper's ranks are integers. But when rewards are equal, as all of them are
+before the first step, such ranks would depend on rounding, and therefore on the layout. So isopref makes them soft:
+answer i ranks above j with probability s((b G_i - b G_j) / `rank_temperature`), and w_ij is the mean over both
+outcomes, each with the ranks expected in that case. Rewards several temperatures apart give the paper's weights.
 
-`objective.weighting` weights a list by 1 (`example`), by the tokens of its answers (`completion`) or by the tokens of
-all its sequences (`token`). For pairwise losses, the comparisons of a list share its weight of 1 equally under
-`example`, `completion` and `token` count each comparison as a pair, and `gap` weights it by the difference between its
-two scores; list losses refuse `gap`. In all cases accuracy, margins and rewards are over comparisons. `objective.wpo`
-and `objective.ld_alpha` are refused with list losses.
+The weight of a list in the batch depends on `objective.weighting`:
+
+| `objective.weighting` | with a list loss | with a pairwise loss |
+|---|---|---|
+| `example` | the list counts as 1 | the list counts as 1, shared equally by its comparisons |
+| `completion` | tokens of its answers | each comparison counts as a pair: tokens of its two answers |
+| `token` | tokens of all its sequences | each comparison counts as a pair: tokens of its two sequences |
+| `gap` | refused | each comparison counts by the difference between its two scores |
+
+In all cases accuracy, margins and rewards are over comparisons. `objective.wpo` and `objective.ld_alpha` are refused
+with list losses.
 
 ## Labelled answers
 
-`kto` and `bco` learn from answers labelled good or bad on their own: a thumbs up or down. They also run on pairs, with
-the chosen answer as good and the rejected one as bad. Scored lists are refused, because a score is not a label. Answers
-to the same prompt can share an example, so that the prompt is computed once.
+`kto` and `bco` learn from single answers labelled good or bad: a thumbs up or down. They also accept pairs, with the
+chosen answer as good and the rejected one as bad. Scored lists are refused, because a score is not a label. Answers to
+the same prompt can share an example, so that the prompt is computed once.
 
 `objective.weighting` sets the weight of each answer: an equal share of its example, which counts as 1 (`example`); its
 number of tokens (`completion`); or the tokens of its full sequence (`token`). `objective.nll_weight` adds the
@@ -91,22 +97,23 @@ combined with others.
 
 **kto.** z estimates the KL divergence between policy and reference: the mean of G over mismatched pairs (a prompt with
 an answer to another prompt), clamped at 0 and without a gradient. Each example has a fixed partner, determined by
-content: the next example with a different question in the order of their hashes. The partner contributes the answer
-with the smallest hash, truncated to the longest sequence in the data. z averages over the mismatched pairs of the
-global batch, across all ranks, weighted like their examples. This costs a forward pass over one extra answer per
-example. Data with a single question is refused. w_d and w_u are `objective.desirable_weight` and
-`objective.undesirable_weight`; the loss is still divided by the sum of the weights without them.
+content: the next example with a different question in the order of their hashes. The partner contributes its answer
+with the smallest hash, truncated so that the mismatched sequence is no longer than the longest one in the data. z
+averages over the mismatched pairs of the global batch, across all ranks, weighted like their examples. This costs a
+forward pass over one extra answer per example. Data with a single question is refused. w_d and w_u are
+`objective.desirable_weight` and `objective.undesirable_weight`; the loss is still divided by the sum of the weights
+without them.
 
 **bco.** d is b times the midpoint between the mean of G over good answers and its mean over bad answers. Both means use
 the weights of the loss and cover all batches of the run so far, each batch in proportion to its answers. Until both
-kinds have appeared, d uses the mean of the one kind seen. d has no gradient and is saved in checkpoints. On pairs with
-`weighting: example`, `bco` is half of `bco_pair`.
+kinds have appeared, d uses the mean of the kind seen so far. d has no gradient and is saved in checkpoints. On pairs
+with `weighting: example`, `bco` is half of `bco_pair`.
 
 Training logs `rewards_chosen` and `logps_chosen` over good answers, `rewards_rejected` and `logps_rejected` over bad
-ones, `margin` as the difference between their mean gains, and for kto the KL estimate as `kl`. `accuracy` is the share
-of answers on the correct side of z or d. A batch without bad answers does not contribute to their metrics. Held-out
-answers are evaluated as a single batch: loss, AUC of rewards, mean rewards, and how well sigmoid(reward) predicts the
-share of good answers.
+ones, `margin` as the difference between the means of G over good and bad answers, and for kto the KL estimate as `kl`.
+`accuracy` is the share of answers on the correct side of z or d. A batch without bad answers does not contribute to the
+metrics of bad answers. Held-out answers are evaluated as a single batch: loss, AUC of rewards, mean rewards, and how
+well sigmoid(reward) predicts the share of good answers.
 
 ## Reward models
 
@@ -115,8 +122,9 @@ an answer, and `gap` is the difference between the scores of the pair's two answ
 
 ## Divergences
 
-`objective.divergence` of `sigmoid`, in terms of u = pi/ref of an answer (f-DPO, table 1). Constants cancel in the
-difference; here f'(1) = 0, so an answer's reward, b f'(u), is 0 if the policy equals the reference:
+With the loss `sigmoid`, `objective.divergence` selects f' in terms of u = pi/ref of an answer (f-DPO, table 1).
+Constants cancel in the difference; here f'(1) = 0, so an answer's reward, b f'(u), is 0 if the policy equals the
+reference:
 
 | `objective.divergence` | f'(u) |
 |---|---|
@@ -125,7 +133,7 @@ difference; here f'(1) = 0, so an answer's reward, b f'(u), is 0 if the policy e
 | `jensen_shannon` | log(2u / (1 + u)) |
 | a number a between 0 and 1, exclusive | (1 - u^-a) / a: the alpha-divergence; near 0 reverse KL, near 1 forward KL |
 
-Above exp 30, powers of u are continued by their tangent, so outlier pairs keep a finite loss and a gradient.
+Above exp(30), powers of u are extrapolated linearly in log u, so outlier pairs keep a finite loss and a gradient.
 
 ## The likelihood of chosen answers
 
@@ -134,15 +142,16 @@ Above exp 30, powers of u are continued by their tangent, so outlier pairs keep 
     nll_weight * - sum v_p log pi(c_p|x_p) / sum v_p n_p
 
 n_p is the number of tokens in the chosen answer c_p, v_p the pair's weight in the data (1 by default); both sums are
-over the global batch. This is the loss of supervised fine-tuning on the chosen answers, the same under every layout,
-and is logged as `train/nll`; `train/loss` is what is minimised, including this term. RPO (Pang et al. 2024, 2404.19733,
-eq. 1) adds a mean over each answer's own tokens; here every token counts the same.
+over the global batch. Without the factor `nll_weight`, this is the loss of supervised fine-tuning on the chosen
+answers, the same under every layout. It is logged as `train/nll`; `train/loss` is what is minimised, including this
+term. RPO (Pang et al. 2024, 2404.19733, eq. 1) adds a mean over each answer's own tokens; here every token counts the
+same.
 
-Without it, a loss that depends only on the margin can fall while the chosen answers become less likely too. The demo
-shows what that does to a small model. Two runs that differ only in this field, one each (155 pairs, 20 steps, `lr`
-1e-5, `beta` 0.1), with the demo's [spot checks](reports.md#what-it-cost):
+Without this term, a loss that depends only on the margin can fall while the chosen answers become less likely too. The
+demo shows what that does to a small model. The table compares two runs that differ only in this field, one run each
+(155 pairs, 20 steps, `lr` 1e-5, `beta` 0.1), with the demo's [spot checks](reports.md#what-it-cost):
 
-| `nll_weight` | held-out accuracy | mean reward margin | of 32 facts, still correct | text, log-prob per token |
+| `nll_weight` | held-out accuracy | mean reward margin | of 32 facts, still correct | text, change in log-prob per token |
 |---|---|---|---|---|
 | 4 | 0.975 | +1.31 | 30 | +0.021 |
 | 0 | 1.000 | +2.27 | 20 | +0.019 |
@@ -160,12 +169,13 @@ For a mixture of experts, `objective.balance_weight` adds the auxiliary loss of 
     balance_weight * mean over layers of E * sum over experts e of f_e P_e
 
 f_e is the share of the global batch's tokens routed to expert e, P_e its mean routing probability over all tokens of
-the batch, and E the number of experts. The tokens are those of both sequences of every pair, with the prompt in each,
-as if no layout shared it; padding never counts. Every token counts the same, whatever its pair's weight. With k experts
-per token and a uniform load, the value is k. No gradient flows through f, so f comes from a first pass, as above, and P
-from the second: exact under every layout. It is logged as `train/balance`; `train/loss` includes it, the held-out loss
-does not. Models that do not expose their routers' decisions (`router_logits` in transformers) are refused, and so are
-those that select experts by anything else, such as a correction bias. With this term, layers are not compiled.
+the batch, and E the number of experts. The tokens are those of both sequences of every pair, and the prompt counts in
+each, even if the layout shares it; padding never counts. Every token counts the same, whatever its pair's weight. With
+k experts per token and a uniform load, the value is k. No gradient flows through f, so f comes from a first pass, as
+[above](#losses-that-couple-a-batch), and P from the second. So the term is exact under every layout. It is logged as
+`train/balance`; `train/loss` includes it, the held-out loss does not. Models that do not expose their routers'
+decisions (`router_logits` in transformers) are refused, and so are those that select experts by anything else, such as
+a correction bias. With this term, isopref does not compile layers.
 
 ## Length
 
@@ -174,8 +184,8 @@ those that select experts by anything else, such as a correction bias. With this
     log pi(y|x) = sum of the first n tokens' log-probabilities + alpha * sum of those after
 
 for both answers, under the model and the reference alike, in any loss; token counts stay the same. 1 is off, 0
-truncates the longer answer. Log-probabilities in the metrics and in the evaluation use this definition too, except in
-the likelihood term, which uses all tokens.
+truncates the longer answer. Log-probabilities in the metrics and in the evaluation follow this definition too. Only the
+likelihood term uses all tokens.
 
 ## Pairs the model would write
 
@@ -183,10 +193,10 @@ the likelihood term, which uses all tokens.
 
     w(y) = exp of the mean over the tokens of y of [log pi(token) - log sum_v pi(v)^2]
 
-under the model at the current step; no gradient flows through it. A token that the model would sample itself has a
-value of about 1. The denominator of the loss remains the sum of w_p, and these weights apply neither to the likelihood
-term nor to the held-out loss. WPO costs one extra pass over the logits. It is refused with losses that couple a batch,
-since they have no loss per pair.
+under the model at the current step; no gradient flows through it. For a token that the model would sample itself, the
+exponential is about 1. The denominator of the loss remains the sum of w_p, and these weights apply neither to the
+likelihood term nor to the held-out loss. WPO costs one extra pass over the logits. It is refused with losses that
+couple a batch, since these have no loss per pair.
 
 ## A reference that moves
 
@@ -209,13 +219,14 @@ Compared with TRL 1.16 on the same log-probabilities, pair by pair:
 
 - **Batches.** TRL averages over each microbatch, so all its losses depend on the microbatch size.
 - **sigmoid.** TRL accepts `label_smoothing` but ignores it for this loss. Here it gives conservative DPO.
-- **alpha-divergence.** TRL's coefficient is 1 - a. It clamps powers of u at exp 80, beyond which there is no gradient.
-- **exo_pair.** The same, except that the smoothing it needs has a default here.
+- **alpha-divergence.** TRL's coefficient is 1 - a. TRL clamps powers of u at exp(80), beyond which there is no
+  gradient.
+- **exo_pair.** The same, except that the label smoothing it needs has a default here.
 - **ipo.** The same. `ipo_sum` is not in TRL.
 - **dpo_norm** is TRL's `sigmoid_norm`, here with label smoothing.
-- **discopop.** The same wherever TRL's is finite: for very negative margins, its exp(-b m) overflows and is multiplied
-  by zero. Here the product is a single exponential.
-- **aot, aot_unpaired** are the same on one batch with `weighting: example`. TRL sorts within each microbatch.
+- **discopop.** The same wherever TRL's is finite: for very negative margins, TRL's exp(-b m) overflows and is
+  multiplied by zero. Here the product is a single exponential.
+- **aot, aot_unpaired** are the same on one batch with `weighting: example`, but TRL sorts within each microbatch.
 - **bco_pair.** TRL 1.16 omits the shift d.
 - **kto.** The same loss for given log-probabilities and a given KL term. TRL pairs each prompt with the previous answer
   in its microbatch, even one to the same prompt, averages the KL term over ranks but not over accumulated microbatches,

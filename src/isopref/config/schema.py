@@ -76,7 +76,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: Sources = Field(
-        description="Preference pairs to train on: a file (JSON Lines, JSON, CSV, Parquet or Arrow), a glob pattern, a "
+        description="Preference data to train on: a file (JSON Lines, JSON, CSV, Parquet or Arrow), a glob pattern, a "
         "folder of files, a folder written by save_to_disk, package:PACKAGE/FILE, or a hub name, optionally as {path: "
         "OWNER/NAME, name: CONFIG, split: train}. A list mixes several sources: [{path: a.jsonl, weight: 2}, "
         "{path: b.csv, weight: 1}] or [a.jsonl, b.csv].",
@@ -196,8 +196,10 @@ class LayoutConfig(Section):
     )
     parallel: Parallel = Field(
         default="auto",
-        description="How ranks share the work. single: one process; ddp: a full model on every rank; "
-        "fsdp: the model sharded over all ranks; hsdp: sharded within groups, replicated across them.",
+        description="How ranks share the work. single: one process; ddp: a full model on every rank; fsdp: the model "
+        "sharded over all ranks; hsdp: sharded within groups, replicated across them. auto: fsdp for mixed precision, "
+        "offload or tensor_parallel; otherwise single for one process, ddp if weights, gradients and optimizer state "
+        "fit comfortably, and fsdp if not.",
     )
     hsdp_shard: Annotated[int, Field(ge=2)] | None = Field(
         default=None, description="Ranks per shard group. Only with parallel: hsdp, which requires it."
@@ -215,8 +217,8 @@ class LayoutConfig(Section):
     )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
-        description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); "
-        "every: for each microbatch (less memory with FSDP).",
+        description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); every: for each "
+        "microbatch (less memory with FSDP). auto: last, unless that would take too much memory under FSDP.",
     )
     compile: bool | None = Field(
         default=None,

@@ -59,8 +59,8 @@ def _order(key: tuple[str, str, int, str]) -> tuple[int, str, int, str]:
 
 PAGE = """# Exactness
 
-The global batch defines the math; the layout never changes it. This page measures that promise. `make exactness`
-generates it; do not edit it.
+isopref promises that the layout of a global batch never changes its loss, gradient and metrics. This page measures how
+closely they agree. `make exactness` generates it; do not edit it.
 
 One global batch of eight pairs (three for the short batch) goes through the train module {count} times. These runs
 cover:
@@ -81,17 +81,17 @@ cover:
   in emulated float8; attention sinks, state-space layers, linear attention and short convolutions; some models also in
   OLMo-core's own modules, and with tensor parallelism over two ranks.
 
-The oracle computes one sequence at a time with the model's own forward pass, implements each objective independently
-from the equation in its paper, and sums as the definition says.
+Each run is compared with an oracle, a slow and independent implementation. It computes one sequence at a time with the
+model's own forward pass, implements each objective from the equation in its paper, and sums as the definition says.
 
 Each figure is the largest error in its group: for the gradient, ||g - oracle|| / ||oracle|| over all parameters; for
 the loss, the relative error; for the metrics, the error relative to the larger of 1 and the value. *float32 inside*
-marks float64 models whose norms and rotary embeddings compute in float32, where a rounding can flip. *float8 products*
-marks models that compute their linear layers in float8 and everything else in float32, in the oracle too. A flipped
-rounding there can change the next product's input by a sixteenth, and the gradient of a shared prompt is rounded once,
-where separate sequences round it once each.
+marks float64 models whose norms and rotary embeddings compute in float32, where a value can be rounded differently.
+*float8 products* marks models that compute their linear layers in float8 and everything else in float32, in the oracle
+too. There, a different rounding can change the input of the next product by a sixteenth, and the gradient of a shared
+prompt is rounded once, but once per sequence if sequences are separate.
 
-The bound for *float32* depends on rounding and on this batch. Of 13 other random batches with answers of the same
+The bound for *float32* holds for this batch, not for every batch. Of 13 other random batches with answers of the same
 length, in 43 float32 cells on one rank, 6 exceeded 1e-5 somewhere and 2 reached it; the worst was 1.9e-5. The float32
 oracle itself is off by 2e-5 nats in an answer of 200. In float64, those 6 batches are off by at most 7.5e-8 in the
 gradient and 3.5e-14 in the metrics, with five models.

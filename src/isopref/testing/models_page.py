@@ -137,18 +137,21 @@ def _short(message: str) -> str:
 
 PAGE = """# Models
 
-Every causal-LM architecture of transformers {version}, and how isopref trains it. `make models` writes this page; do
-not edit it. It builds each architecture with a few random weights and makes the checks that every run makes before its
-first step. A run checks your own model too, so one that is not listed here is either trained right or refused.
+How isopref trains each causal-LM architecture of transformers {version}. `make models` generates this page; do not edit
+it. It builds every architecture as a tiny model with random weights and runs the checks that every run makes before its
+first step. Your own model is checked in the same way, so one that is not listed here is either trained correctly or
+refused.
 
-- **shared**: the best layout. Rows are packed without padding, and a prompt is computed once for all its answers.
-- **packed**: rows without padding; each answer repeats its prompt.
+- **shared**: the default, and usually the fastest. Rows are packed without padding, and a prompt is computed once for
+  all its answers.
+- **packed**: set `layout.rows: packed`. Rows without padding, in which each answer repeats its prompt.
 - **padded**: set `layout.rows: padded`. Same result, slower.
 - *unfolded*: some layers cannot follow the segments of a row: Mamba's first version, most linear attention, sparse or
-  chunked attention. They see the row's sequences one by one, and compute a prompt once for each answer. All other
-  layers compute it once, Gated DeltaNet, Mamba2 and the short convolutions of LFM2 among them.
-- LoRA: an adapter can be trained. OLMo-core: `model.native: true` works. Export: the tuned model loads in transformers
-  and gives the same logits.
+  chunked attention. They get the row's sequences as a padded batch and compute a prompt once per answer; all other
+  layers compute it once. Gated DeltaNet, Mamba2 and the short convolutions of LFM2 can follow segments, but on CUDA
+  they are unfolded too by default ([limits](limits.md)).
+- **LoRA**: an adapter can be trained. **OLMo-core**: `model.native: true` works. **Export**: the tuned model loads in
+  transformers and gives the same logits.
 
 {summary}
 
@@ -164,7 +167,7 @@ first step. A run checks your own model too, so one that is not listed here is e
 
 ## Not trained
 
-Runs with these models stop before their first step, with the reason given here. Train a model of another architecture.
+Runs with these models stop before their first step, with the reason given here. Choose a model of another architecture.
 
 | architecture | why |
 |---|---|
@@ -172,7 +175,7 @@ Runs with these models stop before their first step, with the reason given here.
 
 ## Not tried
 
-No tiny model of these was built here.
+`make models` could not build these as tiny models, for the reason given here. A run still checks such a model.
 
 | architecture | why |
 |---|---|
@@ -206,7 +209,7 @@ def summary(found: Sequence[Support]) -> str:
             f"Of {len(some)} {what} architectures, {trained} ({trained / len(some):.0%}) can be trained, {shared} "
             f"({shared / len(some):.0%}) with shared rows."
         )
-    return f"transformers has {len(found)}. " + " ".join(lines)
+    return f"transformers has {len(found)} such architectures. " + " ".join(lines)
 
 
 def _name(one: Support) -> str:
