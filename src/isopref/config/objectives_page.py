@@ -151,7 +151,7 @@ Without this term, a loss that depends only on the margin can fall while the cho
 demo shows what that does to a small model. The table compares two runs that differ only in this field, one run each
 (155 pairs, 20 steps, `lr` 1e-5, `beta` 0.1), with the demo's [spot checks](reports.md#what-it-cost):
 
-| `nll_weight` | held-out accuracy | mean reward margin | of 32 facts, still correct | text, change in log-prob per token |
+| `nll_weight` | held-out accuracy | mean reward margin | facts kept, of 32 | change in text log-prob per token |
 |---|---|---|---|---|
 | 4 | 0.975 | +1.31 | 30 | +0.021 |
 | 0 | 1.000 | +2.27 | 20 | +0.019 |

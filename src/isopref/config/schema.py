@@ -217,8 +217,8 @@ class LayoutConfig(Section):
     )
     grad_sync: Literal["auto", "last", "every"] = Field(
         default="auto",
-        description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); every: for each "
-        "microbatch (less memory with FSDP). auto: last, unless that would take too much memory under FSDP.",
+        description="When ranks reduce gradients and FSDP gathers weights. last: once per step (faster); every: for "
+        "each microbatch (less memory with FSDP). auto: last, unless that would take too much memory under FSDP.",
     )
     compile: bool | None = Field(
         default=None,
