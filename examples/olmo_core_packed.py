@@ -1,7 +1,7 @@
 """Packed rows with shared prompts in your own training script, on OLMo-core's Trainer.
 
 ExampleLoader packs pairs into rows without padding, storing each prompt once for both answers. The gradient is the same
-as with padded batches (olmo_core_trainer.py), only faster.
+as with padded batches (olmo_core_trainer.py), but training is faster.
 
     python examples/olmo_core_packed.py /path/to/model pairs.jsonl out/            # one process
     torchrun --nproc_per_node 2 examples/olmo_core_packed.py ...                   # several processes
