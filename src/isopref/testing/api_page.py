@@ -23,11 +23,11 @@ internal and may change. Names in `isopref` are imported on first use, so `impor
 # Section -> what it is for, and module:name of what is in it. A test checks that no public name is missing.
 SECTIONS = {
     "Train": (
-        "`isopref.train` runs what the command runs. [Getting started](getting-started.md#5-train) has an example.",
+        "`isopref.train` does what the command `isopref train` does. [Getting started](getting-started.md#5-train) has an example.",
         ("script:train", "runs.read:RunRecord", "runs.read:Series"),
     ),
     "OLMo-core scripts": (
-        "The parts of a training script of your own under OLMo-core's Trainer: [how they fit together](olmo-core.md).",
+        "Building blocks for your own training script under OLMo-core's Trainer ([how they fit together](olmo-core.md)).",
         (
             *("engine.train_module:DPOTrainModule", "engine.loader:ExampleLoader", "batch.packing:Budget"),
             *("data.table:ExampleTable", "examples:Example", "examples:PairTokens", "objectives.loss:pair_loss"),
@@ -37,11 +37,11 @@ SECTIONS = {
         ),
     ),
     "Errors": (
-        "Everything that a user can cause derives from `isopref.errors.UserError` and has one message.",
+        "All errors that a user can cause derive from `isopref.errors.UserError`. Each has a single message that says what to do.",
         tuple(f"errors:{name}Error" for name in ("User", "Config", "Data", "Model", "Cache", "Run")),
     ),
     "Your own tests": (
-        "Helpers in `isopref.testing`, to test your own objectives and layouts the way isopref's are.",
+        "Helpers in `isopref.testing` for testing your own objectives and layouts, as isopref tests its own.",
         (
             *("testing.models:tiny_model", "testing.models:tiny_folder", "testing.models:random_pairs"),
             "testing.models:byte_tokenizer",
