@@ -23,7 +23,7 @@ internal and may change. Names in `isopref` are imported on first use, so `impor
 # Section -> what it is for, and module:name of what is in it. A test checks that no public name is missing.
 SECTIONS = {
     "Train": (
-        "`isopref.train` does what the command `isopref train` does. [Getting started](getting-started.md#5-train) has an example.",
+        "`isopref.train` does what the command does. [Getting started](getting-started.md#5-train) has an example.",
         ("script:train", "runs.read:RunRecord", "runs.read:Series"),
     ),
     "OLMo-core scripts": (
@@ -37,7 +37,7 @@ SECTIONS = {
         ),
     ),
     "Errors": (
-        "All errors that a user can cause derive from `isopref.errors.UserError`. Each has a single message that says what to do.",
+        "Errors that a user can cause derive from `isopref.errors.UserError`. Each is a single message with a fix.",
         tuple(f"errors:{name}Error" for name in ("User", "Config", "Data", "Model", "Cache", "Run")),
     ),
     "Your own tests": (
