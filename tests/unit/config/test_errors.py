@@ -85,7 +85,7 @@ def test_file_without_sections(file: Path, text: str) -> None:
 def test_empty_file_names_the_required_fields(file: Path) -> None:
     model, data = problems(file, "")
     assert model.startswith("c.yaml: model.path: is required. Model to start from")
-    assert data.startswith("c.yaml: data.train: is required. Preference pairs")
+    assert data.startswith("c.yaml: data.train: is required. Preference data")
 
 
 @pytest.mark.parametrize(
