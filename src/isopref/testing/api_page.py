@@ -27,7 +27,7 @@ SECTIONS = {
         ("script:train", "runs.read:RunRecord", "runs.read:Series"),
     ),
     "OLMo-core scripts": (
-        "Building blocks for your own training script under OLMo-core's Trainer ([how they fit together](olmo-core.md)).",
+        "Building blocks for a training script under OLMo-core's Trainer ([how they fit together](olmo-core.md)).",
         (
             *("engine.train_module:DPOTrainModule", "engine.loader:ExampleLoader", "batch.packing:Budget"),
             *("data.table:ExampleTable", "examples:Example", "examples:PairTokens", "objectives.loss:pair_loss"),
