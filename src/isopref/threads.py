@@ -3,10 +3,10 @@
 import os
 import sys
 
-# About a tenth of a millisecond. GNU OpenMP's default of 300,000 exceeds a scheduler time slice: if another program
+# About a third of a millisecond. GNU OpenMP's default of 300,000 exceeds a scheduler time slice: if another program
 # takes one core, the thread on the other core wastes its entire slice spinning, and training slows down many times
 # over. benchmarks/busy_cores.py measures this value on an idle machine and next to busy processes.
-SPINS = 3000
+SPINS = 10_000
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # if either is set, the user has chosen
 
 
