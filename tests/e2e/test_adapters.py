@@ -113,6 +113,14 @@ def test_the_reference_of_full_training_is_found(project: Project) -> None:
     assert references[0] == references[1]
 
 
+def test_a_learning_rate_for_full_training_is_noted(project: Project) -> None:
+    settings = ("optim.lr=1e-6", "optim.max_steps=1", "data.eval=null")
+    for adapter_settings, noted in ([LORA], True), ([], False):
+        outcome = project.isopref("train", "my.yaml", f"run.folder=noted-{noted}", *settings, *adapter_settings)
+        assert outcome.code == 0, outcome.err
+        assert ("note: optim.lr: 1e-06 barely trains an adapter" in outcome.out) == noted
+
+
 def test_an_adapter_to_go_on_with_is_the_reference(
     lora: tuple[Project, Path], make_project: MakeProject, read_metrics: ReadMetrics
 ) -> None:

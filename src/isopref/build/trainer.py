@@ -45,6 +45,7 @@ from isopref.models.parallel import unwrap
 from isopref.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE, MICROBATCH_FILE, PROFILE_FOLDER
 from isopref.score import TableLogps
 
+FULL_LR = 1e-6  # suits full fine-tuning; an adapter barely moves at it
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -65,6 +66,11 @@ def build_trainer(
         ranks = "ranks" if run.num_shares == run.env.world_size else "groups of ranks"
         run.display.say(
             f"warning: {run.num_shares} {ranks} share {optim.batch_size} {table.unit}s per step; some will be idle"
+        )
+    if run.config.model.adapter is not None and 0 < optim.lr <= FULL_LR:
+        run.display.say(
+            f"note: optim.lr: {optim.lr:g} barely trains an adapter, which needs at least ten times the rate of "
+            "full fine-tuning. Try: optim.lr=2e-5"
         )
     every, steps = resolve.all_steps(optim, len(table)), resolve.num_steps(optim, len(table))
     part = f" of {every} (optim.max_steps)" if steps < every else ""
