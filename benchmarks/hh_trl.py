@@ -112,11 +112,10 @@ def _fit(
 ) -> None:
     if liger:
         import liger_kernel  # noqa: F401 -- to say so early if it is missing
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOTrainer
     from trl.trainer import dpo_trainer
 
     dpo_trainer.hash_module = lambda _model: uuid4().hex  # it names a cache file; no part of training
-    cuda = torch.cuda.is_available()
     schedule = LinearWithWarmup(alpha_f=0.0, warmup=max(1, round(plan.warmup * steps)), t_max=steps + 1)
 
     class Prepared(DPOTrainer):  # type: ignore[misc]
@@ -133,7 +132,27 @@ def _fit(
             self.lr_scheduler = LambdaLR(optimizer, lambda done: float(schedule.get_lr(1.0, done + 1, steps)))
             return self.lr_scheduler
 
-    args = DPOConfig(
+    work = Path(plan.work) / "model"
+    trainer = Prepared(
+        model=AutoModelForCausalLM.from_pretrained(work, dtype=torch.float32),
+        args=_arguments(plan, folder, pairs, steps, batch, liger),
+        train_dataset=pairs.train,
+        eval_dataset=pairs.held_out,
+        processing_class=AutoTokenizer.from_pretrained(work),
+        callbacks=[callback],
+    )
+    trainer.remove_callback(PrinterCallback)
+    with own_attention():
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        trainer.train()
+
+
+def _arguments(plan: "Plan", folder: str, pairs: Pairs, steps: int, batch: int, liger: bool) -> Any:
+    """TRL's DPOConfig for a plan."""
+    from trl import DPOConfig
+
+    cuda = torch.cuda.is_available()
+    return DPOConfig(
         output_dir=folder,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=plan.batch_size // batch,
@@ -159,19 +178,6 @@ def _fit(
         report_to=[],
         disable_tqdm=True,
     )
-    work = Path(plan.work) / "model"
-    trainer = Prepared(
-        model=AutoModelForCausalLM.from_pretrained(work, dtype=torch.float32),
-        args=args,
-        train_dataset=pairs.train,
-        eval_dataset=pairs.held_out,
-        processing_class=AutoTokenizer.from_pretrained(work),
-        callbacks=[callback],
-    )
-    trainer.remove_callback(PrinterCallback)
-    with own_attention():
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        trainer.train()
 
 
 def _records(table: ExampleTable) -> Any:
