@@ -1,28 +1,29 @@
 """Training speed on CPU cores, alone and beside busy programs, by how long OpenMP's waiting threads spin.
 
-    python benchmarks/busy_cores.py                      # isopref's setting and OpenMP's default, on all cores
-    python benchmarks/busy_cores.py --spins 0 1000 3000  # other settings and the default
+    python benchmarks/busy_cores.py                       # isopref's setting and OpenMP's default, on all cores
+    python benchmarks/busy_cores.py --spins 0 3000 30000  # other settings and the default
 
-Every measurement is a process of its own that trains the shape of SmolLM2-135M on hh lengths. The settings take turns,
-and each is compared with the default of the same round, since a machine's speed drifts. One busy program per core.
+Each setting has a process of its own that trains the shape of SmolLM2-135M on hh lengths. The processes take turns,
+step by step, on the same pairs, so a machine whose speed drifts is fair to all. Busy programs: one per core.
 """
 
 import argparse
-import json
-import math
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import workload
+from olmo_core.train.callbacks import Callback
 
 from isopref.threads import SETTINGS, SPINS
 
-DEFAULT = "default"
+DEFAULT = 300_000  # of GNU OpenMP
+CELL = "cpu-hh"
 
 
 @contextmanager
@@ -37,48 +38,103 @@ def busy_programs(count: int) -> Iterator[None]:
             program.wait()
 
 
-def pairs_per_s(spins: str, threads: int, steps: int) -> float:
-    """Train in a process whose OpenMP threads spin so often; "default": as often as OpenMP likes."""
-    others = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    own = {} if spins == DEFAULT else {"GOMP_SPINCOUNT": spins}
-    command = [sys.executable, __file__, "--measure", "--steps", str(steps)]
-    env = {**others, **own, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+class Training:
+    """A process that trains step by step; its waiting OpenMP threads spin `spins` times."""
+
+    def __init__(self, spins: int, threads: int, steps: int) -> None:
+        others = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+        env = {**others, "GOMP_SPINCOUNT": str(spins), "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--train", "--steps", str(steps)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def step(self) -> float:
+        """Take the next step. Returns its seconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("step "):
+                return float(line.removeprefix("step "))
+        raise RuntimeError(f"the training process ended with {self._process.wait()}")
 
 
-def measure(steps: int) -> float:
-    """Pairs per second of a few steps, in this process."""
-    from vs_trl import CELLS, run_isopref
+class OnRequest(Callback):
+    """Takes a step for each line of standard input, and prints its seconds."""
 
-    cell = replace(CELLS["cpu-hh"], steps=steps)
-    return float(run_isopref(cell, mixed=False, float8=False, overrides={})["pairs_per_s"])
+    def pre_step(self, batch: object) -> None:
+        del batch
+        sys.stdin.readline()
+        self.begun = time.perf_counter()
+
+    def post_step(self) -> None:
+        print(f"step {time.perf_counter() - self.begun}", flush=True)
+
+
+def train(steps: int) -> None:
+    """Train in this process, on request."""
+    from ready import ready_trainer
+    from vs_trl import CELLS
+
+    cell = CELLS[CELL]
+    with ready_trainer(replace(cell, warmup=1, steps=steps - 1)) as ready:
+        ready.trainer.add_callback("on_request", OnRequest())
+        ready.trainer.fit()
+
+
+def report(busy: int, seconds: dict[int, list[float]], batch_size: int) -> None:
+    """Print each setting's speed, and its share of the default's at every step."""
+    for spins, own in seconds.items():
+        shares = sorted(default / one for one, default in zip(own, seconds[DEFAULT], strict=True))
+        print(
+            f"busy programs {busy}  spins {spins:>8}  {batch_size * len(own) / sum(own):.3f} pairs/s  of the default: "
+            f"median {statistics.median(shares):.3f} ({shares[0]:.2f} to {shares[-1]:.2f}), {len(own)} steps",
+            flush=True,
+        )
+
+
+def compare(settings: Sequence[int], threads: int, alone: int, beside: int) -> None:
+    """So many steps of every setting alone, and so many beside busy programs."""
+    from vs_trl import CELLS
+
+    batch_size = CELLS[CELL].batch_size
+    with ExitStack() as stack:
+        trainings = {one: stack.enter_context(Training(one, threads, 1 + alone + beside)) for one in settings}
+        for training in trainings.values():
+            training.step()  # warm-up
+        for busy, steps in ((0, alone), (threads, beside)):
+            seconds: dict[int, list[float]] = {spins: [] for spins in settings}
+            for number in range(steps):
+                for spins in sorted(settings, reverse=number % 2 == 1):  # neither always comes first
+                    with busy_programs(busy):
+                        seconds[spins].append(trainings[spins].step())
+            report(busy, seconds, batch_size)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spins", nargs="+", default=[str(SPINS)])
+    parser.add_argument("--spins", nargs="+", type=int, default=[SPINS])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of one measurement")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds alone; beside busy programs: a third of them")
-    parser.add_argument("--measure", action="store_true", help="in this process, with its own environment")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each setting, alone")
+    parser.add_argument("--busy-steps", type=int, default=4, help="timed steps of each setting, beside busy programs")
+    parser.add_argument("--train", action="store_true", help="in this process, on request, --steps steps")
     args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.steps)))
+    if args.train:
+        train(args.steps)
         return
-    for busy, rounds in ((0, args.repeat), (args.threads, math.ceil(args.repeat / 3))):
-        found: dict[str, list[float]] = {spins: [] for spins in (*args.spins, DEFAULT)}
-        for number in range(rounds):
-            for spins in sorted(found, reverse=number % 2 == 1):  # neither always comes first
-                with busy_programs(busy):
-                    found[spins].append(pairs_per_s(spins, args.threads, args.steps))
-                print(f"busy programs {busy}  spins {spins:>8}  {found[spins][-1]:.3f} pairs/s", flush=True)
-        for spins, speeds in found.items():
-            ratios = sorted(one / default for one, default in zip(speeds, found[DEFAULT], strict=True))
-            print(
-                f"busy programs {busy}  spins {spins:>8}  median {statistics.median(speeds):.3f} pairs/s, "
-                f"{statistics.median(ratios):.2f} of the default ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            )
+    compare([*args.spins, DEFAULT], args.threads, args.steps, args.busy_steps)
     print(workload.versions())
 
 
