@@ -24,6 +24,7 @@ from isopref.threads import SETTINGS, SPINS
 
 DEFAULT = 300_000  # of GNU OpenMP
 CELL = "cpu-hh"
+MARK = "seconds: "  # what a training process prints before the time of a step, among the lines of the run
 
 
 @contextmanager
@@ -67,8 +68,8 @@ class Training:
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
         for line in self._process.stdout:
-            if line.startswith("step "):
-                return float(line.removeprefix("step "))
+            if line.startswith(MARK):
+                return float(line.removeprefix(MARK))
         raise RuntimeError(f"the training process ended with {self._process.wait()}")
 
 
@@ -82,7 +83,7 @@ class OnRequest(Callback):
         self.begun = time.perf_counter()
 
     def post_step(self) -> None:
-        print(f"step {time.perf_counter() - self.begun}", flush=True)
+        print(f"{MARK}{time.perf_counter() - self.begun}", flush=True)
 
 
 def train(steps: int) -> None:
