@@ -39,20 +39,22 @@ FSDP = replace(ONE_GPU, parallel="fsdp", ranks=8, shard=8, grad_sync="every", we
 Series = dict[str, list[tuple[float, float]]]
 
 PAGE = """\
-# Many ranks, on paper
+# Scaling to many ranks
 
-What to expect from a run on 1 to 4,096 ranks with global batches of 64 to 65,536 pairs. These are predictions: nothing
-here was run on that many GPUs. `python benchmarks/scaling.py` generates this page. Balance, microbatches and planning
-time come from the run's own planner, applied to the lengths of real chat pairs. Network, MFU and memory come from the
-performance model behind `isopref plan`, for an 8B Llama with float32 master weights and bfloat16 compute, in
-microbatches of {tokens:,} tokens, on H100s: eight per machine, connected by NVLink (450 GB/s each way), with 400 Gb/s
-per GPU to other machines. `isopref plan my.yaml --ranks 8,64,1024` does the same for your own model and data.
+This page predicts runs on 1 to 4,096 ranks with global batches of 64 to 65,536 pairs. Nothing here was run on that many
+GPUs. In short: give each rank at least four pairs per step, and use HSDP instead of FSDP only from about 1,024 ranks
+up. `isopref plan my.yaml --ranks 8,64,1024` makes the same predictions for your own model and data.
+
+Balance, microbatches and planning time come from the run's own planner, applied to the lengths of real chat pairs.
+Network, MFU and memory come from the performance model behind `isopref plan`, for an 8B Llama with float32 master
+weights and bfloat16 compute, in microbatches of {tokens:,} tokens, on H100s: eight per machine, connected by NVLink
+(450 GB/s each way), with 400 Gb/s per GPU to other machines. `python benchmarks/scaling.py` generates this page.
 
 ## Balance
 
-Balance is the share of time that ranks spend computing if all wait for the slowest in every microbatch. With four or
-more pairs per rank it is about 97% or more. With one pair per rank, the longest pair dominates and it drops to about
-half. With fewer pairs than ranks, some ranks are idle.
+Balance is the share of time that ranks spend computing if all wait for the slowest in every microbatch. It is about 97%
+or more with four or more pairs per rank, and drops to about half with one pair per rank, because the longest pair
+dominates. With fewer pairs than ranks, some ranks are idle.
 
 ![balance of ranks](scaling-balance.svg)
 
@@ -71,15 +73,15 @@ once per step.
 
 {takeover}
 
-How much one rank sends per step (all-gathers, reductions), and how long it waits for communication that compute does
-not hide:
+The table shows how much one rank sends per step (all-gathers, reductions), and how long it waits for communication that
+compute does not hide:
 
 {network}
 
-The model's assumptions: ring all-gathers and reductions, with one ring per GPU of a machine across machines; tree
-all-reduces between replicas; 80% of a link's bandwidth; 2 microseconds per hop within a machine, 5 between machines;
-gathers overlap with the forward pass, everything else with the backward pass. FSDP is limited by the number of hops: a
-ring over 4,096 ranks has 4,095 of them in each call.
+The model assumes ring all-gathers and reductions, with one ring per GPU of a machine across machines; tree all-reduces
+between replicas; 80% of a link's bandwidth; 2 microseconds per hop within a machine, 5 between machines. Gathers overlap
+with the forward pass, everything else with the backward pass. FSDP is limited by the number of hops: a ring over 4,096
+ranks has 4,095 of them in each call.
 
 {long_pairs}
 ## Planning
