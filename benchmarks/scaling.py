@@ -79,9 +79,9 @@ compute does not hide:
 {network}
 
 The model assumes ring all-gathers and reductions, with one ring per GPU of a machine across machines; tree all-reduces
-between replicas; 80% of a link's bandwidth; 2 microseconds per hop within a machine, 5 between machines. Gathers overlap
-with the forward pass, everything else with the backward pass. FSDP is limited by the number of hops: a ring over 4,096
-ranks has 4,095 of them in each call.
+between replicas; 80% of a link's bandwidth; 2 microseconds per hop within a machine, 5 between machines. Gathers
+overlap with the forward pass, everything else with the backward pass. FSDP is limited by the number of hops: a ring
+over 4,096 ranks has 4,095 of them in each call.
 
 {long_pairs}
 ## Planning

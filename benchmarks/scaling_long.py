@@ -32,14 +32,14 @@ FSDP = replace(
 SECTION = """\
 ## Long pairs on several GPUs
 
-This section is about pairs of {first:,} to {last:,} tokens, half of them in the prompt and a quarter in each answer, with
-{pairs} pairs per step and the same model and cards under FSDP. `layout.context_parallel` ranks split each row. Every layer
-recomputes its activations and keeps its input in host memory, and MLPs compute {tile:,} tokens at a time. No GPU has run
-context parallelism yet: memory is counted, compute time follows from the rates at which one H200 ran shorter rows, and
-exchange times follow from the links' data sheets.
+This section is about pairs of {first:,} to {last:,} tokens, half of them in the prompt and a quarter in each answer,
+with {pairs} pairs per step and the same model and cards under FSDP. `layout.context_parallel` ranks split each row.
+Every layer recomputes its activations and keeps its input in host memory, and MLPs compute {tile:,} tokens at a time.
+No GPU has run context parallelism yet: memory is counted, compute time follows from the rates at which one H200 ran
+shorter rows, and exchange times follow from the links' data sheets.
 
-The columns "per row" give GiB per GPU; a run may use {usable:.1f}, and loading the model takes {loading:.0f}. Bold marks the
-fewest ranks per row that fit; the last three columns refer to that number.
+The columns "per row" give GiB per GPU; a run may use {usable:.1f}, and loading the model takes {loading:.0f}. Bold
+marks the fewest ranks per row that fit; the last three columns refer to that number.
 
 {memory}
 
