@@ -92,7 +92,7 @@ def main() -> None:
     trainer.fit()
 
     if get_rank() == 0:
-        with policy.plain() as model:  # with its own attention, not ours
+        with policy.plain() as model:  # with the model's own attention, not ours
             model.save_pretrained(arguments.folder / "model")
         tokenizer.save_pretrained(arguments.folder / "model")
     teardown_training_environment()

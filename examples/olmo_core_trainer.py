@@ -94,7 +94,7 @@ class PaddedPairs(DataLoaderBase):
 
 
 def score_reference(policy: Policy, pairs: list[Instance]) -> TableLogps:
-    """Log-probabilities of the starting point, by the same path that training takes."""
+    """Log-probabilities under the starting model, computed as in training."""
     parts = []
     for one in pairs:
         start = one["chosen_labels"].count(-100)
@@ -106,9 +106,9 @@ def score_reference(policy: Policy, pairs: list[Instance]) -> TableLogps:
 
 
 def save_model(policy: Policy, tokenizer: Any, folder: Path) -> None:
-    """Write a Hugging Face folder. Under DDP every rank has the whole model."""
+    """Write a Hugging Face folder. Under DDP every rank has the full model."""
     if get_rank() == 0:
-        with policy.plain() as model:  # with its own attention, not ours
+        with policy.plain() as model:  # with the model's own attention, not ours
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

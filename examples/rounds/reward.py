@@ -1,8 +1,8 @@
 """A reward for `isopref judge` and `isopref rounds`: short answers that address the question and come to an end.
 
-A reward is what the model will exploit, so each part blocks the cheap way to earn another: brevity alone is won by
-"Yes.", a full stop by any sentence at all, and words of the question by repeating the question. An unfinished answer
-earns nothing, however short: training adds an end token to it, and could teach the model to stop in mid-sentence.
+The model will exploit its reward, so each part blocks a cheap way to earn another: "Yes." is brief enough, any sentence
+ends in a full stop, and repeating the question uses its words. An unfinished answer earns nothing, however short:
+training adds an end token to it, so rewarding it could teach the model to stop in mid-sentence.
 """
 
 import re
