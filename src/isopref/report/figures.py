@@ -14,7 +14,7 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
     "accuracy": ("preference accuracy", ""),
     "logp_accuracy": ("log-prob accuracy", ""),
     "reward_margin": ("mean reward margin", "+"),
-    "reward_margin_std": ("its spread (std)", ""),
+    "reward_margin_std": ("std of the reward margin", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
     # Of labelled answers alone.

@@ -235,5 +235,6 @@ def _environment(every: Sequence[Entry]) -> list[FieldRow]:
     known = list(dict.fromkeys(name for run in runs if run.starts for name in run.starts[-1]))
     if not known:
         return []
-    rows = [FieldRow(name.replace("_", " "), [run.start(name) for run in runs]) for name in known]
+    names = {name: name.replace("_", " ") for name in known} | {"pairs": "examples"}  # of any unit
+    rows = [FieldRow(names[name], [run.start(name) for run in runs]) for name in known]
     return [*rows, FieldRow("starts", [len(run.starts) for run in runs])]
