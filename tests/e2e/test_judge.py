@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 
 from isopref import remote
 from support.chat_server import chat_server
-from support.project import Project
+from support.forked import start_isopref
+from support.project import TIMEOUT_S, Project
 
 ANSWERS: list[dict[str, Any]] = [
     {"prompt": "why?", "responses": ["because it is so", "because", "", "no"], "models": ["m"] * 4},
@@ -181,3 +185,38 @@ def test_what_is_refused(project: Project) -> None:
         outcome = project.isopref("judge", *arguments)
         assert outcome.code == 1
         assert message in outcome.err
+
+
+@pytest.mark.soak
+def test_killed_twenty_times_at_random_the_file_is_the_same(project: Project) -> None:
+    """Each kill waits for a random number of replies, then for a random part of the time that the next one takes."""
+    num_prompts, num_kills, parallel = 80, 20, 4
+    rng = random.Random(0)
+    words = ["yes", "no", "perhaps", "certainly not", "who knows"]
+    answers = [{"prompt": f"question {n}?", "responses": rng.sample(words, 3)} for n in range(num_prompts)]
+    project.write_pairs("answers.jsonl", answers)
+    asked = 2 * 3 * num_prompts  # three comparisons of each prompt, in both orders
+
+    def slowly(request: dict[str, Any]) -> str:
+        time.sleep(0.05)
+        return shorter_wins(request)
+
+    with chat_server(slowly) as server:
+        command = ("judge", "answers.jsonl", "--by", server.url, "--ties", "keep", "--parallel", str(parallel))
+        assert project.isopref(*command, "--out", "whole.jsonl").code == 0
+        assert server.answered == asked
+        again = (*command, "--out", "killed.jsonl")
+        for part in sorted(rng.sample(range(1, asked - 60), num_kills)):
+            process = start_isopref(project, *again)
+            give_up = time.monotonic() + TIMEOUT_S
+            while server.answered < asked + part and process.is_alive() and time.monotonic() < give_up:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, (project.folder / "forked.err").read_text()
+        assert not (project.folder / "killed.jsonl").exists()
+        assert project.isopref(*again).code == 0
+        # A kill loses the replies that were under way, and no other.
+        assert server.answered <= 2 * asked + 2 * num_kills * parallel
+    assert (project.folder / "killed.jsonl").read_bytes() == (project.folder / "whole.jsonl").read_bytes()
