@@ -97,7 +97,7 @@ BROKEN = {
     "an option of torchrun that does not exist": "    torchrun --wings 2 -m isopref ls\n",
     "a field that does not exist": "```yaml\noptim: {learning_rate: 1e-6}\n```\n",
     "a size that does not divide the ranks": "    layout: {parallel: fsdp, context_parallel: 3}\n",
-    "an attribute that does not exist": '```python\nrun = isopref.train("my.yaml", ["optim.max_steps=1"])\nrun.wings\n```\n',
+    "an attribute that does not exist": '```python\nimport isopref\nisopref.wings("my.yaml")\n```\n',
     "a name that is not public": "```python\nisopref.fly(model: nn.Module)\n```\n",
     "a parameter that does not exist": "```python\nisopref.Budget(kind: RowKind, wings: int)\n```\n",
     "a record without a rejected answer": '    {"prompt": "Name a prime.", "chosen": "7"}\n',

@@ -21,7 +21,7 @@ SECTION = re.compile(r"(model|data|objective|optim|layout|run):")
 
 @dataclass(frozen=True)
 class Snippet:
-    """`config` is the last complete config on the page before it; `inline`: between backquotes, perhaps not complete."""
+    """`config` is the last complete config before it on the page; `inline`: between backquotes, perhaps only a part."""
 
     place: str
     kind: Kind

@@ -32,7 +32,9 @@ from support.project import Outcome, Project, Record, make_pairs
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct", "some/model")
-RUNS = ("runs/first", "runs/my-ID", "runs/reward", "A", "B", "RUN")  # made where a snippet names them
+RUNS = ("runs/first", "runs/my-ID", "runs/reward", "A", "B", "RUN")
+PROMPTS = [{"prompt": f"question {number}?"} for number in range(4)]
+ANSWERS = ("p.answers.jsonl", "prompts.answers.jsonl", "prompts.judged.jsonl")
 CONFIG = """\
 model: {path: some/model}
 data: {train: pairs.jsonl, eval: held_out.jsonl}
@@ -100,18 +102,14 @@ class Reader(Project):
         self._write_data()
 
     def _write_data(self) -> None:
-        pairs, prompts = make_pairs(40, seed=2), [{"prompt": f"question {n}?"} for n in range(4)]
-        answers = [{**one, "responses": ["yes", "perhaps", "no, never"]} for one in prompts]
+        pairs = make_pairs(40, seed=2)
         self.write_pairs("pairs.jsonl", pairs)
         self.write_pairs("held_out.jsonl", make_pairs(6, seed=3))
-        self.write_pairs("math.jsonl", [{"question": one.pop("prompt"), **one} for one in make_pairs(12, seed=4)])
+        self.write_pairs("math.jsonl", [{"question": one.pop("prompt"), **one} for one in make_pairs(40, seed=4)])
         for name in ("prompts.jsonl", "p.jsonl"):
-            self.write_pairs(name, prompts)
-        for name in ("prompts.answers.jsonl", "p.answers.jsonl"):
-            self.write_pairs(name, answers)
-        self.write_pairs("prompts.judged.jsonl", [{**one, "scores": [3, 2, 1]} for one in answers])
+            self.write_pairs(name, PROMPTS)
         self.write_pairs("spot_checks.jsonl", [{"prompt": "What is 1 plus 1?", "expect": "2"}])
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(make_pairs(12, seed=5)), self.folder / "chat.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(make_pairs(60, seed=5)), self.folder / "chat.parquet")
         (self.folder / "trl-lib/ultrafeedback_binarized").mkdir(parents=True)
         self.write_pairs("trl-lib/ultrafeedback_binarized/train.jsonl", pairs)
 
@@ -151,17 +149,23 @@ class Reader(Project):
             assert self.isopref(*words[:-1]).code == 0
             (model,) = self.folder.glob("runs/*/model")
             shutil.rmtree(model)
-        self._put_runs(" ".join(words), adapter=words[0] == "merge")
+        self._put_results(" ".join(words), adapter=words[0] == "merge")
 
-    def _put_runs(self, text: str, *, adapter: bool = False) -> None:
+    def _put_results(self, text: str, *, adapter: bool = False) -> None:
+        """What earlier commands would have written, if the text names it: a command may also be the one that writes."""
         for name in RUNS:
-            if re.search(rf"(?<![\w./-]){name}(?![\w.-])", text):
+            if _names(text, name):
                 overrides = ["objective.loss=bradley_terry"] if "reward" in name else ["run.samples=1"]
                 overrides += ["model.adapter.rank=2"] if adapter else []
                 shutil.copytree(self.shelf.run(*overrides), self.folder / name, symlinks=True)
+        for name in ANSWERS:
+            if _names(text, name):
+                self.write_pairs(
+                    name, [{**one, "responses": ["yes", "no, never"], "scores": [2, 1]} for one in PROMPTS]
+                )
 
     def _run_python(self, snippet: Snippet) -> None:
-        self._put_runs(snippet.text)
+        self._put_results(snippet.text)
         text = snippet.text
         for name, replacement in REPLACED.items():
             text = text.replace(f'"{name}"', f'"{replacement}"')
@@ -201,6 +205,11 @@ class Reader(Project):
 
 
 UNKNOWN = "neither a snippet that support/reader.py can run nor one that NOT_RUN lists"
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a text has a name, or a path in the folder of that name."""
+    return re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", text) is not None
 
 
 def _without_torchrun(words: list[str]) -> list[str]:
