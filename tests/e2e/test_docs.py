@@ -89,29 +89,30 @@ def test_what_is_not_executed_is_on_a_page() -> None:
 
 
 BROKEN = {
-    "an unknown program": "    kubectl apply -f job.yaml\n",
-    "an unknown program in a shell": "```bash\nisopref ls\nkubectl apply -f job.yaml\n```\n",
-    "an option that does not exist": "    isopref train my.yaml --wings 2\n",
-    "a value that does not exist": "    isopref train my.yaml optim.kind=adamw \\\n        objective.loss=sigmoyd\n",
-    "a file that nobody wrote": "Try `isopref data yours.yaml`.\n",
-    "an option of torchrun that does not exist": "    torchrun --wings 2 -m isopref ls\n",
-    "a field that does not exist": "```yaml\noptim: {learning_rate: 1e-6}\n```\n",
-    "a size that does not divide the ranks": "    layout: {parallel: fsdp, context_parallel: 3}\n",
-    "an attribute that does not exist": '```python\nimport isopref\nisopref.wings("my.yaml")\n```\n',
-    "a name that is not public": "```python\nisopref.fly(model: nn.Module)\n```\n",
-    "a parameter that does not exist": "```python\nisopref.Budget(kind: RowKind, wings: int)\n```\n",
-    "a record without a rejected answer": '    {"prompt": "Name a prime.", "chosen": "7"}\n',
-    "a language that nobody runs": "```rust\nfn main() {}\n```\n",
+    "    kubectl apply -f job.yaml\n": "nor one that NOT_RUN lists",
+    "```bash\nisopref ls\nkubectl apply -f job.yaml\n```\n": "nor one that NOT_RUN lists",
+    "```rust\nfn main() {}\n```\n": "nor one that NOT_RUN lists",
+    "    isopref train my.yaml --wings 2\n": "No such option: --wings",
+    "    isopref train my.yaml \\\n        objective.loss=sigmoyd\n": 'found "sigmoyd"',
+    "Try `isopref data yours.yaml`.\n": "yours.yaml: no such file",
+    "    torchrun --nnodes many -m isopref train my.yaml --wings 2\n": "No such option: --wings",
+    "    torchrun --wings 2 -m isopref ls\n": "torchrun: ",
+    "```yaml\noptim: {learning_rate: 1e-6}\n```\n": "optim.learning_rate: no such field",
+    "    layout: {parallel: fsdp, context_parallel: 3}\n": "3 does not divide 8 GPUs",
+    '```python\nimport isopref\nisopref.fly("my.yaml")\n```\n': "has no attribute 'fly'",
+    "```python\nisopref.fly(model: nn.Module)\n```\n": "has no attribute 'fly'",
+    "```python\nisopref.Budget(kind: RowKind, wings: int)\n```\n": "wings",
+    '    {"prompt": "Name a prime.", "chosen": "7"}\n': "records.jsonl:1: ",
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_fails(text: str, shelf: Shelf, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), BROKEN.items())
+def test_what_is_broken_fails(text: str, message: str, shelf: Shelf, tmp_path: Path) -> None:
     *works, broken = snippets("page.md", f"# A page\n\n{text}")
     for number, one in enumerate(works):
-        Reader(tmp_path / str(number), shelf, one.config).follow(one)
-    with pytest.raises((AssertionError, AttributeError, SystemExit)):
-        Reader(tmp_path / "broken", shelf, broken.config).follow(broken)
+        Reader(tmp_path / str(number), shelf).follow(one)
+    with pytest.raises((AssertionError, AttributeError), match=re.escape(message)):
+        Reader(tmp_path / "broken", shelf).follow(broken)
 
 
 def test_what_a_listed_command_names_exists() -> None:
