@@ -64,8 +64,14 @@ class Shelf:
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
-        sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4}
-        self.model = tiny_folder(folder / "model", **sizes, max_position_embeddings=1024)
+        self.model = tiny_folder(
+            folder / "model",
+            num_hidden_layers=1,
+            num_attention_heads=8,  # as many as the ranks of docs/multi-node.md that split them
+            num_key_value_heads=8,
+            head_dim=4,
+            max_position_embeddings=1024,
+        )
         self.run = cache(self._run)
         _copy_examples(folder / "examples")
 
