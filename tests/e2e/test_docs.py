@@ -106,7 +106,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), BROKEN.items())
+@pytest.mark.parametrize(("text", "message"), BROKEN.items(), ids=BROKEN.values())
 def test_what_is_broken_fails(text: str, message: str, shelf: Shelf, tmp_path: Path) -> None:
     *works, broken = snippets("page.md", f"# A page\n\n{text}")
     for number, one in enumerate(works):
