@@ -7,6 +7,7 @@ are forked from a server that has imported both.
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -70,6 +71,19 @@ def start_isopref(project: Project, *arguments: str, prepare: Callable[[], None]
     process = server().Process(target=_run, args=target)
     process.start()
     return process
+
+
+def run_script(project: Project, path: Path) -> Outcome:
+    """Run a Python file, in the project's folder and environment."""
+    file = project.folder / "script"
+    process = server().Process(target=_run_script, args=(path, project.folder, project.env, file))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    out, err = (file.with_suffix(kind).read_text() for kind in (".out", ".err"))
+    return Outcome(1 if process.exitcode is None else abs(process.exitcode), out, err)
 
 
 def slow_answers() -> None:
@@ -138,18 +152,29 @@ def _run(
     file: Path,
     prepare: Callable[[], None] | None = None,
 ) -> None:
+    _enter(folder, env, file)
+    sys.argv = ["isopref", *arguments]
+    from isopref.cli.main import main
+
+    if prepare is not None:
+        prepare()
+    main()
+
+
+def _run_script(path: Path, folder: Path, env: dict[str, str], file: Path) -> None:
+    _enter(folder, env, file)
+    sys.argv = [str(path)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _enter(folder: Path, env: dict[str, str], file: Path) -> None:
+    """Print to files, in a folder and an environment of this process's own, with one thread."""
     for number, kind in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(file.with_suffix(kind), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.argv = ["isopref", *arguments]
     import torch
-
-    from isopref.cli.main import main
 
     torch.set_num_threads(1)
     gc.freeze()  # see conftest.py
-    if prepare is not None:
-        prepare()
-    main()
