@@ -4,6 +4,7 @@
 """
 
 import errno
+import io
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ import typer
 
 from isopref import __version__
 from isopref.cli import cache, evaluate, judge, push, report, rounds, sample, score
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, say_opening, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, in_home, say_opening, start_processes
 from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
@@ -55,6 +56,7 @@ app.command("eval")(evaluate.evaluate)
 def main() -> None:
     """Run the command line. A user error is one message and exit code 1; any other error keeps its traceback."""
     environment = dict(os.environ)
+    _print_any_text()
     end_with_parent()
     limit_spinning()
     try:
@@ -79,9 +81,16 @@ def main() -> None:
         raise
 
 
+def _print_any_text() -> None:
+    """Print what the locale's encoding lacks as an escape: text from data and models may be anything."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or out.encoding.lower() != "utf-8"):
+        out.reconfigure(errors="backslashreplace")
+
+
 def _is_of_argument(error: OSError) -> bool:
     """Whether the OS rejects a path from the command line: too long, or in a folder without access."""
-    refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
+    refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS)
     return refused and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
 
 
@@ -262,6 +271,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
+            callback=in_home,
             help="Read lengths (prompt, chosen, rejected) from a .npy file instead of tokenising the data.",
         ),
     ] = None,
@@ -303,6 +313,7 @@ def init(
         Path | None,
         typer.Argument(
             metavar="PATH",
+            callback=in_home,
             help="File to write (default: isopref.yaml); with --demo, the folder (default: demo).",
             show_default=False,
         ),
