@@ -51,7 +51,8 @@ def _from_file(path: Path) -> Any:
 def scores_of(function: Score, name: str, prompt: Turns, answers: Sequence[str]) -> list[float]:
     """The scores of some answers, checked. Raises DataError."""
     given: Any = function(prompt, list(answers))
-    found = list(given) if isinstance(given, Iterable) else [given]
+    plain = _as_python(given)
+    found = [_as_python(one) for one in plain] if isinstance(plain, Iterable) else [plain]
     numbers = [isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in found]
     if len(found) != len(answers) or not all(numbers):
         raise DataError(
@@ -59,3 +60,8 @@ def scores_of(function: Score, name: str, prompt: Turns, answers: Sequence[str])
             "higher for better."
         )
     return [float(one) for one in found]
+
+
+def _as_python(value: Any) -> Any:
+    """An array, tensor or number of numpy or torch as lists and numbers of Python; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from isopref.errors import DataError
 from isopref.judge.functions import load_function, scores_of
@@ -33,7 +35,22 @@ def test_a_file_with_a_dataclass(tmp_path: Path, name: str) -> None:
     assert scores_of(function, f"{name}.py:score", "why?", ["so", "because"]) == [-2.0, -7.0]
 
 
-@pytest.mark.parametrize("returned", [None, 1.0, [1.0], [1.0, float("nan")], [True, False], ["1", "2"]])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        np.array([-2, -7]),
+        np.array([-2, -7], np.float32),
+        [np.float32(-2), np.int64(-7)],
+        torch.tensor([-2.0, -7.0], dtype=torch.bfloat16, requires_grad=True),
+        (torch.tensor(length) for length in (-2, -7)),
+    ],
+    ids=["whole", "float32", "list", "tensor", "generator"],
+)
+def test_numbers_of_numpy_and_torch(returned: Any) -> None:
+    assert scores_of(lambda prompt, answers: returned, "x:y", "why?", ["so", "because"]) == [-2.0, -7.0]
+
+
+@pytest.mark.parametrize("returned", [None, np.array(1.0), np.array([True, False]), 1.0, [1.0], [1.0, float("nan")], [True, False], ["1", "2"]])
 def test_what_is_not_one_number_for_each_answer(returned: Any) -> None:
     with pytest.raises(DataError, match=r"--by x:y: returned .* for 2 answers"):
         scores_of(lambda prompt, answers: returned, "x:y", "why?", ["so", "because"])
