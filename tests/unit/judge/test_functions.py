@@ -50,7 +50,10 @@ def test_numbers_of_numpy_and_torch(returned: Any) -> None:
     assert scores_of(lambda prompt, answers: returned, "x:y", "why?", ["so", "because"]) == [-2.0, -7.0]
 
 
-@pytest.mark.parametrize("returned", [None, np.array(1.0), np.array([True, False]), 1.0, [1.0], [1.0, float("nan")], [True, False], ["1", "2"]])
+@pytest.mark.parametrize(
+    "returned",
+    [None, np.array(1.0), np.array([True, False]), 1.0, [1.0], [1.0, float("nan")], [True, False], ["1", "2"]],
+)
 def test_what_is_not_one_number_for_each_answer(returned: Any) -> None:
     with pytest.raises(DataError, match=r"--by x:y: returned .* for 2 answers"):
         scores_of(lambda prompt, answers: returned, "x:y", "why?", ["so", "because"])
