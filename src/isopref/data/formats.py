@@ -132,9 +132,10 @@ def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
 
 def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
     way_out = "Fix the line, or remove it: each line must be one object. A file with one array needs the suffix .json."
+    over_lines = "An object over several lines is not read: put each on one line, or all into one array, [...]."
     for number, line in _lines(name, path, zipped):
         if line.strip():
-            value = _load_json(line.rstrip(), name, number, way_out)
+            value = _load_json(line.rstrip(), name, number, over_lines if line.strip() == "{" else way_out)
             yield _object(value, f"{name}:{number}", way_out), f":{number}"
 
 

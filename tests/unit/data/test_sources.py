@@ -93,7 +93,7 @@ BROKEN = [
     ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
     ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
     ("one_line.json", b'[{"a": 1}, {"a": }]', "{path}:1: not valid JSON"),
-    ("pretty.json", b'{\n "a": 1\n}', "or remove it: each line must be one object."),
+    ("pretty.json", b'{\n "a": 1\n}', "An object over several lines is not read: put each on one line, or all into"),
     ("latin.jsonl", GOOD + "für".encode("latin-1"), "{path}:4: not UTF-8"),
     ("latin_too.jsonl", GOOD + "für".encode("latin-1"), "Convert it: iconv -f LATIN1 -t UTF-8"),
     ("excel.csv", delimited(ROWS, ",").decode().encode("utf-16"), "Convert it: iconv -f UTF-16 -t UTF-8"),
