@@ -92,6 +92,7 @@ def test_merge_writes_the_same_function(lora: tuple[Project, Path]) -> None:
         "error: merged already exists and will not be overwritten. Choose another folder.\n"
     )
     assert "no adapter found" in project.isopref("merge", "merged", "again").err
+    assert project.isopref("merge", "lora", "my.yaml/again").err.startswith("error: my.yaml/again: cannot be written (")
 
 
 def test_a_checkpoint_holds_what_is_trained_only(lora: tuple[Project, Path]) -> None:
