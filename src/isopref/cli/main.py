@@ -74,8 +74,8 @@ def main() -> None:
             start_again({**environment, StartAgainError.variable: "1"})
         sys.exit(code)
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_argument(error):
-            sys.exit(f"error: {error.filename}: {error.strerror}. Choose another path.")
+        if isinstance(error, OSError) and (way_out := _of_path(error)):
+            sys.exit(f"error: {error.filename}: {error.strerror}. {way_out}")
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the failed rank has said why, and usually ends this one first
         raise
@@ -88,10 +88,13 @@ def _print_any_text() -> None:
         out.reconfigure(errors="backslashreplace")
 
 
-def _is_of_argument(error: OSError) -> bool:
-    """Whether the OS rejects a path from the command line: too long, or in a folder without access."""
-    refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EROFS)
-    return refused and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
+def _of_path(error: OSError) -> str | None:
+    """The way out if the OS denies access to a path, or rejects one from the command line; None: it is our fault."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None:
+        return "Check its permissions, or choose another path."
+    rejected = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    of_argument = rejected and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
+    return "Choose another path." if of_argument else None
 
 
 def _first_rank_reports() -> bool:

@@ -61,6 +61,8 @@ def open_file(name: str, path: Path) -> DataFile:
         file = DataFile(name, path, *_sniff(name, path))
         if file.kind == "parquet":
             pq.ParquetFile(path)
+    except PermissionError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror}). Check its permissions.") from error
     except (OSError, pa.ArrowException, EOFError, zlib.error) as error:
         raise DataError(f"{name}: cannot be read ({error}). {DAMAGED}") from error
     return file

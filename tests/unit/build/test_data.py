@@ -430,6 +430,15 @@ def test_no_held_out_pairs(folder: Path) -> None:
         held_out_table(load_config(folder / "c.yaml"), tiny_tokenizer("chatml"), Display(quiet=True))
 
 
+def test_data_that_may_not_be_looked_at_does_not_blame_the_cache(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(PermissionError):  # which the command line reports
+        load()
+
+
 def test_a_cache_folder_that_is_a_file(load: Load, folder: Path) -> None:
     (folder / "cache").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written .* Set ISOPREF_CACHE"):

@@ -128,6 +128,16 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, name: str, content: by
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(Permission denied\)\. Check its permissions\.$"):
+        read_source(str(tmp_path / "a.jsonl"))
+
+
 def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=r"pipe: a pipe or a device.*Write it to a file\.$"):
