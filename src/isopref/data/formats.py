@@ -206,12 +206,14 @@ def _rows(name: str, batches: Callable[[], Iterator[Any]]) -> Places:
     number = 0
     try:
         for batch in batches():
+            if len(set(batch.schema.names)) < len(batch.schema.names):
+                raise DataError(f"{name}: duplicate column name in {batch.schema.names}. Rename one of the columns.")
             as_written = without_filling(batch.schema)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for row in batch.slice(start, BATCH_ROWS).to_pylist():
                     yield as_written(row), f":row {number}"
                     number += 1
-    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: bytes that are not UTF-8
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # not UTF-8; a date after the year 9999
         raise DataError(f"{name}:row {number}: cannot be read ({error}). {DAMAGED}") from error
 
 

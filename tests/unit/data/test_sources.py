@@ -47,9 +47,18 @@ def arrow(rows: list[dict[str, Any]], open_writer: Callable[..., Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def parquet(rows: list[dict[str, Any]]) -> bytes:
+def parquet(rows: list[dict[str, Any]], kind: pa.DataType | None = None) -> bytes:
+    """With `kind`, the type of all columns."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=2)
+    schema = None if kind is None else pa.schema(dict.fromkeys(rows[0], kind))
+    pq.write_table(pa.Table.from_pylist(rows, schema), sink, row_group_size=2)
+    return bytes(sink.getvalue())
+
+
+def twice() -> bytes:
+    """A Parquet file with two columns of one name."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array(["b"]), pa.array(["c"])], ["a", "a"]), sink)
     return bytes(sink.getvalue())
 
 
@@ -113,6 +122,8 @@ BROKEN = [
     ("commas.tsv", delimited(ROWS, ","), "which seems to be separated by commas."),
     ("cut.parquet", parquet(ROWS)[:-9], "{path}: cannot be read"),
     ("cut.arrow", arrow(ROWS, pa.ipc.new_file)[:-9], "{path}:row 0: cannot be read"),
+    ("twice.parquet", twice(), "{path}: duplicate column name in ['a', 'a']. Rename one of the columns."),
+    ("late.parquet", parquet([{"a": 2**60}], pa.timestamp("ms")), "{path}:row 0: cannot be read"),
     ("zipped.parquet.gz", gzip.compress(parquet(ROWS)), "{path}: a gzipped .parquet file"),
     ("photo.bin", b"\x89PNG\r\n", "{path}: the format is not known"),
 ]
