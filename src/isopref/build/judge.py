@@ -133,7 +133,7 @@ def read_records(file: str | Path) -> list[Judged]:
 def _asked(prompt: Any, system: Any, origin: str) -> Turns:
     """The prompt that a judge reads, with the column 'system' as its first turn. Raises DataError."""
     try:
-        turns = read_text(prompt, "prompt") if isinstance(prompt, str) else read_prompt(prompt, "prompt")
+        turns: Turns = read_text(prompt, "prompt") if isinstance(prompt, str) else read_prompt(prompt, "prompt")
         return with_system(turns, read_text(system, "system")) if system else turns
     except DefectError as defect:
         raise DataError(f"{origin}: {defect.args[-1]}.") from None

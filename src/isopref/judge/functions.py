@@ -30,7 +30,10 @@ def load_function(name: str) -> Score:
                 sys.path.insert(0, str(Path.cwd()))
             module = importlib.import_module(module_name)
     except (ImportError, OSError, ValueError, SyntaxError) as error:
-        raise ConfigError(f"--by: {module_name} cannot be imported ({error}). Expected module:function.") from error
+        raise ConfigError(
+            f"--by: {module_name} cannot be imported ({error}). Expected module:function, or a URL such as "
+            "http://localhost:8000/v1."
+        ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(f"--by: {module_name} has no function '{attribute}'. Expected module:function.")

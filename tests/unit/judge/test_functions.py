@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from isopref.errors import DataError
+from isopref.errors import ConfigError, DataError
 from isopref.judge.functions import load_function, scores_of
 
 WITH_A_DATACLASS = """
@@ -57,3 +57,10 @@ def test_numbers_of_numpy_and_torch(returned: Any) -> None:
 def test_what_is_not_one_number_for_each_answer(returned: Any) -> None:
     with pytest.raises(DataError, match=r"--by x:y: returned .* for 2 answers"):
         scores_of(lambda prompt, answers: returned, "x:y", "why?", ["so", "because"])
+
+
+def test_a_url_without_http_is_told_what_a_url_looks_like() -> None:
+    with pytest.raises(
+        ConfigError, match=r"localhost cannot be imported .* or a URL such as http://localhost:8000/v1\.$"
+    ):
+        load_function("localhost:8000/v1")
