@@ -353,7 +353,7 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--card", "H9000"], "--card H9000: unknown GPU. Use one of B200, H200"),
         (["--memory", "80"], "--memory 80: write a number and a unit, as in 80GB"),
         (["--memory", ".GB"], "--memory .GB: write a number and a unit, as in 80GB"),
-        (["--network", "nan"], "--network: must be a number of Gb/s, as in 400; found nan."),
+        (["--network", "inf"], "--network: must be a number of Gb/s, as in 400; found inf."),
         (["--ranks", "8,x"], "--ranks 8,x: must be positive whole numbers"),
         (["--gpus", "2", "model.compute_dtype=float32", "layout.parallel=single"], "a plan for 2 GPUs"),
         (["--gpus", "6", "layout.parallel=hsdp", "layout.hsdp_shard=4"], "does not divide the number of processes, 6"),
