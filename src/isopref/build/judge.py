@@ -217,7 +217,7 @@ class RewardModel:
         with TemporaryDirectory(dir=ledger.out.absolute().parent, prefix=".judging-") as folder:
             asked, given = Path(folder) / "answers.jsonl", Path(folder) / "rewards.jsonl"
             write_labelled(asked, records)
-            score_file(str(asked), self.path, given, self.overrides)
+            score_file(str(asked), self.path, given, self.overrides, is_kept=False)
             rewards = iter([json.loads(line)["rewards"][0] for line in given.read_text().splitlines()])
         return [_with_gaps(record.answers, rewards, self.counts) for record in records]
 
