@@ -76,6 +76,7 @@ def test_a_reward_model_gives_the_scores_of_isopref_score(project: Project) -> N
     project.train("run", "objective.loss=bradley_terry", "optim.epochs=1", "optim.lr=1e-2")
     outcome = project.isopref("judge", "answers.jsonl", "--by", "run", "model.dtype=float64")
     assert outcome.code == 0, outcome.err
+    assert re.findall("^wrote (.*):", outcome.out, flags=re.MULTILINE) == ["answers.judged.jsonl"]
     found = lines(project.folder / "answers.judged.jsonl")
     assert len(found) == 3
     pairs = [{"prompt": "why?", "chosen": "because it is so", "rejected": "no"}]
@@ -191,11 +192,14 @@ def test_a_judge_that_never_gives_a_verdict_is_not_asked_for_ever(project: Proje
 def test_what_is_refused(project: Project) -> None:
     project.write_pairs("roles.jsonl", [{"prompt": [{"role": "critic", "content": "a"}], "responses": ["a", "b"]}])
     project.write_pairs("more.jsonl", [{"instruction": "Translate", "input": "cat", "responses": ["a", "b"]}])
-    (project.folder / "bad.py").write_text("def few(prompt, answers):\n    return [1.0]\n")
+    (project.folder / "bad.py").write_text(
+        "def few(prompt, answers):\n    return [1.0]\ndef alone(answers):\n    return [1.0]\n"
+    )
     for arguments, message in (
         (("answers.jsonl", "--by", "nothing:here"), "cannot be imported"),
         (("answers.jsonl", "--by", "bad.py:many"), "has no function 'many'"),
         (("answers.jsonl", "--by", "bad.py"), "names a file, but no function in it. Write bad.py:FUNCTION."),
+        (("answers.jsonl", "--by", "bad.py:alone"), "bad.py:alone(answers) cannot be called with a prompt and a list"),
         (("answers.jsonl", "--by", "bad.py:few"), "returned [1.0] for 3 answers"),
         (("more.jsonl", "--by", "my_rewards:brevity"), "the judge would not read input"),
         (("train.jsonl", "--by", "my_rewards:brevity"), "expected prompt and responses"),

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -37,8 +38,24 @@ def load_function(name: str) -> Score:
     found: Any = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(f"--by: {module_name} has no function '{attribute}'. Expected module:function.")
+    _check_takes(found, name)
     score: Score = found
     return score
+
+
+def _check_takes(found: Callable[..., Any], name: str) -> None:
+    """Raise ConfigError for a function that cannot be called with a prompt and its answers."""
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # of a function in C, which may have none
+        return
+    try:
+        signature.bind("", [])
+    except TypeError as error:
+        raise ConfigError(
+            f"--by: {name}{signature} cannot be called with a prompt and a list of answers ({error}). Define it as "
+            "function(prompt, answers)."
+        ) from error
 
 
 def _from_file(path: Path) -> Any:
