@@ -49,7 +49,8 @@ def test_a_function(project: Project, by: str) -> None:
 
 def test_a_judge_reads_prompts_of_any_form(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "why?"}]
-    asked = [{"prompt": turns}, {"prompt": "why?", "system": "Be brief."}, {"prompt": turns, "system": "Be brief."}]
+    asked: list[dict[str, Any]] = [{"prompt": turns}]
+    asked += [{"prompt": "why?", "system": "Be brief."}, {"prompt": turns, "system": "Be brief."}]
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps({**one, "responses": ["a", "bb"]}) + "\n" for one in asked))
     user, system = {"role": "user", "content": "why?"}, {"role": "system", "content": "Be brief."}

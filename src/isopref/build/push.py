@@ -26,7 +26,7 @@ def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
 def check_repo(repo: str) -> None:
     """Raise RunError for a name that no repository can have."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
     try:
         validate_repo_id(repo)

@@ -5,6 +5,7 @@ N: pairs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,10 @@ class Pairs:
     example: IntArray  # N: which example it is of
 
     def select(self, some_N: NDArray[np.bool_]) -> "Pairs":
-        return Pairs(*(None if part is None else part[some_N] for part in vars(self).values()))
+        def selected(part: Any) -> Any:
+            return None if part is None else part[some_N]
+
+        return Pairs(*map(selected, vars(self).values()))
 
 
 def pairs_of(
