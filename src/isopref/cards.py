@@ -1,5 +1,6 @@
 """GPU specifications from the manufacturers' data sheets. Imports nothing of isopref but errors."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ def find_card(name: str) -> Card:
 
 def parse_memory(text: str) -> float:
     """Bytes of "80GB" or "79.2 GiB". Raises ConfigError."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]+)\s*", text)
-    if found is None or found[2].upper() not in _UNITS or found[1].count(".") > 1 or not float(found[1]):
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise ConfigError(f"--memory {text}: write a number and a unit, as in 80GB or 79.2GiB.")
     return float(found[1]) * _UNITS[found[2].upper()]

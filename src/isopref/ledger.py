@@ -92,6 +92,8 @@ class Ledger:
 
 def check_out(out: Path, *, may_exist: bool = False) -> None:
     """Raise ConfigError early if a result cannot be written."""
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder. Choose a file name, as in {out / 'out.jsonl'}.")
     if out.exists() and not may_exist:
         raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):

@@ -45,6 +45,9 @@ def train(
     _check_process()
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: expected a list, found a string. Write [{overrides!r}].")
+    for one in overrides:
+        if not isinstance(one, str):
+            raise ConfigError(f"overrides: expected strings such as 'optim.lr=1e-6', found {one!r}.")
     if resume not in ("no", "must", "auto"):
         raise ConfigError(f"resume: must be one of no, must, auto; found {resume!r}.")
     if isinstance(config, Mapping):

@@ -92,6 +92,7 @@ def test_merge_writes_the_same_function(lora: tuple[Project, Path]) -> None:
         "error: merged already exists and will not be overwritten. Choose another folder.\n"
     )
     assert "no adapter found" in project.isopref("merge", "merged", "again").err
+    assert project.isopref("merge", "lora", "my.yaml/again").err.startswith("error: my.yaml/again: cannot be written (")
 
 
 def test_a_checkpoint_holds_what_is_trained_only(lora: tuple[Project, Path]) -> None:
@@ -271,6 +272,14 @@ def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> No
 def test_what_cannot_be_is_refused_before_the_first_step(project: Project, override: str, message: str) -> None:
     assert project.refused("run", f"model.adapter={override}").startswith(message)
     assert not (project.folder / "run" / "config.yaml").exists()
+
+
+def test_a_run_in_place_of_its_adapter_is_told_of_it(lora: tuple[Project, Path]) -> None:
+    project, _ = lora
+    message = project.refused("again", "model.adapter={path: lora}")
+    assert message.endswith(
+        "lora is not the folder of an adapter: it has no adapter_config.json. Did you mean lora/model?"
+    )
 
 
 def test_an_adapter_of_another_model_is_refused(lora: tuple[Project, Path], make_project: MakeProject) -> None:

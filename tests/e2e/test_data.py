@@ -99,6 +99,13 @@ def test_warnings_come_last(no_weights: Project) -> None:
     assert outcome.out.count("warning: ") == 1
 
 
+def test_data_without_what_the_loss_learns_from_is_warned_of(no_weights: Project) -> None:
+    settings = ("objective.loss=odpo", "data.eval=null")
+    why = no_weights.isopref("train", "my.yaml", *settings).err.removeprefix("error: ").removesuffix("\n")
+    assert why.startswith("objective.loss: odpo: 23 of 23 comparisons have no score gap")
+    assert report(no_weights, *settings)["warnings"] == [f"isopref train refuses this data: {why}"]
+
+
 def test_a_long_text_is_shown_without_its_middle(no_weights: Project) -> None:
     pair = {"prompt": f"first {'a' * 3000} last", "chosen": "yes", "rejected": f"no{'b' * 1180}no"}
     no_weights.write_pairs("train.jsonl", [pair])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from isopref import remote
+from isopref.build.judge import read_records
 from support.chat_server import chat_server
 from support.forked import start_isopref
 from support.project import TIMEOUT_S, Project
@@ -50,11 +51,37 @@ def test_a_function(project: Project, by: str) -> None:
     assert (run / "model").is_dir()
 
 
+def test_a_judge_reads_prompts_of_any_form(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "why?"}]
+    asked: list[dict[str, Any]] = [{"prompt": turns}]
+    asked += [{"prompt": "why?", "system": "Be brief."}, {"prompt": turns, "system": "Be brief."}]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({**one, "responses": ["a", "bb"]}) + "\n" for one in asked))
+    user, system = {"role": "user", "content": "why?"}, {"role": "system", "content": "Be brief."}
+    assert [one.prompt for one in read_records(path)] == [[user], [system, user], [system, user]]
+
+
+@pytest.mark.usefixtures("answers")
+def test_a_system_column_is_scored_as_a_turn(project: Project) -> None:
+    project.train("run", "objective.loss=bradley_terry", "optim.max_steps=1")
+    system = {"role": "system", "content": "Be brief."}
+    responses = {"responses": ["because", "no"]}
+    project.write_pairs("column.jsonl", [{"prompt": "why?", "system": "Be brief.", **responses}])
+    project.write_pairs("turn.jsonl", [{"prompt": [system, {"role": "user", "content": "why?"}], **responses}])
+    scores = []
+    for name in ("column", "turn"):
+        outcome = project.isopref("judge", f"{name}.jsonl", "--by", "run", "model.dtype=float64")
+        assert outcome.code == 0, outcome.err
+        scores += [one["scores"] for one in lines(project.folder / f"{name}.judged.jsonl")]
+    assert scores[0] == scores[1]
+
+
 @pytest.mark.usefixtures("answers")
 def test_a_reward_model_gives_the_scores_of_isopref_score(project: Project) -> None:
     project.train("run", "objective.loss=bradley_terry", "optim.epochs=1", "optim.lr=1e-2")
     outcome = project.isopref("judge", "answers.jsonl", "--by", "run", "model.dtype=float64")
     assert outcome.code == 0, outcome.err
+    assert re.findall("^wrote (.*):", outcome.out, flags=re.MULTILINE) == ["answers.judged.jsonl"]
     found = lines(project.folder / "answers.judged.jsonl")
     assert len(found) == 3
     pairs = [{"prompt": "why?", "chosen": "because it is so", "rejected": "no"}]
@@ -168,16 +195,22 @@ def test_a_judge_that_never_gives_a_verdict_is_not_asked_for_ever(project: Proje
 
 @pytest.mark.usefixtures("answers")
 def test_what_is_refused(project: Project) -> None:
+    project.write_pairs("roles.jsonl", [{"prompt": [{"role": "critic", "content": "a"}], "responses": ["a", "b"]}])
     project.write_pairs("more.jsonl", [{"instruction": "Translate", "input": "cat", "responses": ["a", "b"]}])
-    (project.folder / "bad.py").write_text("def few(prompt, answers):\n    return [1.0]\n")
+    (project.folder / "bad.py").write_text(
+        "def few(prompt, answers):\n    return [1.0]\ndef alone(answers):\n    return [1.0]\n"
+    )
     for arguments, message in (
         (("answers.jsonl", "--by", "nothing:here"), "cannot be imported"),
         (("answers.jsonl", "--by", "bad.py:many"), "has no function 'many'"),
         (("answers.jsonl", "--by", "bad.py"), "names a file, but no function in it. Write bad.py:FUNCTION."),
+        (("answers.jsonl", "--by", "bad.py:alone"), "bad.py:alone(answers) cannot be called with a prompt and a list"),
         (("answers.jsonl", "--by", "bad.py:few"), "returned [1.0] for 3 answers"),
         (("more.jsonl", "--by", "my_rewards:brevity"), "the judge would not read input"),
         (("train.jsonl", "--by", "my_rewards:brevity"), "expected prompt and responses"),
         (("answers.jsonl", "--by", str(project.model)), "is not a reward model"),
+        (("answers.jsonl", "--by", "~no_such_user/a"), "--by: must be a path in a home folder that exists"),
+        (("roles.jsonl", "--by", "my_rewards:brevity"), "roles.jsonl:1: prompt[0] has the role 'critic'"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: is for a judge that compares"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"), "--rubric: is for a judge at a URL"),
         (("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"), "--skip-failed: is for a judge at a URL"),

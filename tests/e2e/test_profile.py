@@ -26,3 +26,5 @@ def test_a_run_that_is_too_short(project: Project) -> None:
         "run.profile: 4 steps are traced after the first 2, but the run has 5 steps. Set it to 3 or less, or train for "
         "longer."
     )
+    message = project.refused("run", "run.profile=1", "optim.max_steps=2", *SHORT[1:])
+    assert message.endswith("but the run has 2 steps. Remove it, or train for longer.")

@@ -55,7 +55,9 @@ def test_an_edited_card_is_used_as_it_is(hub: Hub, run: Path) -> None:
     assert hub.repos == {}
     assert "Nothing was sent." in first.stdout
     assert "note: the card states no license." in first.stdout
+    assert "names another repository" not in first.stdout
     card = run / "card.md"
+    assert f"note: {card} names another repository than me/new." in push(hub, str(run), "me/new", "--dry-run").stdout
     card.write_text(card.read_text().replace("# license: fill in", "license: mit #"))
     assert "no license" not in push(hub, str(run), "me/mine").stdout
     assert hub.files["me/mine"]["README.md"] == card.read_bytes()
@@ -73,6 +75,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_what_cannot_be_pushed(hub: Hub, run: Path) -> None:
     assert "Write OWNER/NAME." in refusal(push(hub, str(run), "me/mine/other"))
+    assert not (run / "card.md").exists()
     assert "HF_HUB_OFFLINE is set" in refusal(push(hub, str(run), "me/mine", HF_HUB_OFFLINE="1"))
     assert "cannot be reached" in refusal(push(hub, str(run), "me/mine", HF_ENDPOINT="http://127.0.0.1:9"))
     hub.bad_card = '"license" must be one of'

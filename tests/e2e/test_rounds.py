@@ -332,6 +332,14 @@ def test_what_is_refused(ready: Project) -> None:
     for arguments, message in (
         ((*ROUNDS, "1", "data.eval=0.5"), "data.eval: prompts are read from one file"),
         ((*ROUNDS, "1", "model.reference=x/y"), "the rounds choose the reference"),
+        ((*ROUNDS, "1", "run.export=false"), "run.export: false leaves no model for the next round"),
+        (
+            (*ROUNDS, "1", "objective.loss=bradley_terry"),
+            "bradley_terry trains a reward model, which writes no answers",
+        ),
+        ((*ROUNDS, "1", "data.group_by_prompt=true"), "judged answers are grouped by prompt already"),
+        ((*ROUNDS, "1", "run.folder=my.yaml"), "run.folder: cannot create the folder my.yaml"),
+        (("eval", "my.yaml", "--model", "m", "--win-rate", *SAMPLING, "--out", "my.yaml"), "--out: cannot create the"),
         ((*ROUNDS, "1", "--judge-model", "m"), "--judge-model: is for a judge at a URL"),
         ((*ROUNDS, "1", "--judge-parallel", "2"), "--judge-parallel: is for a judge at a URL"),
         ((*ROUNDS, "1", "--skip-failed"), "--skip-failed: is for a judge at a URL"),

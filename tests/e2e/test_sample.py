@@ -119,6 +119,8 @@ def test_what_is_refused(project: Project) -> None:
     shutil.copytree(project.model, project.folder / "copy")
     for more, message in (
         (("--out", "there.jsonl"), "was not written by isopref sample"),
+        (("--out", "copy"), "--out: copy is a folder"),
+        (("--model", "~no_such_user/a"), "--model: must be a path in a home folder that exists"),
         (("--prompts", "no.jsonl"), "no prompt in the columns colour"),
         (("--prompts", "long.jsonl"), "no room for an answer"),
         (("--url", "nowhere"), "--url: must be a URL"),

@@ -132,6 +132,8 @@ def test_a_mapping_holds_what_a_file_may(inside: Project) -> None:
 
 
 def test_arguments_that_would_mean_something_else(inside: Project) -> None:
+    with pytest.raises(ConfigError, match=r"overrides: expected strings such as 'optim\.lr=1e-6', found 1e-06"):
+        isopref.train("my.yaml", [1e-6])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"overrides: expected a list.*Write \['optim\.lr=1e-6'\]"):
         isopref.train("my.yaml", "optim.lr=1e-6")
     with pytest.raises(ConfigError, match="resume: must be one of no, must, auto; found True"):

@@ -178,6 +178,11 @@ def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, 
         )
     if config.data.group_by_prompt and not any(source.found.grouped for source in sources):
         warnings.append("data.group_by_prompt: no two records of a source have the same prompt, so it changes nothing")
+    if not any(source.found.holds == "lists" for source in sources):
+        if config.data.compare != "all":
+            warnings.append("data.compare: there are no lists of answers, so it changes nothing")
+        if config.data.min_gap and all(np.isnan(table.gaps).all() for table in (train, held_out) if table is not None):
+            warnings.append("data.min_gap: the data has no scores, so it changes nothing")
     if config.data.eval_share is not None and held_out is not None:
         warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out), train.unit)
     return Tables(train, held_out, sources, warnings)
@@ -283,9 +288,16 @@ def _whole_table(
                 say=(lambda text: display.say(f"warning: {text}")) if is_first else log.warning,
             )
         except OSError as error:
+            if error.filename is not None and not _is_of(folder, Path(error.filename)):
+                raise  # about the data
             raise ConfigError(
                 f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a writable folder with free space."
             ) from error
+
+
+def _is_of(folder: Path, path: Path) -> bool:
+    """Whether a path is in a folder, or the folder in it."""
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def source_notes(stats: SourceStats) -> list[str]:

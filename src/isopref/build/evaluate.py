@@ -45,7 +45,7 @@ def evaluate_model(
         run = with_longest(run, [pairs])
         table = NamedTable("held-out", pairs)
         check_score_budget(run, table.pairs)
-        check_scores(run, [pairs])
+        check_scores(config, [pairs])
         path, setting = reference.path_of(config) if reference_model is None else (reference_model, "--reference")
         used = (path or config.model.path) if run.loss.needs_reference else None
         run.display.say(f"model {model}")

@@ -99,7 +99,7 @@ def _held_folder(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _engine_log(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     for name in ("olmo_core", "isopref"):

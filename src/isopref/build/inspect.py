@@ -1,16 +1,18 @@
 """What a run would train on, without the model: sources, counts, lengths and a few pairs as the model sees them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from isopref.build.data import SourceUse, pair_tables, read_tokenizer
+from isopref.build.data import SourceUse, Tables, pair_tables, read_tokenizer
 from isopref.build.planner import reaches
-from isopref.build.run import say_trust
+from isopref.build.run import check_scores, say_trust
 from isopref.build.run_plan import Hardware
 from isopref.config.schema import Config
 from isopref.data.statistics import ExampleText, TableFigures, figures, samples
 from isopref.engine.display import Display
+from isopref.errors import UserError
 from isopref.models import conversion, hf
 from isopref.plan.long_rows import Reach
 
@@ -41,7 +43,7 @@ def inspect(config: Config, display: Display, hardware: Hardware | None = None) 
     tables = pair_tables(config, tokenizer, display)
     return Report(
         sources=tables.sources,
-        warnings=tables.warnings,
+        warnings=[*tables.warnings, *_refusal(config, tables)],
         context_length=context,
         num_left_out=tables.num_left_out,
         train=figures(tables.train, context=context),
@@ -50,6 +52,14 @@ def inspect(config: Config, display: Display, hardware: Hardware | None = None) 
         card=None if hardware is None else f"{hardware.gpus} x {hardware.card_name}",
         reaches=None if hardware is None else reaches(config, hardware, tables.train),
     )
+
+
+def _refusal(config: Config, tables: Tables) -> Iterator[str]:
+    """Why the loss cannot be trained on the data, if it cannot."""
+    try:
+        check_scores(config, tables.all)
+    except UserError as error:
+        yield f"isopref train refuses this data: {error}"
 
 
 def _model_config(config: Config) -> PreTrainedConfig:

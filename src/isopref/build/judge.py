@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from isopref.build.requests import in_parallel
 from isopref.build.sample import REQUESTS, model_path
 from isopref.build.score import score_file
-from isopref.data.messages import Turns, kind
+from isopref.data.messages import DefectError, Turns, kind, read_prompt, read_text
+from isopref.data.shapes import with_system
 from isopref.data.sources import read_source
 from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
@@ -125,8 +126,17 @@ def read_records(file: str | Path) -> list[Judged]:
                 "prompt, as isopref sample does."
             )
         rest = {name: value for name, value in record.fields.items() if name not in (column, "scores")}
-        found.append(Judged(prompt, list(answers), rest))
+        found.append(Judged(_asked(prompt, rest.get("system"), record.origin), list(answers), rest))
     return found
+
+
+def _asked(prompt: Any, system: Any, origin: str) -> Turns:
+    """The prompt that a judge reads, with the column 'system' as its first turn. Raises DataError."""
+    try:
+        turns: Turns = read_text(prompt, "prompt") if isinstance(prompt, str) else read_prompt(prompt, "prompt")
+        return with_system(turns, read_text(system, "system")) if system else turns
+    except DefectError as defect:
+        raise DataError(f"{origin}: {defect.args[-1]}.") from None
 
 
 def judged_lines(
@@ -207,14 +217,14 @@ class RewardModel:
         with TemporaryDirectory(dir=ledger.out.absolute().parent, prefix=".judging-") as folder:
             asked, given = Path(folder) / "answers.jsonl", Path(folder) / "rewards.jsonl"
             write_labelled(asked, records)
-            score_file(str(asked), self.path, given, self.overrides)
+            score_file(str(asked), self.path, given, self.overrides, is_kept=False)
             rewards = iter([json.loads(line)["rewards"][0] for line in given.read_text().splitlines()])
         return [_with_gaps(record.answers, rewards, self.counts) for record in records]
 
 
 def write_labelled(path: Path, records: Sequence[Judged]) -> None:
     """Every non-empty answer as a separate record for `isopref score`."""
-    kept = ("system", "tools", "chat_template_kwargs")
+    kept = ("tools", "chat_template_kwargs")
     with path.open("w", encoding="utf-8") as file:
         for record in records:
             more = {name: record.fields[name] for name in kept if name in record.fields}

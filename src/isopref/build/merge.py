@@ -33,5 +33,8 @@ def merge(folder: Path, out: Path, *, dtype: str | None, trust_remote_code: bool
     tokenizer = hf.load_tokenizer(name, trust_remote_code=trust_remote_code, setting=setting)
     if is_reward:
         reward.adopt_padding(model, tokenizer)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    hf.export(model, model.state_dict(), tokenizer, out)
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        hf.export(model, model.state_dict(), tokenizer, out)
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written ({error}). Choose another folder.") from error

@@ -23,6 +23,23 @@ def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
     return path
 
 
+def check_repo(repo: str) -> None:
+    """Raise RunError for a name that no repository can have."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RunError(f"REPO: {error} Write OWNER/NAME.") from error
+
+
+def names_another(card: Path, repo: str) -> bool:
+    """Whether a card that was there already loads the model from another repository."""
+    text = card.read_text(encoding="utf-8")
+    return "from_pretrained(" in text and f"from_pretrained({repo!r}" not in text
+
+
 def states_license(card: Path) -> bool:
     """Whether the license has been filled in."""
     return NO_LICENSE not in card.read_text(encoding="utf-8")
@@ -47,15 +64,13 @@ def upload(files: dict[str, Path], repo: str, *, private: bool, message: str) ->
     """Create the repository if it is new, and upload the files in one commit. Returns its URL."""
     import httpx
     from huggingface_hub import CommitOperationAdd, HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi(library_name="isopref")
     try:
         created = api.create_repo(repo, private=private, exist_ok=True)
         adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in files.items()]
         api.create_commit(created.repo_id, adds, commit_message=message)
-    except HFValidationError as error:
-        raise RunError(f"REPO: {error} Write OWNER/NAME.") from error
     except LocalTokenNotFoundError as error:
         raise RunError(f"{repo}: you are not logged in to {constants.ENDPOINT}. Try: hf auth login") from error
     except OfflineModeIsEnabled as error:

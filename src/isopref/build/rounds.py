@@ -27,11 +27,12 @@ from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError, RunError
 from isopref.evaluate.intervals import Figure, figure, means
 from isopref.judge.comparing import read_rubric
+from isopref.objectives.registry import weights
 from isopref.report.cost import cost_of
 from isopref.report.rounds import Round, page, table
 from isopref.runs.files import MODEL_FOLDER, REPORT_FILE
 from isopref.runs.read import read_run
-from isopref.runs.write import write_json
+from isopref.runs.write import make_folder, write_json
 from isopref.sample.answers import Sampling
 
 SETTINGS_FILE = "rounds.json"
@@ -78,7 +79,7 @@ def run_rounds(plan: Plan, execute: Execute) -> None:
     display = Display()
     config = plan.config
     prompts, held_out = (one_source(getattr(config.data, name), f"data.{name}") for name in ("train", "eval"))
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    make_folder("run.folder", plan.folder)
     _check_settings(plan)
     has_answers = _has_answers(held_out, config)
     _sample(plan, 0, held_out, ANSWERS, 1 if has_answers else plan.answers, execute)
@@ -110,7 +111,7 @@ def _check_settings(plan: Plan) -> None:
         "reference": plan.reference,
     }
     path = plan.folder / SETTINGS_FILE
-    found = json.loads(path.read_text()) if path.exists() else content
+    found = json.loads(path.read_bytes()) if path.exists() else content
     if found not in (content, {**content, "skip_failed": False}):
         raise RunError(f"{plan.folder} has rounds with other settings ({path}). Set another run.folder, or remove it.")
     if not path.exists() or found != content:
@@ -260,6 +261,14 @@ def check_plan(plan: Plan) -> None:
     """Raise ConfigError for settings that cannot work, before any work is done."""
     if plan.answers < 2:
         raise ConfigError(f"--answers: {plan.answers} answer per prompt leaves nothing to compare. Use 2 or more.")
-    if plan.config.model.reference is not None:
+    config = plan.config
+    if config.model.reference is not None:
         raise ConfigError("model.reference: the rounds choose the reference. Remove it, and use --reference.")
+    if not config.run.export:
+        raise ConfigError("run.export: false leaves no model for the next round. Remove it.")
+    if config.objective.trains_reward_model:
+        names = ", ".join(weights(config.objective.loss))
+        raise ConfigError(f"objective.loss: {names} trains a reward model, which writes no answers. Use another loss.")
+    if config.data.group_by_prompt:
+        raise ConfigError("data.group_by_prompt: judged answers are grouped by prompt already. Set it to false.")
     open_judge(plan.judge)  # raises for options that are not for this judge

@@ -127,12 +127,12 @@ def check_score_budget(run: Run, table: ExampleTable) -> None:
     check_budget(table.lengths, run.score_budget, setting=run.score_setting, name=table.origin)
 
 
-def check_scores(run: Run, tables: Sequence[ExampleTable]) -> None:
+def check_scores(config: Config, tables: Sequence[ExampleTable]) -> None:
     """Raise DataError or ConfigError if the loss or its weighting needs something the data lacks."""
-    objective = run.config.objective
+    objective, loss = config.objective, loss_of(config)
     for table in tables:
-        check_table(table, run.loss)
-        if run.loss.needs.gaps:
+        check_table(table, loss)
+        if loss.needs.gaps:
             check_gaps(table, f"objective.loss: {', '.join(weights(objective.loss))}")
         if objective.weighting == "gap":
             check_gaps(table, "objective.weighting: gap")

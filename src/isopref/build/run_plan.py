@@ -1,9 +1,11 @@
 """The input of `isopref plan`, the hardware, and its output."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from isopref.cards import Card, find_card, parse_memory
+from isopref.errors import ConfigError
 from isopref.plan.long_rows import Reach
 from isopref.plan.network import Network
 from isopref.plan.scale import Forecast
@@ -20,8 +22,10 @@ class Hardware:
 
     @classmethod
     def named(cls, card: str, gpus: int, memory: str | None = None, gigabits: float = 400) -> "Hardware":
-        """Raises ConfigError for an unknown card or an invalid size."""
+        """Raises ConfigError for an unknown card, an invalid size or bandwidth."""
         found = find_card(card)
+        if not math.isfinite(gigabits):
+            raise ConfigError(f"--network: must be a number of Gb/s, as in 400; found {gigabits}.")
         if memory is not None:
             found = replace(found, memory=parse_memory(memory))
         return cls(card, found, gpus, Network.of(found, gigabits))

@@ -40,9 +40,10 @@ ARGUMENTS = {  # fields that the command line sets already
 }
 
 
-def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) -> None:
+def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = (), *, is_kept: bool = True) -> None:
     """Score every answer of a file with a reward model, or with a language model, and write `out`.
 
+    `is_kept`: name `out` at the end; a caller may remove it.
     Raises UserError.
     """
     config = _config(file, model, overrides)
@@ -72,9 +73,10 @@ def score_file(file: str, model: str, out: Path, overrides: Sequence[str] = ()) 
                 part.append(_lines(table, first, answers, what))
         if run.env.is_first:
             part.finish()
-        run.display.say(
-            f"wrote {out}: the {policy.scores} of {len(table.lengths.answer)} answers.{table.stats.dropped_note}"
-        )
+        if is_kept:
+            run.display.say(
+                f"wrote {out}: the {policy.scores} of {len(table.lengths.answer)} answers.{table.stats.dropped_note}"
+            )
 
 
 def _config(file: str, model: str, overrides: Sequence[str]) -> Config:

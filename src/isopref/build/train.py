@@ -130,7 +130,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
     if config.data.template not in (None, NO_TEMPLATE):
         tokenizer.chat_template = read_template(config.data.template)  # exported with the model
     check_train_budget(run, tables.train)
-    check_scores(run, tables.all)
+    check_scores(config, tables.all)
     run = with_longest(run, tables.all)
     return run, Data(tokenizer, tables, reference.scored_tables(run, tables))
 

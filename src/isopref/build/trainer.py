@@ -259,9 +259,10 @@ def _check_profile(run: Run, steps: int) -> None:
     """Raise ConfigError if the run has fewer steps than run.profile traces."""
     wanted = run.config.run.profile
     if wanted is not None and steps < wanted + LEAD:
+        way_out = f"Set it to {steps - LEAD} or less" if steps > LEAD else "Remove it"
         raise ConfigError(
             f"run.profile: {wanted} steps are traced after the first {LEAD}, but the run has "
-            f"{_counted(steps, 'step')}. Set it to {max(1, steps - LEAD)} or less, or train for longer."
+            f"{_counted(steps, 'step')}. {way_out}, or train for longer."
         )
 
 

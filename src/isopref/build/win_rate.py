@@ -16,7 +16,7 @@ from isopref.engine.display import Display
 from isopref.errors import ConfigError, DataError
 from isopref.evaluate.win_rate import WinRate, win_rate
 from isopref.ledger import Ledger
-from isopref.runs.write import write_json
+from isopref.runs.write import make_folder, write_json
 from isopref.sample.answers import Sampling
 
 FIGURES_FILE = "figures.json"
@@ -58,7 +58,7 @@ def win_rate_of(
 ) -> Contest:
     """Let both models answer the prompts of data.eval, and judge them. Everything is saved in `folder`, to resume."""
     prompts = one_source(config.data.eval, "data.eval")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", folder)
     files = [folder / "model.jsonl", folder / "against.jsonl"]
     for path, file in zip((model, against), files, strict=True):
         sample_file(config, Job(prompts, file, sampling, 1, (path,)), name=name)

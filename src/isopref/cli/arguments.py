@@ -36,6 +36,14 @@ def check_path(option: str, path: str | None) -> None:
         raise ConfigError(f"{option}: must be {must}; found {path!r}.")
 
 
+def in_home(path: Path | None) -> Path | None:
+    """A path with ~ expanded: shells leave it alone in --out=~/FILE. Raises ConfigError if there is no such home."""
+    try:
+        return None if path is None else path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: there is no such home folder. Write the path without ~.") from error
+
+
 def start_processes(nproc: int, arguments: Sequence[str]) -> None:
     """Run this command in `nproc` processes and exit with their exit code; with one process, continue here."""
     if nproc > 1:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
-from isopref.cli.judge import SkipFailed, Ties
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, in_home, start_processes
+from isopref.cli.judge import SkipFailed, Ties, check_judge
 from isopref.config.load import load_config
 from isopref.errors import ConfigError
 
@@ -53,11 +53,15 @@ def evaluate(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FOLDER", help="With --win-rate: folder for answers and verdicts. Default: NAME.win-rate."
+            "--out",
+            metavar="FOLDER",
+            callback=in_home,
+            help="With --win-rate: folder for answers and verdicts. Default: NAME.win-rate.",
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this file.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", callback=in_home, help="Also write the metrics to this file."),
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
@@ -76,6 +80,9 @@ def evaluate(
     config = load_config(config_file, overrides or ())
     check_path("--model", model)
     check_path("--reference", reference)
+    check_path("--against", against)
+    if by is not None:
+        check_judge(by)
     if win_rate:
         if by is None:
             raise ConfigError("--win-rate: needs a judge. Set --by to a reward model, module:function or a URL.")

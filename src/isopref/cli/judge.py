@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import Overrides, check_path, start_processes
+from isopref.cli.arguments import Overrides, check_path, in_home, start_processes
 
 
 class Ties(StrEnum):
@@ -35,6 +35,12 @@ SkipFailed = Annotated[
 ]
 
 
+def check_judge(by: str) -> None:
+    """Raise ConfigError if --by is neither a URL nor anything that could be a path. A URL may hold a password."""
+    if "://" not in by:
+        check_path("--by", by)
+
+
 def judge(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Prompts with answers, as isopref sample writes them.")],
     overrides: Overrides = None,
@@ -45,6 +51,7 @@ def judge(
         Path | None,
         typer.Option(
             metavar="FILE",
+            callback=in_home,
             help="With a judge URL: file with the question, containing {prompt}, {a} and {b}. Default: built in.",
         ),
     ] = None,
@@ -56,7 +63,10 @@ def judge(
     ] = None,
     skip_failed: SkipFailed = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output file. Default: NAME.judged.jsonl in the current folder.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=in_home, help="Output file. Default: NAME.judged.jsonl in the current folder."
+        ),
     ] = None,
 ) -> None:
     """Score sampled answers, to train on them.
@@ -73,6 +83,7 @@ def judge(
       isopref judge prompts.answers.jsonl --by http://localhost:8000/v1 --rubric rubric.txt --ties keep
     """
     check_path("FILE", file)
+    check_judge(by)
     out = out or Path(f"{Path(file).stem.removesuffix('.answers')}.judged.jsonl")
     start_processes(1, [])
     from isopref.build.judge import JudgeOptions, judge_file

@@ -4,6 +4,7 @@
 """
 
 import errno
+import io
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ import typer
 
 from isopref import __version__
 from isopref.cli import cache, evaluate, judge, push, report, rounds, sample, score
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, say_opening, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, in_home, say_opening, start_processes
 from isopref.cli.group import Commands
 from isopref.cli.launch import end_with_parent, start_again
 from isopref.cli.resume import parse_resume, spelled_out
@@ -55,6 +56,7 @@ app.command("eval")(evaluate.evaluate)
 def main() -> None:
     """Run the command line. A user error is one message and exit code 1; any other error keeps its traceback."""
     environment = dict(os.environ)
+    _print_any_text()
     end_with_parent()
     limit_spinning()
     try:
@@ -72,17 +74,27 @@ def main() -> None:
             start_again({**environment, StartAgainError.variable: "1"})
         sys.exit(code)
     except Exception as error:
-        if isinstance(error, OSError) and _is_of_argument(error):
-            sys.exit(f"error: {error.filename}: {error.strerror}. Choose another path.")
+        if isinstance(error, OSError) and (way_out := _of_path(error)):
+            sys.exit(f"error: {error.filename}: {error.strerror}. {way_out}")
         if "RANK" in os.environ and is_echo(error):
             time.sleep(ECHO_WAIT_S)  # the failed rank has said why, and usually ends this one first
         raise
 
 
-def _is_of_argument(error: OSError) -> bool:
-    """Whether the OS rejects a path from the command line: too long, or in a folder without access."""
-    refused = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
-    return refused and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
+def _print_any_text() -> None:
+    """Print what the locale's encoding lacks as an escape: text from data and models may be anything."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or out.encoding.lower() != "utf-8"):
+        out.reconfigure(errors="backslashreplace")
+
+
+def _of_path(error: OSError) -> str | None:
+    """The way out if the OS denies access to a path, or rejects one from the command line; None: it is our fault."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None:
+        return "Check its permissions, or choose another path."
+    rejected = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    of_argument = rejected and any(str(error.filename).startswith(one) for one in sys.argv[2:] if one)
+    return "Choose another path." if of_argument else None
 
 
 def _first_rank_reports() -> bool:
@@ -262,6 +274,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
+            callback=in_home,
             help="Read lengths (prompt, chosen, rejected) from a .npy file instead of tokenising the data.",
         ),
     ] = None,
@@ -303,6 +316,7 @@ def init(
         Path | None,
         typer.Argument(
             metavar="PATH",
+            callback=in_home,
             help="File to write (default: isopref.yaml); with --demo, the folder (default: demo).",
             show_default=False,
         ),

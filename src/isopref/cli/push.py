@@ -35,13 +35,16 @@ def push(
       isopref push runs/first me/my-model --license apache-2.0 --private
     """
     record = read_run(run)
-    from isopref.build.push import files_of, states_license, upload, write_card
+    from isopref.build.push import check_repo, files_of, names_another, states_license, upload, write_card
 
+    check_repo(repo)
     files_of(record, run)  # refuses a run without a model before it writes anything
     card = write_card(record, repo, license_id)
     files = files_of(record, card)
     if not states_license(card):
         print(f"note: the card states no license. Fill it in: {card}")
+    if names_another(card, repo):
+        print(f"note: {card} names another repository than {repo}. Edit it, or remove it to get a new one.")
     for name, path in files.items():
         print(f"  {path.stat().st_size:>14,}  {name}")
     if dry_run:

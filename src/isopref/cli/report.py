@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isopref.cli.arguments import in_home
 from isopref.engine.display import visible
-from isopref.errors import RunError
+from isopref.errors import RunError, UserError
 from isopref.places import write_whole
 from isopref.report.compare import compute_dtype, final_figures, last_window, math_that_differs, parting
 from isopref.report.elements import number
@@ -34,7 +35,11 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"Output file. Default: {REPORT_FILE} in the run folder, for a single run."),
+        typer.Option(
+            metavar="FILE",
+            callback=in_home,
+            help=f"Output file. Default: {REPORT_FILE} in the run folder, for a single run.",
+        ),
     ] = None,
     as_markdown: Annotated[
         bool,
@@ -90,7 +95,7 @@ def list_runs(
     for place in found:
         try:
             run = read_run(place)
-        except RunError as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
         rows.append({"run": visible(str(place)), **_cells(run)})

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, start_processes
-from isopref.cli.judge import By, SkipFailed, Ties
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, in_home, start_processes
+from isopref.cli.judge import By, SkipFailed, Ties, check_judge
 from isopref.cli.launch import launch, torchrun
 from isopref.cli.sample import MaxTokens, Temperature, TopP
 from isopref.errors import ConfigError
@@ -44,7 +44,9 @@ def rounds(
     ] = None,
     rubric: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With a judge URL: file with the question, as in isopref judge."),
+        typer.Option(
+            metavar="FILE", callback=in_home, help="With a judge URL: file with the question, as in isopref judge."
+        ),
     ] = None,
     ties: Annotated[
         Ties, typer.Option(help="With a judge URL: drop ties and disagreements, or count them as half a win each.")
@@ -64,6 +66,7 @@ def rounds(
       isopref rounds my.yaml --by my_rewards:brevity --rounds 2 --answers 4 --max-tokens 128
       isopref rounds my.yaml --by http://localhost:8000/v1 --judge-model NAME --rubric rubric.txt
     """
+    check_judge(by)
     start_processes(1, [])
     from isopref.build.judge import JudgeOptions
     from isopref.build.rounds import Plan, check_plan, run_rounds

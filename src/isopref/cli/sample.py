@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, in_home, start_processes
 from isopref.config.load import load_config
 
 Temperature = Annotated[
@@ -58,7 +58,9 @@ def sample(
     parallel: Parallel = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Output file. Default: NAME.answers.jsonl in the current folder."),
+        typer.Option(
+            metavar="FILE", callback=in_home, help="Output file. Default: NAME.answers.jsonl in the current folder."
+        ),
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:
@@ -77,6 +79,8 @@ def sample(
     config = load_config(config_file, overrides or ())
     check_path("--prompts", prompts)
     models = tuple(model or ())
+    for one in models if url is None else ():  # otherwise they are names on the server
+        check_path("--model", one)
     out = out or Path(f"{Path(prompts).stem}.answers.jsonl")
     options = ["--prompts", prompts, "--answers", str(answers), "--temperature", str(temperature), "--top-p"]
     options += [str(top_p), "--max-tokens", str(max_tokens), "--seed", str(seed), "--out", str(out)]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import NumProcesses, Overrides, check_path, start_processes
+from isopref.cli.arguments import NumProcesses, Overrides, check_path, in_home, start_processes
 
 
 def score(
@@ -26,7 +26,10 @@ def score(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output file. Default: NAME.scores.jsonl in the current folder.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=in_home, help="Output file. Default: NAME.scores.jsonl in the current folder."
+        ),
     ] = None,
     nproc: NumProcesses = 1,
 ) -> None:

@@ -1,5 +1,6 @@
 """What all config sections share: strictness and number types."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 NO_PATH = "no_path"  # error type for text that cannot be a path; its message says what a path must be
 NAME_BYTES = 255  # Linux's limit
 PATH_BYTES = 3500  # Linux allows 4095; leave room for file names
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def path_must(text: str) -> str | None:
@@ -19,6 +21,8 @@ def path_must(text: str) -> str | None:
         return f"a path of at most {PATH_BYTES} bytes"
     if any(len(name.encode(errors="surrogatepass")) > NAME_BYTES for name in text.split("/")):
         return f"a path with names of at most {NAME_BYTES} bytes"
+    if VARIABLE.search(text):
+        return "a path without variables such as $HOME: isopref expands only ~"
     try:
         Path(text).expanduser()
     except RuntimeError:

@@ -84,8 +84,9 @@ def _files_source(
 
     def read() -> Places:
         for file, opened in files.items():
+            printable = file.encode(errors="backslashreplace").decode()  # a name need not be UTF-8
             for fields, place in opened.read():
-                yield fields, file + place
+                yield fields, printable + place
 
     def digest() -> str:
         now = listed()  # once more: a file may have come or gone

@@ -61,6 +61,8 @@ def open_file(name: str, path: Path) -> DataFile:
         file = DataFile(name, path, *_sniff(name, path))
         if file.kind == "parquet":
             pq.ParquetFile(path)
+    except PermissionError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror}). Check its permissions.") from error
     except (OSError, pa.ArrowException, EOFError, zlib.error) as error:
         raise DataError(f"{name}: cannot be read ({error}). {DAMAGED}") from error
     return file
@@ -132,9 +134,10 @@ def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
 
 def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
     way_out = "Fix the line, or remove it: each line must be one object. A file with one array needs the suffix .json."
+    over_lines = "An object over several lines is not read: put each on one line, or all into one array, [...]."
     for number, line in _lines(name, path, zipped):
         if line.strip():
-            value = _load_json(line.rstrip(), name, number, way_out)
+            value = _load_json(line.rstrip(), name, number, over_lines if line.strip() == "{" else way_out)
             yield _object(value, f"{name}:{number}", way_out), f":{number}"
 
 
@@ -203,12 +206,14 @@ def _rows(name: str, batches: Callable[[], Iterator[Any]]) -> Places:
     number = 0
     try:
         for batch in batches():
+            if len(set(batch.schema.names)) < len(batch.schema.names):
+                raise DataError(f"{name}: duplicate column name in {batch.schema.names}. Rename one of the columns.")
             as_written = without_filling(batch.schema)
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for row in batch.slice(start, BATCH_ROWS).to_pylist():
                     yield as_written(row), f":row {number}"
                     number += 1
-    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: bytes that are not UTF-8
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # not UTF-8; a date after the year 9999
         raise DataError(f"{name}:row {number}: cannot be read ({error}). {DAMAGED}") from error
 
 

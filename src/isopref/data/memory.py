@@ -67,6 +67,8 @@ def _records(label: str, records: Any) -> Iterator[dict[str, Any]]:
                 raise DataError(
                     f"{label}[{index}]: a record must be a dict, this is a {type(record).__name__}. Convert it."
                 )
+            if (key := next((key for key in record if not isinstance(key, str)), None)) is not None:
+                raise DataError(f"{label}[{index}]: a column's name must be text, this is {key!r}. Rename it.")
             yield _plain(record)
     else:
         as_written = without_filling(records.features.arrow_schema)

@@ -223,7 +223,7 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     if raw and not all(isinstance(turns, str) for turns in (prompt, *found.answers)):
         raise DefectError("shape", "there are messages, which data.template: none cannot write")
     if fields.get("system"):
-        prompt = _with_system(prompt, read_text(fields["system"], "system"))
+        prompt = with_system(prompt, read_text(fields["system"], "system"))
     weight = read_weight(fields.get("weight"))
     subset = read_subset(fields.get("subset"))
     found = replace(found, prompt=prompt, tools=tools, weight=weight, template_kwargs=kwargs, subset=subset)
@@ -393,7 +393,8 @@ def _misfit(fields: Fields, shape: Shape) -> DefectError:
     return DefectError(reason, f"the columns {found} do not make shape '{shape.name}' ({shape.looks})")
 
 
-def _with_system(prompt: Turns, system: str) -> list[Message]:
+def with_system(prompt: Turns, system: str) -> list[Message]:
+    """A prompt after a system turn. Raises DefectError if it begins with one already."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if turns[0]["role"] in ("system", "developer"):
         raise DefectError("role", "there is a column 'system', and the prompt begins with a system turn too")

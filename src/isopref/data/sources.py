@@ -5,6 +5,7 @@ Owns what a name means. How each is read is in file_sources and dataset_sources,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from isopref.data.memory import IN_MEMORY
 from isopref.data.source import Record, Source, SourceSpec
 from isopref.errors import ConfigError, DataError
 from isopref.optional import IN_PACKAGE, package_file
+
+SLICE = re.compile(r"([^:]+):(\w+\[[^\[\]]*\])")  # a split of which a part is asked for: owner/name:train[:100]
 
 __all__ = ["Record", "Source", "SourceSpec", "read_source"]
 
@@ -35,6 +38,8 @@ def read_source(
     """
     columns, path, asked = columns or {}, Path(spec).expanduser(), {"name": name, "split": split, "revision": revision}
     base, _, split_of_path = spec.rpartition(":")
+    if (sliced := SLICE.fullmatch(spec)) is not None:
+        base, split_of_path = sliced.groups()
     if spec.startswith(IN_MEMORY):
         raise DataError(
             f"{spec}: this data was passed to isopref.train by a script, in memory, and no file has it. Call "
@@ -55,7 +60,7 @@ def read_source(
     if base and Path(base).expanduser().is_dir():
         _refuse(spec, f"the split '{split_of_path}' of a folder", asked)
         return saved_source(spec, Path(base).expanduser(), split_of_path, columns)
-    if PATTERN.search(spec) and "://" not in spec:
+    if PATTERN.search(spec) and "://" not in spec and sliced is None:
         _refuse(spec, "a pattern for files", asked)
         return pattern_source(spec, columns)
     if base and split is not None:

@@ -43,12 +43,13 @@ def read_spot_checks(spec: str) -> SpotChecks:
     """The spot checks of a file, in order. Raises DataError, with the place of the first record that is none."""
     checks = SpotChecks()
     for record in read_source(spec):
-        if set(record.fields) == {"text"}:
-            checks.texts.append(_text(record, "text", record.fields["text"]))
-        elif set(record.fields) == {"prompt", "expect"}:
+        fields = {name: value for name, value in record.fields.items() if value is not None}  # CSV has every column
+        if set(fields) == {"text"}:
+            checks.texts.append(_text(record, "text", fields["text"]))
+        elif set(fields) == {"prompt", "expect"}:
             checks.questions.append(_question(record))
         else:
-            raise DataError(f"{record.origin}: has the fields {sorted(record.fields)}. A spot check is {FORMS}.")
+            raise DataError(f"{record.origin}: has the fields {sorted(fields)}. A spot check is {FORMS}.")
     return checks
 
 

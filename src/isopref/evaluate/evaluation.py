@@ -198,7 +198,6 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
     if not len(pairs.won):
         names = ("accuracy", "reward_margin", "reward_margin_std", "logp_accuracy", "length_correlation")
         return {"pairs": 0, "by_length": (), **dict.fromkeys(names)}
-    is_reward = bool(np.isnan(pairs.per_token).any())
     reward_margin_N = pairs.rewards[:, 0] - pairs.rewards[:, 1]
     # Moments are centred on the mean of all pairs: far from zero, a difference of large squares would be noise.
     margin = reward_margin_N - reward_margin_N.mean()
@@ -217,9 +216,11 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
         "accuracy": share(pairs.won, pairs.example),
         "reward_margin": figure(reward_margin),
         "reward_margin_std": figure(np.sqrt(np.maximum(second - first**2, 0.0))),
-        "logp_accuracy": None if is_reward else share(won(pairs.per_token), pairs.example),
+        "logp_accuracy": None if pairs.per_token is None else share(won(pairs.per_token), pairs.example),
         "length_correlation": correlation(*moments),
-        "calibration_error": calibration_error(reward_margin_N, pairs.won, pairs.example) if is_reward else None,
+        "calibration_error": None
+        if pairs.per_token is not None
+        else calibration_error(reward_margin_N, pairs.won, pairs.example),
         "by_length": tuple(buckets(pairs)),
     }
 

@@ -5,6 +5,7 @@ N: pairs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +38,17 @@ class Pairs:
 
     won: FloatArray  # N
     rewards: FloatArray  # N, 2
-    per_token: FloatArray  # N, 2: log-probability; NaN where a reward model gives none
+    per_token: FloatArray | None  # N, 2: log-probability; None of a reward model, which gives none
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
     tokens: IntArray  # N, 2
     chosen_weights: FloatArray  # N: of the NLL
     example: IntArray  # N: which example it is of
 
     def select(self, some_N: NDArray[np.bool_]) -> "Pairs":
-        return Pairs(*(part[some_N] for part in vars(self).values()))
+        def selected(part: Any) -> Any:
+            return None if part is None else part[some_N]
+
+        return Pairs(*map(selected, vars(self).values()))
 
 
 def pairs_of(
@@ -56,9 +60,7 @@ def pairs_of(
     return Pairs(
         won=won(gain_N2),
         rewards=reward_N2,
-        per_token=policy.answers[lengths.sides].T / tokens_N2
-        if loss.readout == "logp"
-        else np.full_like(reward_N2, np.nan),
+        per_token=policy.answers[lengths.sides].T / tokens_N2 if loss.readout == "logp" else None,
         nll=-loss.nll_weight * log_likelihood(logps[0]).numpy() / tokens_N2[:, 0],
         tokens=tokens_N2,
         chosen_weights=own[lengths.of_comparison] * tokens_N2[:, 0],

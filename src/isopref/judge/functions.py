@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,12 +31,31 @@ def load_function(name: str) -> Score:
                 sys.path.insert(0, str(Path.cwd()))
             module = importlib.import_module(module_name)
     except (ImportError, OSError, ValueError, SyntaxError) as error:
-        raise ConfigError(f"--by: {module_name} cannot be imported ({error}). Expected module:function.") from error
+        raise ConfigError(
+            f"--by: {module_name} cannot be imported ({error}). Expected module:function, or a URL such as "
+            "http://localhost:8000/v1."
+        ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
         raise ConfigError(f"--by: {module_name} has no function '{attribute}'. Expected module:function.")
+    _check_takes(found, name)
     score: Score = found
     return score
+
+
+def _check_takes(found: Callable[..., Any], name: str) -> None:
+    """Raise ConfigError for a function that cannot be called with a prompt and its answers."""
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # of a function in C, which may have none
+        return
+    try:
+        signature.bind("", [])
+    except TypeError as error:
+        raise ConfigError(
+            f"--by: {name}{signature} cannot be called with a prompt and a list of answers ({error}). Define it as "
+            "function(prompt, answers)."
+        ) from error
 
 
 def _from_file(path: Path) -> Any:
@@ -51,7 +71,8 @@ def _from_file(path: Path) -> Any:
 def scores_of(function: Score, name: str, prompt: Turns, answers: Sequence[str]) -> list[float]:
     """The scores of some answers, checked. Raises DataError."""
     given: Any = function(prompt, list(answers))
-    found = list(given) if isinstance(given, Iterable) else [given]
+    plain = _as_python(given)
+    found = [_as_python(one) for one in plain] if isinstance(plain, Iterable) else [plain]
     numbers = [isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in found]
     if len(found) != len(answers) or not all(numbers):
         raise DataError(
@@ -59,3 +80,8 @@ def scores_of(function: Score, name: str, prompt: Turns, answers: Sequence[str])
             "higher for better."
         )
     return [float(one) for one in found]
+
+
+def _as_python(value: Any) -> Any:
+    """An array, tensor or number of numpy or torch as lists and numbers of Python; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -279,7 +279,9 @@ def _wrapper(peft: Any) -> Any:
 
 def _read_config(peft: Any, path: str, setting: str) -> Any:
     if not is_adapter(Path(path)):
-        raise ModelError(f"{setting}: {path} is not the folder of an adapter: it has no {CONFIG_FILE}.")
+        inside = Path(path) / "model"  # of a run
+        hint = f" Did you mean {inside}?" if is_adapter(inside) else ""
+        raise ModelError(f"{setting}: {path} is not the folder of an adapter: it has no {CONFIG_FILE}.{hint}")
     try:
         config = peft.PeftConfig.from_pretrained(Path(path).expanduser())
     except Exception as error:

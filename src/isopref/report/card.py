@@ -5,7 +5,7 @@ It is public, so it names files without their folders, and no host.
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from isopref import __version__
@@ -121,5 +121,5 @@ def _without_folders(value: Any) -> Any:
         return [_without_folders(one) for one in value]
     if not isinstance(value, str) or "/" not in value:
         return value
-    is_hub_name = HUB_NAME.fullmatch(value) and not FILE_NAME.search(value) and not PurePath(value).is_absolute()
+    is_hub_name = HUB_NAME.fullmatch(value) and not FILE_NAME.search(value) and not Path(value).exists()
     return value if is_hub_name or value.startswith("package:") else PurePath(value).name

@@ -3,6 +3,7 @@
 They come from what every run records: training metrics, and answers to held-out prompts before and after.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from isopref.report.elements import fixed
@@ -49,18 +50,15 @@ def _collapsed(run: RunRecord, before: float, after: float) -> Iterator[str]:
 
 
 def _less_likely(run: RunRecord) -> Iterator[str]:
-    logps = run.metrics.get("train/logps_chosen")
-    if logps is None or len(logps.values) < 2:
+    logps, rewards = (_ends(run.metrics.get(f"train/{name}_chosen")) for name in ("logps", "rewards"))
+    if logps is None:
         return
-    first, last = _ends(logps)
+    first, last = logps
     if last >= first - FALL * abs(first):
         return
-    rewards = run.metrics.get("train/rewards_chosen")
-    if rewards is not None:
-        # Steps have different pairs, and longer answers are less likely. The reward compares like with like.
-        reward_first, reward_last = _ends(rewards)
-        if reward_last >= reward_first:
-            return
+    # Steps have different pairs, and longer answers are less likely. The reward compares like with like.
+    if rewards is not None and rewards[1] >= rewards[0]:
+        return
     weight = run.config["objective"]["nll_weight"]
     remedy = (
         f"a larger objective.nll_weight ({weight} here) or a smaller optim.lr" if weight else "objective.nll_weight"
@@ -71,10 +69,13 @@ def _less_likely(run: RunRecord) -> Iterator[str]:
     )
 
 
-def _ends(series: Series) -> tuple[float, float]:
-    """Means over the first and the last logged steps."""
-    part = max(1, len(series.values) // AT_EACH_END)
-    first, last = (sum(some) / part for some in (series.values[:part], series.values[-part:]))
+def _ends(series: Series | None) -> tuple[float, float] | None:
+    """Means over the first and the last logged steps with finite values; None if there are fewer than two."""
+    values = [value for value in series.values if math.isfinite(value)] if series is not None else []
+    if len(values) < 2:
+        return None
+    part = max(1, len(values) // AT_EACH_END)
+    first, last = (sum(some) / part for some in (values[:part], values[-part:]))
     return first, last
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from isopref.report.cost import cost_of
 from isopref.report.degeneration import signs
 from isopref.report.elements import Html, element, fixed, join, number
-from isopref.report.figures import LABELS, Entry, duration, range_text, unit
+from isopref.report.figures import LABELS, Entry, duration, range_text, shown, unit
 from isopref.runs.read import RunRecord, Series
 
 
@@ -29,7 +29,7 @@ def _about(run: RunRecord) -> list[str]:
     objective, pairs = run.config.get("objective", {}), run.start("pairs")
     parts = [
         str(run.config.get("model", {}).get("path", "")),
-        f"{objective.get('loss', '')}, weighted by {objective.get('weighting', '')}",
+        f"{shown(objective.get('loss', ''))}, weighted by {objective.get('weighting', '')}",
         f"{pairs:,} {unit(run)}s" if pairs else "",
         run.status,
     ]

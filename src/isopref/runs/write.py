@@ -23,6 +23,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: cannot be written ({error}). Choose another location.") from error
 
 
+def make_folder(setting: str, folder: Path) -> None:
+    """Create a folder unless it exists. Raises ConfigError naming the setting that names it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot create the folder {folder} ({error}). Choose another one.") from error
+
+
 def write_rewards(folder: Path, tokens_N2: IntArray, before_N2: FloatArray, after_N2: FloatArray) -> None:
     """Keep the rewards of held-out pairs for the report."""
     np.savez_compressed(

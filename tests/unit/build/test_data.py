@@ -360,6 +360,17 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
     ]
 
 
+def test_settings_of_scores_and_lists_where_there_are_none(folder: Path, load: Load) -> None:
+    compare = "data.compare: there are no lists of answers, so it changes nothing"
+    gap = "data.min_gap: the data has no scores, so it changes nothing"
+    assert load("data.compare=adjacent", "data.min_gap=0.5").warnings == [compare, gap]
+    (folder / "a.jsonl").write_text(jsonl([{**row, "margin": 1} for row in records(0, 20)]))
+    assert load("data.min_gap=0.5").warnings == []
+    lists = [{"prompt": f"why {n}?", "responses": ["yes", "no"], "scores": [1, 0]} for n in range(8)]
+    (folder / "a.jsonl").write_text(jsonl(lists))
+    assert load("data.compare=adjacent", "data.min_gap=0.5").warnings == []
+
+
 def test_a_batch_of_more_pairs_than_there_are(load: Load) -> None:
     assert load("optim.batch_size=20").warnings == []
     assert load("optim.batch_size=21").warnings == [
@@ -428,6 +439,15 @@ def test_held_out_pairs_of_a_count_are_the_same_for_every_seed(load: Load) -> No
 def test_no_held_out_pairs(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval is null"):
         held_out_table(load_config(folder / "c.yaml"), tiny_tokenizer("chatml"), Display(quiet=True))
+
+
+def test_data_that_may_not_be_looked_at_does_not_blame_the_cache(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(PermissionError):  # which the command line reports
+        load()
 
 
 def test_a_cache_folder_that_is_a_file(load: Load, folder: Path) -> None:

@@ -392,6 +392,32 @@ def test_eval_and_cache_start_ranks(isopref: Isopref, config_file: Path) -> None
     assert result.stdout == "fill my.config 1.0\n" * 2, result.stderr
 
 
+def test_a_path_without_access_is_one_message(isopref: Isopref, config_file: Path) -> None:
+    build = "def train(*_, **__):\n    raise PermissionError(13, 'Permission denied', '/home/else/model')\n"
+    done = isopref("train", config_file.name, build=build)
+    assert done.returncode == 1
+    way_out = "Check its permissions, or choose another path."
+    assert done.stderr == f"error: /home/else/model: Permission denied. {way_out}\n"
+
+
+def test_a_home_folder_in_an_option(isopref: Isopref, tmp_path: Path) -> None:
+    """Shells leave the ~ of --out=~/FILE as it is, and a folder of that name is dangerous to remove."""
+    make_run(tmp_path / "run", noisy_metrics(3))
+    done = isopref("report", "run", "--out=~/found/report.html", HOME=str(tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "home" / "found" / "report.html").exists()
+    assert not (tmp_path / "~").exists()
+    done = isopref("report", "run", "--out=~no_such_user/report.html")
+    assert done.stderr == "error: ~no_such_user/report.html: there is no such home folder. Write the path without ~.\n"
+
+
+def test_text_that_the_locale_cannot_print_is_escaped(isopref: Isopref, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "läuft", noisy_metrics(3))
+    done = isopref("ls", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert r"runs/l\xe4uft" in done.stdout
+
+
 # --- init and config -------------------------------------------------------------------------------
 
 

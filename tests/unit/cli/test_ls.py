@@ -73,6 +73,19 @@ def test_ls_keeps_figures_beside_a_name_of_any_length(
 
 
 @pytest.mark.usefixtures("two_runs")
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_ls_names_a_damaged_run_and_lists_the_others(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    (Path("runs") / LONG / name).write_text("model: [\n")
+    list_runs(Path("runs"))
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: runs/{LONG}/{name}:")
+    assert "runs/short" in said.out
+
+
+@pytest.mark.usefixtures("two_runs")
 def test_ls_shows_everything_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -352,6 +352,8 @@ def test_lengths_come_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (["--card", "H9000"], "--card H9000: unknown GPU. Use one of B200, H200"),
         (["--memory", "80"], "--memory 80: write a number and a unit, as in 80GB"),
+        (["--memory", ".GB"], "--memory .GB: write a number and a unit, as in 80GB"),
+        (["--network", "inf"], "--network: must be a number of Gb/s, as in 400; found inf."),
         (["--ranks", "8,x"], "--ranks 8,x: must be positive whole numbers"),
         (["--gpus", "2", "model.compute_dtype=float32", "layout.parallel=single"], "a plan for 2 GPUs"),
         (["--gpus", "6", "layout.parallel=hsdp", "layout.hsdp_shard=4"], "does not divide the number of processes, 6"),
@@ -373,9 +375,24 @@ def test_lengths_of_another_form_are_refused(project: Path, bad: Any) -> None:
         run(project)
 
 
+@pytest.mark.parametrize("bad", [b"", b"PK\x03\x04", b"[[1, 2, 3]]"])
+def test_a_file_without_lengths_is_refused(project: Path, bad: bytes) -> None:
+    (project / "lengths.npy").write_bytes(bad)
+    with pytest.raises(DataError, match="cannot be read"):
+        run(project)
+
+
+def test_several_arrays_are_no_lengths(project: Path) -> None:
+    with (project / "lengths.npy").open("wb") as file:
+        np.savez(file, lengths=np.ones((4, 3), int))
+    with pytest.raises(DataError, match=r"cannot be read \(an archive of arrays\)"):
+        run(project)
+
+
 def test_memory_in_both_units_and_cards_in_any_case() -> None:
     assert parse_memory("80GB") == 80e9
     assert parse_memory("79.5 gib") == 79.5 * 2**30
+    assert parse_memory(".5TB") == 5e11
     assert find_card("h100") is CARDS["H100"]
     assert find_card("RTX4090") is CARDS["RTX 4090"]
     with pytest.raises(ConfigError):

@@ -207,8 +207,10 @@ LONG = "é" * 128  # two bytes each
         (f"a/{LONG}/b", "a path with names of at most 255 bytes", f'"a/{LONG[:74]}...'),
         ("a/" * 2048, "a path of at most 3500 bytes", f'"{"a/" * 38}...'),
         ("~no_such_user/a", "a path in a home folder that exists", '"~no_such_user/a"'),
+        ("$SCRATCH/a", "a path without variables such as $HOME: isopref expands only ~", '"$SCRATCH/a"'),
+        ("a/${USER}", "a path without variables such as $HOME: isopref expands only ~", '"a/${USER}"'),
     ],
-    ids=["NUL", "long name", "long path", "no home"],
+    ids=["NUL", "long name", "long path", "no home", "variable", "variable in braces"],
 )
 def test_text_that_cannot_be_a_path(file: Path, field: str, path: str, must: str, found: str) -> None:
     override = f"{field}={path}"

@@ -30,6 +30,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_a_name_that_is_not_utf_8(folder: Path) -> None:
+    (folder / "10.jsonl").rename(folder / "1\udcff.jsonl")
+    places = [record.origin for record in read_source("data")]
+    assert places == [r"data/1\udcff.jsonl:1", r"data/1\udcff.jsonl:2", "data/2.jsonl:1"]
+
+
 @pytest.mark.parametrize(
     "spec", ["data", "data/", "./data", "data/*.jsonl", "d?ta/*.jsonl", "data/[0-9]*", "**/*.jsonl"]
 )

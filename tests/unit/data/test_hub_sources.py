@@ -39,6 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         ("owner/set", {}, ("owner/set", None, "train", None), "owner/set"),
         ("owner/set:prefs", {}, ("owner/set", None, "prefs", None), "owner/set:prefs"),
+        ("owner/set:prefs[:100]", {}, ("owner/set", None, "prefs[:100]", None), "owner/set:prefs[:100]"),
         ("set", {}, ("set", None, "train", None), "set"),
         ("owner/set", {"name": "en"}, ("owner/set", "en", "train", None), "owner/set (en)"),
         ("o/s", {"split": "train[:10%]", "revision": "v1"}, ("o/s", None, "train[:10%]", "v1"), "o/s:train[:10%]"),

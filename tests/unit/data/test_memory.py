@@ -100,6 +100,7 @@ def test_other_columns_may_hold_what_prints_the_same_everywhere() -> None:
         ("why?", "data.train[1]: a record must be a dict, this is a str. Convert it."),
         ({"prompt": object()}, "data.train[1]: holds a builtins.object. A record in memory holds text, numbers,"),
         ({"prompt": {1, 2}}, "data.train[1]: holds a builtins.set. A record"),
+        ({0: "why?", "chosen": "yes"}, "data.train[1]: a column's name must be text, this is 0. Rename it."),
     ],
 )
 def test_what_is_no_record_is_named(row: Any, message: str) -> None:

@@ -47,9 +47,18 @@ def arrow(rows: list[dict[str, Any]], open_writer: Callable[..., Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def parquet(rows: list[dict[str, Any]]) -> bytes:
+def parquet(rows: list[dict[str, Any]], kind: pa.DataType | None = None) -> bytes:
+    """With `kind`, the type of all columns."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=2)
+    schema = None if kind is None else pa.schema(dict.fromkeys(rows[0], kind))
+    pq.write_table(pa.Table.from_pylist(rows, schema), sink, row_group_size=2)
+    return bytes(sink.getvalue())
+
+
+def twice() -> bytes:
+    """A Parquet file with two columns of one name."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays([pa.array(["b"]), pa.array(["c"])], ["a", "a"]), sink)
     return bytes(sink.getvalue())
 
 
@@ -93,7 +102,7 @@ BROKEN = [
     ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
     ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
     ("one_line.json", b'[{"a": 1}, {"a": }]', "{path}:1: not valid JSON"),
-    ("pretty.json", b'{\n "a": 1\n}', "or remove it: each line must be one object."),
+    ("pretty.json", b'{\n "a": 1\n}', "An object over several lines is not read: put each on one line, or all into"),
     ("latin.jsonl", GOOD + "für".encode("latin-1"), "{path}:4: not UTF-8"),
     ("latin_too.jsonl", GOOD + "für".encode("latin-1"), "Convert it: iconv -f LATIN1 -t UTF-8"),
     ("excel.csv", delimited(ROWS, ",").decode().encode("utf-16"), "Convert it: iconv -f UTF-16 -t UTF-8"),
@@ -113,6 +122,8 @@ BROKEN = [
     ("commas.tsv", delimited(ROWS, ","), "which seems to be separated by commas."),
     ("cut.parquet", parquet(ROWS)[:-9], "{path}: cannot be read"),
     ("cut.arrow", arrow(ROWS, pa.ipc.new_file)[:-9], "{path}:row 0: cannot be read"),
+    ("twice.parquet", twice(), "{path}: duplicate column name in ['a', 'a']. Rename one of the columns."),
+    ("late.parquet", parquet([{"a": 2**60}], pa.timestamp("ms")), "{path}:row 0: cannot be read"),
     ("zipped.parquet.gz", gzip.compress(parquet(ROWS)), "{path}: a gzipped .parquet file"),
     ("photo.bin", b"\x89PNG\r\n", "{path}: the format is not known"),
 ]
@@ -126,6 +137,16 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, name: str, content: by
         list(read_source(str(path)))
     assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(Permission denied\)\. Check its permissions\.$"):
+        read_source(str(tmp_path / "a.jsonl"))
 
 
 def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:

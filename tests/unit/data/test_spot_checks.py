@@ -23,6 +23,11 @@ def test_questions_and_texts(tmp_path: Path) -> None:
     )
 
 
+def test_a_table_has_both_kinds_with_empty_cells(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("prompt,expect,text\n2 + 2?,4,\n,,It rained.\n")
+    assert read_spot_checks(str(tmp_path / "p.csv")) == SpotChecks([Question("2 + 2?", ("4",))], ["It rained."])
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -86,6 +86,16 @@ def test_all_other_figures_count_each_pair_once(weighting: Weighting) -> None:
     assert found.figures()["logp_accuracy"].value == (1 + 0.5 + 0 + 0.5) / 4
 
 
+def test_a_log_probability_that_is_not_finite_makes_no_reward_model() -> None:
+    policy = TableLogps.of_pairs(np.array([math.nan, *POLICY.chosen[1:]]), POLICY.rejected)
+    found = figures(policy=policy, sources=[0, 0, 1, 1])
+    for part in (found, *found.by_source.values()):
+        assert part.calibration_error is None
+        assert part.logp_accuracy is not None
+    assert found.logp_accuracy is not None
+    assert found.logp_accuracy.value == (0 + 0.5 + 0 + 0.5) / 4  # the first pair counts as lost
+
+
 def test_correlation_of_reward_with_length() -> None:
     # Rewards over beta: chosen 1, 0, -1, 2; rejected -1, 1, -1, -1. Tokens: 4, 3, 2, 2; 4, 1, 6, 2.
     rewards, tokens = [1, 0, -1, 2, -1, 1, -1, -1], [4, 3, 2, 2, 4, 1, 6, 2]

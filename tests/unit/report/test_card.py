@@ -49,6 +49,15 @@ def test_a_base_on_this_machine_is_no_hub_name(tmp_path: Path, path: str) -> Non
     assert "license" not in metadata(card)
 
 
+def test_a_folder_that_looks_like_a_hub_name_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    (tmp_path / "data" / "pairs").mkdir(parents=True)
+    card = model_card(run_of(tmp_path / "run", model={"path": "models/base"}, data={"train": "data/pairs"}), "me/mine")
+    assert not {"base_model", "datasets"} & metadata(card).keys()
+    assert "models/" not in card
+
+
 def test_figures_have_their_intervals_and_versions_are_named(tmp_path: Path) -> None:
     card = model_card(run_of(tmp_path / "run", optim={"lr": 2e-6}), "me/mine")
     assert "| preference accuracy | 0.500 (0.450 to 0.550) | 0.900 (0.850 to 0.950) |" in card

@@ -55,6 +55,15 @@ def test_chosen_answers_that_become_less_likely(tmp_path: Path) -> None:
     assert "fell from \N{MINUS SIGN}100.0 to \N{MINUS SIGN}116.0 nats" in sign
 
 
+def test_steps_that_were_not_finite_are_no_sign(tmp_path: Path) -> None:
+    """A step whose gradient is not finite is skipped, and logs null."""
+    nan = float("nan")
+    for number, chosen in enumerate(([nan, -100.0, -101.0], [-100.0, -101.0, nan], [-100.0, nan], [nan, nan])):
+        assert found(tmp_path / f"{number}", chosen, []) == []
+    (sign,) = found(tmp_path / "run", [-100.0, -116.0, nan], [])
+    assert "fell from \N{MINUS SIGN}100.0 to \N{MINUS SIGN}116.0 nats" in sign
+
+
 def test_later_batches_with_longer_answers_are_no_sign(tmp_path: Path) -> None:
     """The steps have different pairs. The reward compares each with its own reference, and here it rose."""
     logps, rewards = (-15.0, -36.0, -31.0), (0.0, 0.2, 0.7)

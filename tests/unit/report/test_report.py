@@ -341,6 +341,12 @@ def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
         page([run] * 7)
 
 
+def test_losses_that_are_added_are_written_as_in_a_config(tmp_path: Path) -> None:
+    settings = {"objective": {"loss": {"sigmoid": 1.0, "hinge": 0.5}}}
+    run = read_run(make_run(tmp_path / "run", losses([0.7]), settings=settings))
+    assert " · {sigmoid: 1.0, hinge: 0.5}, weighted by example" in page([run])
+
+
 def test_figures_in_markdown(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "my run", noisy_metrics(3)))
     text = markdown([run])
