@@ -62,7 +62,7 @@ def _hold(path: Path, in_use: Callable[[str], Exception]) -> int:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise in_use(holder)
-        # The previous holder may have removed the file since it was opened here. Locking it protects nothing then: retry.
+        # The previous holder may have removed the file since it was opened here. Its lock is worthless then: retry.
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.truncate(descriptor, 0)
