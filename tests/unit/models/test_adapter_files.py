@@ -129,7 +129,7 @@ def test_tensors_that_have_no_place_are_refused(bases: dict[str, Path], written:
         "more": {**state, some.replace("q_proj", "o_proj"): state[some].clone()},
     }[change]
     save_file(changed, adapter / WEIGHTS_FILE)
-    message = "is not one of this model: they differ in"
+    message = "does not belong to this model: their tensors differ in"
     with pytest.raises(ModelError, match=message):
         loaded(bases["llama"], adapter)
     with pytest.raises(ModelError, match=message):
