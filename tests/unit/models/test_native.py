@@ -323,5 +323,5 @@ def test_ranks_that_cannot_share_out_the_heads_are_refused(
     with pytest.raises(ConfigError) as refusal:
         check_tensor(policy, "fsdp", ranks, ranks)
     assert str(refusal.value) == (
-        f"layout.tensor_parallel: {ranks} does not divide the heads and key heads of the model. What does: {fitting}."
+        f"layout.tensor_parallel: {ranks} does not divide the heads and key heads of the model. Use one of {fitting}."
     )
