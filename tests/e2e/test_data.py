@@ -231,7 +231,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
     ("argument", "says"),
     [
         ("data.train=nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("data.train=[train.jsonl, {path: eval.jsonl, count: 9}]", "'eval.jsonl': count 9 of 8 pairs"),
+        ("data.train=[train.jsonl, {path: eval.jsonl, count: 9}]", "'eval.jsonl': count must be 1 to 8, the number of"),
         (
             "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
             "no record has the columns ['ask']. Fix ",

@@ -97,7 +97,7 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (
             "data.train=*.parquet",
-            "*.parquet: no file matches this pattern. {folder} holds eval.jsonl, my.yaml, train.jsonl.",
+            "*.parquet: no file matches this pattern. {folder} contains eval.jsonl, my.yaml, train.jsonl.",
         ),
         (
             "data.train=.",

@@ -115,7 +115,7 @@ def test_without_a_network_nothing_is_asked_for() -> None:
 def test_a_hub_that_answers_is_asked() -> None:
     with hub(answers=True) as (endpoint, asked):
         message = run_online(LOAD, endpoint)
-    assert "and the Hugging Face hub gave no data set 'nobody/nothing' with split 'dev' (" in message
+    assert "and the Hugging Face hub returned no data set 'nobody/nothing' with split 'dev' (" in message
     assert [one for one in asked if "nobody/nothing" in one[1]]
 
 
