@@ -122,7 +122,7 @@ def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder
 
 def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([{"question": row.pop("prompt"), **row} for row in records(0, 9)]))
-    with pytest.raises(ConfigError, match=r"no such names \['question'\].* Our name comes first.*\{prompt: question\}"):
+    with pytest.raises(ConfigError, match=r"no columns \['question'\].* name comes first.*\{prompt: question\}"):
         load("data.columns={question: prompt}")
     with pytest.raises(DataError, match=r"Set data\.columns=\{prompt: question\}\."):
         load()

@@ -132,7 +132,7 @@ def test_what_only_the_hub_has_is_refused_of_files(
         with pytest.raises(ConfigError) as caught:
             read_source(spec, **asked_for)
         assert str(caught.value) == (
-            f"the source '{spec}': is {kind}, and {field}: x is for data sets of the hub. Remove {field}."
+            f"the source '{spec}': is {kind}, but {field}: x is for data sets of the hub. Remove {field}."
         )
     STORED.save_to_disk("saved")
     if field != "split":
@@ -142,7 +142,7 @@ def test_what_only_the_hub_has_is_refused_of_files(
 
 
 def test_two_splits_are_refused(asked: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'owner/set:dev': its split is given twice, also as split: test"):
+    with pytest.raises(ConfigError, match="'owner/set:dev': its split is also set as split: test"):
         read_source("owner/set:dev", split="test")
     datasets.DatasetDict(train=STORED).save_to_disk(tmp_path / "saved")
     with pytest.raises(ConfigError, match=r"is the split 'train' of a folder, and split: test is for"):

@@ -212,7 +212,7 @@ def test_pairs_that_the_template_leaves_something_out_of_are_counted(tmp_path: P
 def test_a_source_without_one_usable_pair_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "a.jsonl", [record(1)]), write(tmp_path / "b.jsonl", [record(0, rejected="yes ")])
     for specs in ([bad], [good, bad], [bad, good]):
-        with pytest.raises(DataError, match=r"b\.jsonl: none of 1 records gave a pair; dropped: 1 tie\."):
+        with pytest.raises(DataError, match=r"b\.jsonl: none of 1 records is usable; dropped: 1 tie\."):
             build(*specs, folder=tmp_path / "cache", options=DROP)
     assert not tables(tmp_path / "cache")
 
