@@ -150,7 +150,7 @@ def test_a_process_that_is_not_its_own_is_refused(inside: Project, monkeypatch: 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert "Call it there" in str(found[0])
+    assert "Call it in the main thread" in str(found[0])
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         with pytest.raises(RunError, match=r"2 were started \(WORLD_SIZE\).*--nproc"):

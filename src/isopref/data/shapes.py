@@ -344,7 +344,7 @@ def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]
             continue
         way_out = f"Remove {ours} from data.columns"
         if ours in SHAPES["alpaca"].columns:
-            way_out += ", or rename the prompt's column to instruction, with which it is read"
+            way_out += ", or read the prompt's column as instruction, which input and history belong to"
         raise DataError(
             f"{first.origin}: data.columns reads '{theirs}' as {ours}, but a source of shape '{shape.name}' has no "
             f"such column ({shape.looks}). {way_out}."

@@ -83,9 +83,9 @@ def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError) as caught:
         read_source("owner/set:dev", name="fr", revision="v1")
     assert str(caught.value) == (
-        f"owner/set:dev (fr): there is no local path {Path('owner/set:dev').absolute()}, and the Hugging Face hub gave "
-        "no data set 'owner/set' with split 'dev', config 'fr', revision 'v1' (ValueError: Config name is missing. "
-        "Please pick one among the available configs: ['en', 'de']). Check the path or the name on the hub: "
+        f"owner/set:dev (fr): there is no local path {Path('owner/set:dev').absolute()}, and the Hugging Face hub "
+        "returned no data set 'owner/set' with split 'dev', config 'fr', revision 'v1' (ValueError: Config name is "
+        "missing. Please pick one among the available configs: ['en', 'de']). Check the path or the name on the hub: "
         "data.train: {path: OWNER/NAME, name: CONFIG, split: SPLIT, revision: REVISION}."
     )
 

@@ -223,7 +223,7 @@ def test_a_column_name_we_do_not_have_is_refused(tmp_path: Path) -> None:
         build(spec, folder=tmp_path)
 
 
-TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
+TWO_ROLES = "is read as {} and as {}. Set another column for one of them."
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
         ({"chosen": "a", "rejected": "a"}, f"the column 'a' {TWO_ROLES.format('chosen', 'rejected')}"),
         (
             {"chosen": "prompt"},
-            "the column 'prompt' is read as chosen, so nothing is read as prompt. Name a column for that too, as in "
+            "the column 'prompt' is read as chosen, so nothing is read as prompt. Set a column for prompt, as in "
             "{chosen: prompt, prompt: COLUMN}, or remove chosen: prompt.",
         ),
     ],
