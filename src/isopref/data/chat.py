@@ -171,7 +171,7 @@ class PairEncoder:
         try:
             return self._template.render(as_messages(prompt, "user"), given, add_generation_prompt=True)
         except DefectError as defect:
-            raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
+            raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or change it.") from defect
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:

@@ -70,7 +70,7 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
     """
     tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
     if hint or not HUB_NAME.fullmatch(asked.path) or Path(asked.path).suffix in FILE_SUFFIXES:
-        way_out = f"Check the path; a relative one starts where the command runs.{hint}"
+        way_out = f"Check the path; a relative path starts from the folder in which the command runs.{hint}"
         raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
     datasets = require(
         "datasets", extra="datasets", why=f"'{spec}' is not a local path ({tried}), so it is read as a hub name"

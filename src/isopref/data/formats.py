@@ -87,7 +87,7 @@ def _sniff(name: str, path: Path) -> tuple[str, bool]:
     suffix = suffix_of(path)
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         if zipped:
-            raise DataError(f"{name}: a gzipped {suffix or 'binary'} file cannot be mapped. Unpack it: gunzip.")
+            raise DataError(f"{name}: a gzipped {suffix or 'binary'} file cannot be mapped. Unpack it with gunzip.")
         return ("parquet" if head.startswith(b"PAR1") else "arrow"), False
     if suffix in TEXT_SUFFIXES:
         return TEXT_SUFFIXES[suffix], zipped

@@ -107,7 +107,7 @@ def _merged_pairs(pairs: Sequence[Example]) -> Example:
 
 
 def _unless_ones(weights: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
-    """The token weights of some answers; empty if all are 1, as `Example` has it."""
+    """The token weights of some answers; empty if all are 1, as in `Example.weights`."""
     return () if all((one == 1).all() for one in weights) else tuple(weights)
 
 
@@ -121,7 +121,7 @@ def _with_one_weight(table: ExampleTable, group: IntArray, drop_bad: bool) -> In
             table.origin(int(group[other])),
             "weight",
             f"'weight' is {weights[other]:g}, but {weights[0]:g} in {table.origin(int(group[0]))}, which has the same "
-            "prompt. With data.group_by_prompt they become one example, which has one weight: write the same in both",
+            "prompt. With data.group_by_prompt they become one example, which has one weight: set the same in both",
         )
     return same
 

@@ -87,8 +87,8 @@ def build_table(
 ) -> ExampleTable:
     """The records of all sources, in order, tokenised; from the cache in `folder` if it has the same content.
 
-    The table holds every usable record of every source: mixing by weight or count selects from it (see mixing).
-    `group_by_prompt` groups records with the same prompt into one example, from the ungrouped table (see grouping).
+    The table holds every usable record of every source: mixing by weight or count selects from it (mixing.py).
+    `group_by_prompt` groups records with the same prompt into one example, from the ungrouped table (grouping.py).
     `workers` processes tokenise what is left after CHUNKS_ALONE; they are spawned, so a script that uses more than one
     needs the `if __name__ == "__main__":` guard. Of several processes with the same folder, one builds the table and
     the others wait; `head_start_s` lets another process, which shows its progress, start first.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THINK_END = "</think>"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers has it
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
 REASONING = ("reasoning_content", "thinking")  # an answer's reasoning, under the names that templates use
 SPOKEN = ("content", *REASONING)  # all text of an answer

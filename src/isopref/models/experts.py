@@ -19,7 +19,7 @@ PROBE_TOKENS = 64  # enough for a correction bias that matters to change the cho
 
 @torch.no_grad()
 def check_routers(model: PreTrainedModel) -> None:
-    """Raise ModelError unless the model's routers choose the experts that `routing` counts: those of highest logits."""
+    """Raise ModelError unless routers send tokens to the experts with the highest logits, the ones `routing` counts."""
     config = model.config.get_text_config()
     shown: Sequence[Tensor] = ()
     sent: list[Tensor] = []

@@ -65,7 +65,9 @@ def parallelize(
     """
     if context_parallel > 1:
         if tensor_parallel > 1:
-            raise ConfigError("layout.context_parallel cannot be combined with layout.tensor_parallel.")
+            raise ConfigError(
+                "layout.context_parallel cannot be combined with layout.tensor_parallel. Set one of them to 1."
+            )
         split_rows(policy, context_parallel, device)
     if mode in ("single", "ddp") or tensor_parallel > 1:
         policy.move_to(device)
@@ -155,7 +157,7 @@ def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_siz
     if mode not in ("fsdp", "hsdp"):
         raise ConfigError(f"{what} needs layout.parallel: fsdp or hsdp, not {mode}.")
     if world_size % tensor_parallel:
-        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}. Change one of the two.")
     config = policy.model.config
     heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
     if heads % tensor_parallel:
@@ -176,7 +178,7 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     """Raise ConfigError if `size` ranks cannot split a row of this model."""
     what = f"layout.context_parallel: {size}"
     if world_size % size:
-        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}. Change one of the two.")
     if policy.unfolded:
         raise ConfigError(
             f"{what}, but {policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]}). "

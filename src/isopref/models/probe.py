@@ -36,7 +36,8 @@ RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.
 # With float8 products; the model's own forward pass has none.
 TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 
-# Masks, which transformers splits where positions restart; tokens sorted by expert; and our own tables.
+# Code that may count a row's tokens: masks, which transformers splits where positions restart; tokens sorted by expert;
+# and isopref's own tables.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.", "isopref.models.tree")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
 PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
@@ -122,7 +123,7 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     if again > tolerance / 100:
         raise ModelError(
             f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g}, so its forward "
-            "pass in training is random, and the result would depend on the layout."
+            f"pass in training is random, and the result would depend on the layout. {OTHERS}"
         )
     if seen is not None and (strange := _strange(policy, seen)) is not None:
         raise ModelError(_refusal(policy, kind, strange))

@@ -51,7 +51,7 @@ def sigmoid(
     needs_gaps=True,
 )
 def odpo(policy: PairLogps, ref: PairLogps, *, beta: float, alpha: float) -> Tensor:
-    assert policy.gap is not None, "declared above"
+    assert policy.gap is not None, "needs_gaps is declared"
     return -logsigmoid(beta * margin(policy, ref) - alpha * policy.gap.log())
 
 

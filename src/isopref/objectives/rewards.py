@@ -39,7 +39,7 @@ def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: 
     chosen, rejected = policy.chosen, policy.rejected
     apart = chosen - rejected
     if margin:
-        assert policy.gap is not None, "declared above"
+        assert policy.gap is not None, "needs_gaps is declared"
         apart = apart - margin * policy.gap
     return -logsigmoid(apart) + center * (chosen + rejected) ** 2
 

@@ -53,7 +53,7 @@ def test_two_columns_that_may_hold_the_answer_are_not_chosen_from() -> None:
     ],
 )
 def test_data_without_a_judgement_is_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"one answer per record and no judgement of it.*isopref sample"):
+    with pytest.raises(DataError, match=r"one answer per record, without a judgement.*isopref sample"):
         detect_shape([Record(fields, "file:7")], raw=False)
 
 

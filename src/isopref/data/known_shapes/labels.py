@@ -22,8 +22,8 @@ from isopref.data.messages import (
 
 LABELS = ("label", "kto_tag")  # the second is LLaMA-Factory's
 UNJUDGED = (  # of data for supervised fine-tuning
-    "It has one answer per record and no judgement of it. Add a column rejected or label, or sample more answers with "
-    "isopref sample and judge them with isopref judge (docs/rounds.md)"
+    "The data has one answer per record, without a judgement. Add a column rejected or label, or sample more answers "
+    "with isopref sample and judge them with isopref judge (docs/rounds.md)"
 )
 PROMPTS = ("prompt", "instruction")
 COMPLETION, OTHER_ANSWERS = "completion", ("response", "answer", "output")
@@ -61,7 +61,7 @@ class Label(Shape):
 
     def read_label(self, fields: Fields) -> Labelled:
         column = _label_column(fields)
-        assert column is not None, "it fits"
+        assert column is not None, "checked by fits"
         return Labelled(*_read_turns(fields), _is_good(fields[column], column))
 
     def lacks(self, fields: Fields) -> str | None:
@@ -94,14 +94,14 @@ def _read_turns(fields: Fields) -> tuple[Turns, Turns]:
     if column is not None:
         return _read_prompt(fields), _read_either(fields[column], column)
     chat = _chat_column(fields)
-    assert chat is not None, "it fits"
+    assert chat is not None, "checked by fits"
     turns = read_messages(fields[chat], chat)
     return read_prompt(turns[:-1], chat), read_answer(turns[-1:], f"{chat}[-1]")
 
 
 def _read_prompt(fields: Fields) -> Turns:
     name = _prompt_column(fields)
-    assert name is not None, "it fits"
+    assert name is not None, "checked by fits"
     if isinstance(fields[name], str):
         return read_text(fields[name], name) if name == "prompt" else alpaca_prompt(fields)
     return read_prompt(fields[name], name)

@@ -41,8 +41,8 @@ class Responses(Shape):
 
     def read_list(self, fields: Fields) -> Ranked:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
-        assert answers is not None, "it fits"
-        assert values is not None, "it fits"
+        assert answers is not None, "checked by fits"
+        assert values is not None, "checked by fits"
         if len(fields[answers]) != len(fields[values]):
             raise DefectError(
                 "shape", f"'{answers}' has {len(fields[answers])} entries and '{values}' has {len(fields[values])}"
@@ -94,7 +94,7 @@ def _prompt_column(fields: Fields) -> str | None:
 
 def _read_prompt(fields: Fields) -> Turns:
     name = _prompt_column(fields)
-    assert name is not None, "it fits"
+    assert name is not None, "checked by fits"
     value = fields[name]
     return read_text(value, name) if isinstance(value, str) else read_prompt(value, name)
 

@@ -76,7 +76,7 @@ class AnthropicHH(Shape):
 
 
 class Transcript(Shape):
-    """Dialogues as text with role marks of other kinds (see plain_text)."""
+    """Dialogues as text with role marks of other kinds (see plain_text.py)."""
 
     name = "transcript"
     looks = "chosen, rejected: text with marks of turns, as in 'User: ... Assistant: ...'"
