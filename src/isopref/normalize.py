@@ -55,7 +55,7 @@ def comparison_weights(
 def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
     """w of each list (N): the tokens of its sequences, its trained tokens, or 1; times its own weight.
 
-    "gap" never gets here: a gap is between two answers, and the config refuses it for losses of lists.
+    The config refuses "gap" for losses of lists, because a gap is between two answers.
     """
     sums = {"token": lengths.sequence, "completion": lengths.trained}
     if weighting not in sums:
