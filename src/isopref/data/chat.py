@@ -272,7 +272,7 @@ class PairEncoder:
             return ()
         found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
         if not found:
-            gap = f" by data.min_gap ({self.options.min_gap:g})" if self.options.min_gap else ""
+            gap = f" by at least data.min_gap ({self.options.min_gap:g})" if self.options.min_gap else ""
             raise DefectError("tie", f"no two answers differ in their scores{gap}: {list(pair.scores)}")
         return found
 

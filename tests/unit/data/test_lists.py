@@ -159,5 +159,7 @@ def test_other_comparisons_are_another_table(tmp_path: Path) -> None:
 
 def test_no_two_scores_differ_enough(tmp_path: Path) -> None:
     record = {"prompt": "why?", "responses": ANSWERS, "scores": SCORES}
-    with pytest.raises(DataError, match=r"a.jsonl:1: no two answers differ in their scores by data.min_gap \(5\): "):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:1: no two answers differ in their scores by at least data.min_gap \(5\): "
+    ):
         build(tmp_path / "a.jsonl", record, min_gap=5.0, on_bad="error")
