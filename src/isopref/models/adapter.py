@@ -116,10 +116,10 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
 
 
 def summed_parameters(model: PreTrainedModel) -> int:
-    """How many weights with an adapter are not in a layer, such as fused experts: peft adds the update to all of them.
+    """The number of weights that have an adapter but belong to no layer, such as fused experts.
 
-    It does so in every pass, keeps the sum for the backward pass, and creates a new class each time, which would make a
-    compiler start over.
+    In every pass, peft adds the update to all of them, keeps the sum for the backward pass, and creates a new class,
+    which torch.compile would have to compile again.
     """
     if not has_adapter(model):
         return 0
@@ -236,7 +236,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 
 def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | None = None) -> None:
-    """Quantise every linear layer but the head to four bits, on the device; one at a time, so as to fit there.
+    """Quantise every linear layer but the head to four bits on the device, one by one: the model need not fit there.
 
     torchao rather than bitsandbytes, because it uses plain PyTorch operations: a CPU gives the same numbers, and layers
     can be compiled.
