@@ -24,7 +24,7 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 
 
 def decoder_of(model: PreTrainedModel | NativeModel) -> Any:
-    """The module that turns tokens into the last hidden states. Raises ModelError if it is not apart from the head."""
+    """The module that turns tokens into the last hidden states. Raises ModelError if the head is part of it."""
     if not isinstance(model, PreTrainedModel) or model.base_model is not model:
         return model.base_model
     # Llama 4's decoder does not have the name in `base_model_prefix`, so `base_model` is the whole model.

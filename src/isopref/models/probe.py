@@ -63,7 +63,7 @@ def own_logps(policy: Policy) -> Tensor:
     if not found.isfinite().all():
         raise ModelError(
             f"{policy.name}: its {policy.scores} are not finite ({found.flatten().tolist()}), although its weights "
-            "are: the computation overflows. Try a different model.dtype or model.compute_dtype."
+            "are: the computation overflows. Try a wider model.dtype or model.compute_dtype."
         )
     return found
 
