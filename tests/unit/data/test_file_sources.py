@@ -139,7 +139,7 @@ def test_a_pattern_that_matches_nothing_shows_what_is_there(folder: Path) -> Non
     )
     for number in range(9):
         (folder / f"a{number}").write_text("")
-    with pytest.raises(DataError, match=r"holds \.10\.jsonl, .* and 5 more\.$"):
+    with pytest.raises(DataError, match=r"contains \.10\.jsonl, .* and 5 more\.$"):
         read_source("data/*.parquet")
 
 

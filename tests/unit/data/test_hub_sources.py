@@ -136,7 +136,7 @@ def test_what_only_the_hub_has_is_refused_of_files(
         )
     STORED.save_to_disk("saved")
     if field != "split":
-        with pytest.raises(ConfigError, match="is a folder written by save_to_disk, and "):
+        with pytest.raises(ConfigError, match="is a folder written by save_to_disk, but "):
             read_source("saved", **asked_for)
     assert asked == []
 
@@ -145,5 +145,5 @@ def test_two_splits_are_refused(asked: list[Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'owner/set:dev': its split is also set as split: test"):
         read_source("owner/set:dev", split="test")
     datasets.DatasetDict(train=STORED).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"is the split 'train' of a folder, and split: test is for"):
+    with pytest.raises(ConfigError, match=r"is the split 'train' of a folder, but split: test is for"):
         read_source(f"{tmp_path / 'saved'}:train", split="test")
