@@ -1,4 +1,4 @@
-"""GPU specifications from the manufacturers' data sheets. Imports nothing of isopref but errors."""
+"""GPU specifications from the manufacturers' data sheets. From isopref, imports only errors."""
 
 import math
 import re
@@ -14,21 +14,21 @@ _UNITS = {"GB": 1e9, "GIB": GIB, "TB": 1e12, "TIB": 2.0**40}
 class Card:
     """One kind of GPU."""
 
-    flops: float  # a second, dense bfloat16
+    flops: float  # per second, dense bfloat16
     flops_float32: float  # without TF32
-    bandwidth: float  # bytes a second, to and from its own memory
+    bandwidth: float  # bytes per second, to and from its own memory
     memory: float  # bytes, about as many as torch reports
-    link: float  # bytes a second to another card of the same machine, each way
-    flops_float8: float | None = None  # a second, dense, with a scale per row; None: before Hopper
-    host_link: float = 64e9  # bytes a second to the host's memory, each way: PCIe 5.0 with 16 lanes
+    link: float  # bytes per second to another card of the same machine, each way
+    flops_float8: float | None = None  # per second, dense, with a scale per row; None: before Hopper
+    host_link: float = 64e9  # bytes per second to the host's memory, each way: PCIe 5.0 with 16 lanes
     capability: int = 8  # CUDA's major number: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
 
     def rate(self, number_bytes: int) -> float:
-        """Operations a second on numbers of two bytes (bfloat16) or four (float32)."""
+        """Operations per second on numbers of two bytes (bfloat16) or four (float32)."""
         return {2: self.flops, 4: self.flops_float32}[number_bytes]
 
 
-# By torch's device name: the first name contained in it counts.
+# By a part of torch's device name. The first entry that matches applies, so more specific names come first.
 CARDS = {
     "B200": Card(2250e12, 80e12, 8.0e12, 178 * GIB, 900e9, 4500e12, capability=10),
     "H200": Card(989e12, 67e12, 4.8e12, 139.8 * GIB, 450e9, 1979e12, capability=9),

@@ -31,9 +31,9 @@ class RunError(UserError):
 
 
 class StartAgainError(RunError):
-    """A run that had to stop and continues when restarted: immediately, unless it was asked to stop anyway."""
+    """A run that had to stop early, and resumes when it is started again."""
 
-    at_once = True
+    at_once = True  # whether the launcher restarts it immediately; False if it was asked to stop anyway
     exit_code = 75  # "try again" in sysexits.h; tells the launcher to restart
     variable = "ISOPREF_STARTED_AGAIN"  # set by the launcher for restarted ranks
 
@@ -43,7 +43,7 @@ class FirstStepError(RunError):
 
     def __init__(self, what: str, way_out: str):
         super().__init__(f"{what} {way_out}")
-        self.what = what  # the fix differs between a script and a config
+        self.what = what  # kept apart, because a config has another way out than a script
 
 
 def shorter_pairs(limit: int | None = None) -> str:

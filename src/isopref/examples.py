@@ -1,7 +1,7 @@
 """Examples: a prompt with K answers, their labels or scores, and their token counts. Depends only on numpy.
 
-Dimensions: N examples, A answers of all of them, M comparisons of all of them. Answers and comparisons are listed
-example by example.
+Dimensions: N examples, A answers of all examples, M comparisons of all examples, K answers of the example with the
+most. Answers and comparisons are listed example by example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from isopref.types import FloatArray, IntArray
 
-FEWEST_SHARED = 8  # tokens that two answers must have in common for a row to hold them once: fewer gain nothing
+FEWEST_SHARED = 8  # tokens: a row stores a shorter common prefix of two answers twice, as sharing it gains nothing
 
 
 class Example(NamedTuple):
@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
     prompt: IntArray
     answers: tuple[IntArray, ...]
-    comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): numbers of answers
+    comparisons: tuple[tuple[int, int], ...] = ()  # (better, worse): indices of answers
     scores: tuple[float, ...] = ()  # of each answer, higher is better; empty if unknown
     gaps: tuple[float, ...] = ()  # of each comparison: score of better minus worse, if not given by `scores`
     weights: tuple[FloatArray, ...] = ()  # of the tokens of each answer; empty if all are 1
@@ -65,7 +65,7 @@ class Example(NamedTuple):
         return None if not self.weights or (self.weights[answer] == 1).all() else self.weights[answer]
 
 
-PAIR = ((0, 1),)  # what is compared in a pair
+PAIR = ((0, 1),)  # the comparisons of a pair: answer 0 is better than answer 1
 PAIR_SCORES = (1.0, 0.0)  # a pair is a ranked list of two, too
 
 
@@ -191,7 +191,7 @@ class Lengths:
 
     @cached_property
     def sequences(self) -> IntArray:
-        """The same per example, padded with 0 if it has fewer answers than another: N, K."""
+        """The same per example, padded with 0 for examples with fewer than K answers: N, K."""
         most = int(self.num_answers.max(initial=0))
         filled = np.zeros((len(self), most), np.int64)
         filled[self.of_answer, np.arange(len(self.answer)) - self.first_answer[self.of_answer]] = self.sequence

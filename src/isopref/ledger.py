@@ -36,7 +36,7 @@ class Ledger:
                     continue
         if found.keys() - wanted:
             raise RunError(
-                f"{self.path} was left by a command that was stopped, with another model, other data or other "
+                f"{self.path} holds results of an interrupted command with another model, other data or other "
                 "settings. Run that command again to finish it, choose another --out, or remove the file."
             )
         return found
@@ -62,7 +62,7 @@ class Ledger:
     def finish(self, records: Collection[Mapping[str, Any]]) -> None:
         """Write the complete result atomically and remove the ledger."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        # Half of a surrogate pair, which a reply may end with, is no UTF-8: nothing could read the file.
+        # A reply may end in half a surrogate pair, which UTF-8 cannot encode.
         readable = re.sub(r"[\ud800-\udfff]", "\ufffd", lines)
         with self._named_faults():
             write_whole(self.out, readable.encode())
@@ -85,7 +85,7 @@ class Ledger:
             yield
         except OSError as error:  # a full disk, or a folder that is gone
             raise RunError(
-                f"{self.out}: cannot be written ({error}). What was kept before is safe: free disk space or make the "
+                f"{self.out}: cannot be written ({error}). Earlier results are safe: free disk space or make the "
                 "folder writable, then run the command again."
             ) from error
 
@@ -95,7 +95,7 @@ def check_out(out: Path, *, may_exist: bool = False) -> None:
     if out.is_dir():
         raise ConfigError(f"--out: {out} is a folder. Choose a file name, as in {out / 'out.jsonl'}.")
     if out.exists() and not may_exist:
-        raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
+        raise ConfigError(f"--out: {out} exists already and is not overwritten. Choose another name, or remove it.")
     if not os.access(out.absolute().parent, os.W_OK):
         raise ConfigError(
             f"--out: the folder {out.absolute().parent} does not exist or is not writable. Create it, or choose "

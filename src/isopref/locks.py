@@ -40,7 +40,7 @@ class FileLock:
 
 @contextmanager
 def held(path: Path, in_use: Callable[[str], Exception]) -> Iterator[None]:
-    """Hold the lock of a file that names its holder. Raises `in_use` of the holder if there is one."""
+    """Hold the lock of a file that contains its holder's name. If it is taken, raises `in_use(holder)`."""
     descriptor = _hold(path, in_use)
     try:
         yield
@@ -57,12 +57,13 @@ def _hold(path: Path, in_use: Callable[[str], Exception]) -> int:
             is_free = FileLock(descriptor).take()
         except OSError as error:  # a file system without locks
             is_free = True
-            log.warning("%s cannot be locked (%s): two processes there would go unnoticed", path, error)
+            log.warning("%s cannot be locked (%s): a second process would not be noticed", path, error)
         if not is_free:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise in_use(holder)
-        with suppress(FileNotFoundError):  # otherwise its holder removed it while this process was opening it
+        # The previous holder may have removed the file since it was opened here. Its lock is worthless then: retry.
+        with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, weights_T: FloatArray) -> "Weights":
-        """Those of terms that each count for themselves."""
+        """The weights of terms whose denominator is their sum."""
         return cls(weights_T, float(weights_T.sum(dtype=np.float64)))
 
 
@@ -36,12 +36,12 @@ def comparison_weights(
     """w of each comparison (M): its size by `weighting`, times the weight of its example.
 
     `token` counts all tokens of its two sequences, the prompt in each, context included; `completion` counts the
-    trained tokens of its two answers, each as one whatever its weight; `gap` is the difference between its two scores.
-    Under `example`, the comparisons of one example share it equally.
+    trained tokens of its two answers, each as 1 whatever its weight; `gap` is the difference between its two scores.
+    Under `example`, the comparisons of one example share a weight of 1 equally.
     """
     example_M = lengths.of_comparison
     if weighting == "gap":
-        assert gaps_M is not None, "the gaps of the table"
+        assert gaps_M is not None, "weighting by gap takes the table's gaps"
         return gaps_M * own_N[example_M]
     completion: FloatArray = lengths.compared_tokens.sum(axis=0, dtype=np.float64)
     sizes: dict[Weighting, FloatArray] = {
@@ -53,9 +53,9 @@ def comparison_weights(
 
 
 def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each list (N): the tokens of its sequences, its trained tokens, or one; times its own weight.
+    """w of each list (N): the tokens of its sequences, its trained tokens, or 1; times its own weight.
 
-    A gap is between two answers, so "gap" is refused for losses of lists.
+    The config refuses "gap" for losses of lists, because a gap is between two answers.
     """
     sums = {"token": lengths.sequence, "completion": lengths.trained}
     if weighting not in sums:
@@ -65,8 +65,8 @@ def list_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> F
 
 
 def label_weights(lengths: Lengths, weighting: Weighting, own_N: FloatArray) -> FloatArray:
-    """w of each labelled answer (A): the tokens of its sequence, its own tokens, or its part of one; times its
-    example's weight. The answers of one example share it equally.
+    """w of each labelled answer (A): the tokens of its sequence, its trained tokens, or 1 shared equally among the
+    answers of its example; times the example's weight.
     """
     sizes: dict[Weighting, FloatArray] = {
         "token": lengths.sequence.astype(np.float64),
@@ -87,8 +87,8 @@ def coefficients(weights_P: FloatArray, *, total: float | None = None) -> FloatA
 def token_coefficients(own_A: FloatArray, num_tokens_A: IntArray, *, total: float | None = None) -> FloatArray:
     """v_a / sum of v * n over the global batch: the coefficient of a sum over an answer's n_a tokens in their mean.
 
-    v is the weight of each token of an answer. `total` is as in `coefficients`. Zeros if nothing counts, as in a batch
-    without good answers.
+    v is the weight of each token of an answer. `total` is as in `coefficients`. Zeros if no token has a weight, as in a
+    batch without good answers.
     """
     total = token_weight(own_A, num_tokens_A) if total is None else total
     return coefficients(own_A, total=total) if own_A.any() else np.zeros_like(own_A)
@@ -110,10 +110,10 @@ def side_coefficients(counts_KP: FloatArray) -> FloatArray:
 
 
 def balance_coefficients(tokens_LE: Tensor, num_tokens: int) -> Tensor:
-    """What each unit of an expert's probability counts for in the balance loss of a global batch: L, E.
+    """The coefficient of each expert's summed probability in the balance loss of a global batch: L, E.
 
     (1/L) sum_l E sum_e f_le P_le, where f is the share of the tokens that were sent to expert e in layer l, and P the
-    mean of its probability over tokens: `tokens` are those sent, `num_tokens` is their number in all.
+    mean of its probability over tokens. `tokens` counts those sent to each expert, `num_tokens` all of the batch.
     """
     num_layers, num_experts = tokens_LE.shape
     return tokens_LE * (num_experts / (num_layers * num_tokens**2))

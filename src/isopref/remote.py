@@ -35,7 +35,7 @@ class RemoteError(UserError):
     """The server cannot be reached, refuses a request, or does not answer it after several attempts."""
 
 
-class _PassingError(Exception):
+class _TransientError(Exception):
     """(what, wait_s): a failure that is worth retrying."""
 
 
@@ -88,14 +88,14 @@ class Server:
         for attempt in range(self.attempts):
             try:
                 return self._ask_once(path, body, parse)
-            except _PassingError as error:
+            except _TransientError as error:
                 what, asked_s = error.args
                 if attempt + 1 < self.attempts:
                     backoff_s = min(LONGEST_WAIT_S, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
                     self.sleep(min(LONGEST_ASKED_S, max(backoff_s, asked_s)))
         raise RemoteError(
-            f"{self.url}{path}: no usable reply after {self.attempts} attempts; the last one: {what}. What was "
-            "answered before is kept: run the command again to continue."
+            f"{self.url}{path}: no usable reply after {self.attempts} attempts; the last one: {what}. Earlier replies "
+            "are saved: run the command again to continue."
         )
 
     def _ask_once(self, path: str, body: Any, parse: Callable[[Any], Result]) -> Result:
@@ -111,22 +111,22 @@ class Server:
             with error:
                 self._refused(path, error, until)
         except (OSError, HTTPException) as error:  # unreachable, dropped, or too slow
-            raise _PassingError(self._shown(f"{type(error).__name__}: {error}"), 0.0) from error
+            raise _TransientError(self._shown(f"{type(error).__name__}: {error}"), 0.0) from error
         try:
             return parse(json.loads(content))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             text = content.decode(errors="replace")
-            raise _PassingError(self._shown(f"not a chat completion ({error}): {text}"), 0.0) from error
+            raise _TransientError(self._shown(f"not a chat completion ({error}): {text}"), 0.0) from error
 
     def _refused(self, path: str, error: HTTPError, until: float) -> NoReturn:
-        """Raise for a status other than 200: some are transient, others are the caller's fault."""
+        """Raise for a status other than 200: _TransientError if a retry may help, otherwise RemoteError."""
         try:
             text = _read(error, until).decode(errors="replace")
         except (OSError, HTTPException):
             text = ""
         what = self._shown(f"status {error.code} {error.reason}: {text}")
         if error.code in (408, 425, 429) or error.code >= 500:
-            raise _PassingError(what, _retry_after(error.headers.get("Retry-After"))) from error
+            raise _TransientError(what, _retry_after(error.headers.get("Retry-After"))) from error
         way_out = f" Set the environment variable {KEYS[0]}." if error.code in (401, 403) else ""
         raise RemoteError(f"{self.url}{path}: the server refuses the request, {what}.{way_out}") from error
 
@@ -143,7 +143,7 @@ def server(url: str, *, setting: str, environment: Mapping[str, str] = os.enviro
     except ValueError:  # a port that is no number, or half an IPv6 address
         is_usable = False
     if not is_usable:
-        found = "" if "@" in url or "?" in url else f"; found {url!r}"  # it may have a password or a key in it
+        found = "" if "@" in url or "?" in url else f"; found {url!r}"  # do not print a password or a key
         raise ConfigError(f"{setting}: must be a URL such as http://localhost:8000/v1{found}.")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
@@ -151,14 +151,14 @@ def server(url: str, *, setting: str, environment: Mapping[str, str] = os.enviro
             f"environment variable {KEYS[0]}."
         )
     name = next((name for name in KEYS if environment.get(name, "").strip()), None)
-    key = None if name is None else environment[name].strip()  # a file's last line feed is no part of it
+    key = None if name is None else environment[name].strip()  # a key read from a file may end in a line feed
     if key is not None and not _is_plain(key):
-        raise ConfigError(f"{name}: contains a space, a line break or another character no API key has. Set it again.")
+        raise ConfigError(f"{name}: contains a space, a line break or another character that no API key has. Fix it.")
     return Server(url.rstrip("/").removesuffix("/chat/completions"), key)
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text can go into a request: http.client would repeat another one in its message."""
+    """Whether a text can go into a request. Otherwise http.client raises an error that quotes it, even if secret."""
     return text.isascii() and text.isprintable() and " " not in text
 
 

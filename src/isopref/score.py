@@ -36,7 +36,7 @@ class TableLogps:
     """Log-probabilities of the answers of a table, on the host in float64. Takes arrays or tensors."""
 
     answers: FloatArray  # A
-    heads: FloatArray | None = None  # 2, M: of the first tokens of better and worse, as many as the shorter one has
+    heads: FloatArray | None = None  # 2, M: of better and worse answers, up to the length of the shorter one
     mismatched: FloatArray | None = None  # N: of prompts with other examples' answers (data/mismatched.py)
 
     def __init__(
@@ -51,8 +51,8 @@ class TableLogps:
         if self.answers.ndim != 1 or (self.heads is not None and self.heads.ndim != 2):
             shapes = [x.shape for x in (self.answers, self.heads) if x is not None]
             raise ConfigError(
-                f"TableLogps: one value for every answer of the table is needed; the shapes are {shapes}. For pairs "
-                "write TableLogps.of_pairs(chosen, rejected)."
+                f"TableLogps: needs one value for every answer of the table; the shapes are {shapes}. For pairs, use "
+                "TableLogps.of_pairs(chosen, rejected)."
             )
 
     @classmethod
@@ -119,7 +119,7 @@ def score_table(
     progress: Callable[[int], None] | None = None,
     scored: Callable[[IntArray, Tensor], None] | None = None,
 ) -> TableLogps:
-    """Score every answer of a table without gradients. All ranks call this; they share the work, each returns all.
+    """Score every answer of a table without gradients. All ranks must call this: they share the work and the results.
 
     `needs`: also return heads. `mismatched`: also score prompts with other examples' answers, for kto. `progress` is
     called with the number of answers done since the last call, assuming that other ranks are as fast. `scored` is
@@ -151,7 +151,7 @@ def score_table(
     found = TableLogps(logp_A.cpu().numpy(), head_2M.cpu().numpy() if needs.heads else None)
     if not mismatched:
         return found
-    assert isinstance(table, ExampleTable), "mismatched pairs are those of a whole table"
+    assert isinstance(table, ExampleTable), "mismatched pairs need a whole table"
     others = score_table(policy, Mismatched(table), budget, device=device, progress=progress)
     return TableLogps(found.answers, found.heads, others.answers)
 

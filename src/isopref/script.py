@@ -1,4 +1,4 @@
-"""A run in one call, for scripts and notebooks: it restores the process's state, and raises where the command exits.
+"""A run in one call, for scripts and notebooks. It restores the process's state, and raises where the command exits.
 
 isopref.build is imported when a run starts, as in the command, because some of its dependencies print on import.
 """
@@ -29,7 +29,8 @@ from isopref.runs.read import RunRecord, read_run
 if TYPE_CHECKING:
     from isopref.build.folder import Resume
 
-LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils._pytree", "torchao")  # that a run sets
+# The loggers that a run reconfigures.
+LOGGERS = ("", "isopref", "olmo_core", "torch.distributed.tensor", "torch.utils._pytree", "torchao")
 
 
 def train(
@@ -72,22 +73,26 @@ def train(
 
 def _check_process() -> None:
     """Raise RunError if a run could not have this process to itself."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the check that multiprocessing itself uses
         raise RunError(
-            "isopref.train: a process that tokenises imports this script, which would train in it again. Put the call "
-            "under `if __name__ == '__main__':`."
+            "isopref.train: called in a worker process that tokenises data and has imported this script. Put the call "
+            "under `if __name__ == '__main__':`, so that only the main process trains."
         )
     if threading.current_thread() is not threading.main_thread():
-        raise RunError("isopref.train: signals reach the main thread only, which saves on Ctrl-C. Call it there.")
+        raise RunError(
+            "isopref.train: called outside the main thread, the only one that can handle Ctrl-C by saving a "
+            "checkpoint. Call it in the main thread."
+        )
     if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise RunError(
-            f"isopref.train: runs in one process, and {started} were started (WORLD_SIZE). For several use the "
-            "command, with data in files: isopref train my.yaml --nproc N, or torchrun ... -m isopref train my.yaml."
+            f"isopref.train: runs in one process, but {started} were started (WORLD_SIZE). To use several, put the "
+            "data in files and run the command: isopref train my.yaml --nproc N, or torchrun ... -m isopref train "
+            "my.yaml."
         )
     if dist.is_initialized():
         raise RunError(
-            "isopref.train: there is a process group already, and a run makes its own. End it first, by "
-            "torch.distributed.destroy_process_group()."
+            "isopref.train: a process group already exists, but a run creates its own. Call "
+            "torch.distributed.destroy_process_group() first."
         )
 
 

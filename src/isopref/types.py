@@ -1,7 +1,7 @@
 """Value types shared by all layers. No behaviour beyond moving between devices, no I/O, no torch at import.
 
 Dimensions: A answers, M comparisons, P pairs, B sequences, T tokens of a sequence, C trained tokens of answers,
-S segments, Q sequences, K gathered keys, R times that something is taken at most.
+S segments, Q sequences, K gathered keys, R copies of one element at most.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Readout(NamedTuple):
     # A: log-probability (natural log) of each answer: the sum over its tokens of weight * log p. For a reward model,
     # its reward.
     logp: Tensor
-    head_logp: Tensor | None = None  # 2, M: the same of the first tokens of better and worse (Needs.heads)
+    head_logp: Tensor | None = None  # 2, M: the same up to the length of the comparison's shorter answer (Needs.heads)
     confidence: Tensor | None = None  # A: mean over tokens of log p(token) - log sum_v p(v)^2, without gradient
     routing: Tensor | None = None  # 2, L, E: tokens sent to each expert and their probabilities, summed (experts.py)
 
@@ -62,9 +62,9 @@ class PairLogps:
     rejected: Tensor  # P
     num_chosen: Tensor  # P
     num_rejected: Tensor  # P
-    heads: Tensor | None = None  # 2, P: of the first tokens of both, as many as the shorter one has (Needs.heads)
+    heads: Tensor | None = None  # 2, P: the same up to the length of the shorter answer (Needs.heads)
     weight: Tensor | None = None  # P: WPO's weight of the pair (Needs.confidence)
-    whole_chosen: Tensor | None = None  # P: of chosen with all its tokens, if LD-DPO discounts some in `chosen`
+    whole_chosen: Tensor | None = None  # P: `chosen` before LD-DPO's discount; None without a discount
     gap: Tensor | None = None  # P: score of chosen minus score of rejected in the data; never inferred (Needs.gaps)
 
 
@@ -74,7 +74,7 @@ class ListLogps:
 
     logp: Tensor  # A
     num_tokens: Tensor  # A
-    list: Tensor  # A: which list it is in, counted from 0
+    list: Tensor  # A: index of the answer's list
     score: Tensor  # A: higher is better
 
 
@@ -92,10 +92,10 @@ Logps = PairLogps | ListLogps | LabelLogps
 
 @dataclass(frozen=True)
 class Anchors:
-    """What losses for labels need from a global batch: gains in nats, each a scalar. None if not requested."""
+    """What losses for labels need from a global batch. Gains in nats, as scalars; None if not requested."""
 
     kl: Tensor | None = None  # mean gain of mismatched pairs, a prompt with another prompt's answer; at least 0
-    midpoint: Tensor | None = None  # of the mean gains of good and of bad answers so far, this batch included
+    midpoint: Tensor | None = None  # halfway between mean gains of good and bad answers so far, this batch included
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Segments:
 
     Query segment s attends causally to key segment s, the two aligned at their ends. `key_index` gathers keys from the
     row, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the offsets on
-    the host, so that nothing has to synchronise with the device; `follows` says where each segment branches off.
+    the host, so that reading them needs no synchronisation; `follows` says where each segment branches off.
     """
 
     query_offsets: Tensor  # S+1, int32
@@ -122,9 +122,7 @@ class Segments:
     key_copies: Tensor | None  # R, T, int64: where among the K keys each token is (see ops/take.py)
     query_bounds: tuple[int, ...]
     key_bounds: tuple[int, ...]
-    follows: tuple[
-        int, ...
-    ]  # S: the position in the row of the token that comes before the segment's first; -1 if none
+    follows: tuple[int, ...]  # S: position in the row of the token before the segment's first one; -1 if none
     longest: int  # no segment has more queries or keys
     context: ContextGroup | None = None  # the ranks that split the row, if any; the segments are of the complete row
 
@@ -142,18 +140,18 @@ class Pass:
     input_ids: Tensor  # B, T
     position_ids: Tensor | None  # B, T
     segments: Segments | None
-    predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the token, one of those trained
+    predict_index: Tensor  # C: flat position (of B*T) whose hidden state predicts the trained token
     predict_copies: Tensor  # R, B*T: where among the C each position is (see ops/take.py)
-    target: Tensor  # C: the token
+    target: Tensor  # C: the trained token
     answer: Tensor  # C: which answer it belongs to
     place: Tensor  # C: its place among the trained tokens of that answer
-    times: Tensor  # B*T: of how many sequences the token is a part: 2 in the prompt of a pair, 0 in the padding
+    times: Tensor  # B*T: how many sequences contain the token: 2 in the prompt of a pair, 0 in the padding
     last_index: Tensor  # Q: flat position of the last token of each sequence
     last_copies: Tensor  # R, B*T: where among the Q each position is (see ops/take.py)
     last_answer: Tensor  # Q: which answer the sequence ends with
     predict_places: IntArray  # C: predict_index on the host
     last_places: IntArray  # Q: last_index on the host
-    weight: Tensor | None = None  # C: float64: weight of the token's log-probability; None if all are 1
+    weight: Tensor | None = None  # C, float64: weight of the token's log-probability; None if all are 1
 
     def to(self, device: torch.device) -> Pass:
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -161,15 +159,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward and backward: complete examples, in one pass or several. Without examples, a filler."""
+    """The input of one forward and backward pass: complete examples, in one `Pass` or several.
+
+    A microbatch without examples is a filler, which keeps a rank without work in step with the others.
+    """
 
     passes: tuple[Pass, ...]
     num_tokens: Tensor  # A: trained tokens of each answer
     example: Tensor  # A: which example of the microbatch it answers
-    score: Tensor  # A: float64; NaN where there is none
-    compared: Tensor  # 2 M: the answers that are compared: all the better ones, then the worse
+    score: Tensor  # A, float64: NaN if the data has none
+    compared: Tensor  # 2 M: the answers that are compared: all better ones, then all worse ones
     compared_copies: Tensor  # R, A: where among the 2 M each answer is (see ops/take.py)
-    gap: Tensor  # M: float64; score of better minus score of worse, NaN where the data does not say
+    gap: Tensor  # M, float64: score of better minus score of worse; NaN if unknown
 
     @property
     def num_answers(self) -> int:

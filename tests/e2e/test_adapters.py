@@ -249,7 +249,7 @@ def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("{targets: [nothing]}", "model.adapter: GPT2LMHeadModel takes no such adapter: Target modules {'nothing'}"),
+        ("{targets: [nothing]}", "model.adapter: GPT2LMHeadModel cannot have this adapter: Target modules {'nothing'}"),
         (
             "{targets: [lm_head]}",
             "model.adapter.targets: the output head cannot be a target. Name other layers, or use auto.",
@@ -265,7 +265,7 @@ def test_an_adapter_is_evaluated_by_its_folder(lora: tuple[Project, Path]) -> No
         ),
         (
             "{path: nowhere}",
-            "model.adapter.path: nowhere is not the folder of an adapter: it has no adapter_config.json.",
+            "model.adapter.path: nowhere is not an adapter's folder: it has no adapter_config.json. Give one that has.",
         ),
     ],
 )
@@ -316,4 +316,4 @@ def test_an_adapter_that_needs_whole_weights_is_refused_in_four_bits(make_projec
     path = (f"model.path={wide}", "model.dtype=float32", "data.eval=null")
     run = project.train("dora", *path, "model.adapter={kind: dora, rank: 4}")
     message = project.refused("again", *path, f"model.adapter={{path: {run / 'model'}, quantize: nf4}}")
-    assert "is a DoRA adapter, which needs whole weights. Remove model.adapter.quantize." in message
+    assert "is a DoRA adapter, which needs unquantised weights. Remove model.adapter.quantize." in message

@@ -73,9 +73,7 @@ MISTAKES = {
         ("train.jsonl:23: 'chosen' equals 'rejected'", "Remove it, or set data.on_bad: drop"),
         spoil=replace_line(23, pair(chosen="no")),
     ),
-    "no pair short enough": Mistake(
-        ("train.jsonl: none of 23 records gave a pair", "too_long"), ("data.max_length=5",)
-    ),
+    "no pair short enough": Mistake(("train.jsonl: none of 23 records is usable", "too_long"), ("data.max_length=5",)),
     "unknown field": Mistake(
         ("override 'optim.epoch=2': optim.epoch: no such field", "Did you mean optim.epochs?"),
         ("optim.epoch=2",),

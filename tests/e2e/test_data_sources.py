@@ -97,7 +97,7 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (
             "data.train=*.parquet",
-            "*.parquet: no file matches this pattern. {folder} holds eval.jsonl, my.yaml, train.jsonl.",
+            "*.parquet: no file matches this pattern. {folder} contains eval.jsonl, my.yaml, train.jsonl.",
         ),
         (
             "data.train=.",
@@ -105,11 +105,11 @@ def test_a_hub_data_set(project: Project, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (
             "data.train={path: train.jsonl, revision: v1}",
-            "the source 'train.jsonl': is a file, and revision: v1 is for data sets of the hub. Remove revision.",
+            "the source 'train.jsonl': is a file, but revision: v1 is for data sets of the hub. Remove revision.",
         ),
         (
             "data.train=memory:0a",
-            "memory:0a: this data was passed to isopref.train by a script, in memory, and no file",
+            "memory:0a: this data was passed to isopref.train by a script, in memory, and is in no",
         ),
     ],
 )

@@ -144,8 +144,8 @@ def test_named_targets_outside_the_text_are_none(make: Callable[[], Project]) ->
     assert len(state) == 2 * 2
     assert all(".language_model.layers." in name and ".q_proj." in name for name in state)
     message = project.refused("none", "model.adapter={rank: 4, targets: [fc1]}")
-    assert "takes no such adapter" in message
-    assert message.endswith("model.adapter.targets, as in [q_proj, v_proj], or another kind.")
+    assert "cannot have this adapter" in message
+    assert message.endswith("model.adapter.targets, such as [q_proj, v_proj], or set another model.adapter.kind.")
 
 
 def test_an_adapter_of_the_vision_tower_is_refused(lora: tuple[Project, Path], tmp_path: Path) -> None:

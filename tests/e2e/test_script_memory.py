@@ -126,6 +126,6 @@ def test_without_a_folder_the_records_decide_it(inside: Project) -> None:
 def test_several_processes_are_refused(inside: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        RunError, match=r"2 were started \(WORLD_SIZE\)\. For several use the command, with data in files"
+        RunError, match=r"2 were started \(WORLD_SIZE\)\. To use several, put the data in files and run the command"
     ):
         isopref.train(settings(rows("train.jsonl"), None))

@@ -1,10 +1,10 @@
 """A packed row split over the ranks of a context-parallel group: each gets every n-th token, as cards are dealt.
 
-So all ranks have as many tokens, and about as many that predict one, whatever the row holds. Which of those a rank has
-follows from places on the host: on a device, their number would have to be waited for. The segments stay those of the
-complete row, because a rank attends over all its tokens (ops/exchange.py).
+All ranks then have the same number of tokens and about the same number of predictions, whatever the row holds. A rank's
+predictions are selected on the host: counting them on a device would need a synchronisation. The segments stay those of
+the complete row, because attention runs over all its tokens (ops/exchange.py).
 
-Dimensions: T tokens of the row, C trained tokens, Q sequences, K keys, R times that something is taken at most.
+Dimensions: T tokens of the row, C trained tokens, Q sequences, K keys, R copies of one element at most.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ def deal(one: Pass, group: ContextGroup) -> Pass:
 
 
 def _padded(segments: Segments, count: int) -> Segments:
-    """The segments of the row with `count` more tokens, which are a segment of their own."""
+    """The segments of the row with `count` more tokens, which form a segment of their own."""
     if count == 0:
         return segments
     num_tokens, num_keys = segments.query_bounds[-1], segments.key_bounds[-1]

@@ -20,7 +20,7 @@ from isopref.types import FloatArray, IntArray
 RowKind = Literal["shared", "packed", "padded", "padded_separate"]
 Group = list[int]  # positions in the global batch that share a microbatch
 GROUPS_PER_RANK = 4
-ROWS_AT_ONCE = 16  # one in so many rows gets an example at a time
+ROWS_AT_ONCE = 16  # of R rows, R / 16 get an example at a time
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Budget:
             raise ConfigError(f"Budget: kind must be one of {', '.join(get_args(RowKind))}; found {self.kind!r}.")
         if self.tokens < 1 or (self.examples is not None and self.examples < 1):
             raise ConfigError(
-                f"a microbatch of {self.tokens} tokens and {self.examples} examples holds nothing; use 1 or more."
+                f"Budget: tokens and examples must be at least 1; found tokens={self.tokens}, examples={self.examples}."
             )
 
 
@@ -72,8 +72,8 @@ def check_budget(
 ) -> None:
     """Raise ConfigError if the longest example does not fit into a microbatch alone.
 
-    `setting` is the config's field that the budget comes from (None: a script's own Budget), `name` what an example is
-    called in the message.
+    `setting` is the config field that set the budget (None: a script's own Budget); `name` gives an example's name in
+    the message.
     """
     totals = tokens_alone(lengths, budget.kind)
     worst = int(totals.argmax())
@@ -121,7 +121,7 @@ def _work(lengths: Lengths, kind: RowKind, attention_share: float) -> FloatArray
 
 
 def _pack(tokens: IntArray, work: FloatArray, budget: Budget, num_ranks: int) -> list[Group]:
-    """As few rows as hold everything, with the same work in each if that can be had."""
+    """As few rows as can hold everything, with equal work in each if possible."""
     num_rows = -(-int(tokens.sum()) // budget.tokens)
     if budget.examples is not None:
         num_rows = max(num_rows, -(-len(tokens) // budget.examples))
@@ -138,13 +138,14 @@ def _pack(tokens: IntArray, work: FloatArray, budget: Budget, num_ranks: int) ->
 def _least_work(
     order: IntArray, tokens: IntArray, work: FloatArray, num_rows: int, budget: Budget
 ) -> list[Group] | None:
-    """Largest example first, into the row with the least work that has room; of many rows, several such at once.
+    """Place the largest example first, in the row with the least work that has room. None if an example has no row.
 
-    Sorting is stable throughout: every rank must find the same plan, whatever its processor.
+    With many rows, several examples are placed at a time, each in a row of its own, which is faster. Sorting is stable
+    throughout: every rank must find the same plan, whatever its processor.
     """
     used, count = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     load = np.zeros(num_rows)
-    rows = np.arange(num_rows)  # by their work
+    rows = np.arange(num_rows)  # sorted by their work
     row_of = np.empty(len(order), np.int64)
     at, at_once = 0, max(1, num_rows // ROWS_AT_ONCE)
     while at < len(order):
@@ -170,9 +171,9 @@ def _least_work(
 
 
 def _best_fit(order: list[int], tokens: list[int], num_rows: int, budget: Budget) -> list[Group] | None:
-    """Each example into the fullest row that still has room: less even, but it fits where balance alone would not."""
+    """Place each example in the fullest row that has room: less even, but needs fewer rows. None if one has no row."""
     rows: list[Group] = [[] for _ in range(num_rows)]
-    room = [(budget.tokens, row) for row in range(num_rows)]  # sorted
+    room = [(budget.tokens, row) for row in range(num_rows)]  # sorted by free tokens
     for example in order:
         at = bisect.bisect_left(room, (tokens[example], -1))
         if at == len(room):
@@ -185,7 +186,10 @@ def _best_fit(order: list[int], tokens: list[int], num_rows: int, budget: Budget
 
 
 def _sort_and_cut(lengths: Lengths, budget: Budget, num_ranks: int) -> list[Group]:
-    """Neighbours in length share a padded microbatch, which keeps padding low; halve groups until ranks are even."""
+    """Padded microbatches of examples of similar length, which keeps padding low; as many for each rank.
+
+    If their number is no multiple of the ranks, the largest ones are halved until it is.
+    """
 
     def slots(group: Group) -> int:
         return padded_tokens(lengths, group, budget.kind)

@@ -1,10 +1,10 @@
 """Examples to tensors: packed rows and padded batches. All layouts end in a Microbatch, and so in one score path.
 
-A packed row holds whole examples. In a `shared` row the sequences [prompt | answer] of an example form a prefix tree:
-the first one is there completely, and each later one leaves out what it shares with an earlier one. Its own tokens
-continue the positions of what they follow, and attend to that and to themselves, never to another answer.
-In a `packed` row all sequences follow one another, the first answers of all examples before the second ones.
-Only trained tokens are predicted: tokens of weight 0 are context, and cost nothing in the head.
+A packed row holds complete examples. In a `shared` row, the sequences [prompt | answer] of an example form a prefix
+tree: the first sequence is stored completely, each later one without the prefix that it shares with an earlier one. Its
+own tokens continue the positions of that prefix, and attend to it and to themselves, never to another answer.
+In a `packed` row, all sequences are complete and follow one another, the first answers of all examples before the
+second ones. Only trained tokens are predicted: tokens of weight 0 are context, and cost nothing in the head.
 """
 
 import math
@@ -20,30 +20,30 @@ from isopref.examples import Example, Lengths, shared_tokens
 from isopref.types import FloatArray, IntArray, Microbatch, Pass, Segments
 
 FILLER_TOKENS = 8  # an empty microbatch still runs the model, so that ranks stay in step
-FEWEST_COPIES = 2  # rows of pairs have tables of one shape, shared or not
+FEWEST_COPIES = 2  # so that all rows of pairs have tables of copies of the same shape, whether or not tokens are shared
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A prompt with one of its answers, which has a number in its example and one in the microbatch."""
+    """A prompt with one of its answers."""
 
-    example: int
-    number: int
-    answer: int
+    example: int  # index of the example in the microbatch
+    number: int  # index of the answer in its example
+    answer: int  # index of the answer in the microbatch
     prompt: IntArray
-    own: IntArray
-    tokens: IntArray  # of both
-    trained: IntArray  # places in `own` of the tokens that are trained
-    weights: FloatArray | None  # of those; None where all are one
+    own: IntArray  # tokens of the answer
+    tokens: IntArray  # of prompt and answer
+    trained: IntArray  # places of the trained tokens in `own`
+    weights: FloatArray | None  # of the trained tokens; None if all are 1
 
 
 def build_microbatch(
     examples: Sequence[Example], kind: RowKind, *, row_tokens: int | None = None, num_passes: int = 2
 ) -> Microbatch:
-    """One microbatch of the given examples, on the CPU. No examples give a filler, which has no answers.
+    """One microbatch of the given examples, on the CPU. Without examples, a filler, which has no answers.
 
     `row_tokens` pads a packed row to that length; the padding is a segment of its own. `num_passes` is for
-    padded_separate: the most answers of an example in the global batch, so that ranks stay in step.
+    padded_separate: the most answers of any example in the global batch, so that all ranks run as many passes.
     Answers are numbered in rounds: the first ones of all examples, then the second ones (see `in_rounds`).
     """
     if row_tokens is not None and kind not in ("shared", "packed"):
@@ -73,7 +73,7 @@ def build_microbatch(
 
 
 def in_rounds(lengths: Lengths, index: IntArray) -> IntArray:
-    """The answers of some examples in the order of their microbatch, as numbers among all answers of `lengths`."""
+    """The answers of some examples in the order of their microbatch, as indices among all answers of `lengths`."""
     count = lengths.num_answers[index]
     round_A = np.concatenate([np.arange(0), *(np.arange(n) for n in count)])
     return lengths.answers_of(index)[np.argsort(round_A, kind="stable")]
@@ -93,7 +93,7 @@ def _rounds(examples: Sequence[Example], num_rounds: int) -> list[list[_Sequence
 
 
 def _sequence(example: Example, place: int, k: int, number: int) -> _Sequence:
-    """Answer k of the example at that place of the microbatch."""
+    """Answer k of the example at `place` in the microbatch; `number` is the answer's own index in the microbatch."""
     own, weights = example.answers[k], example.weights_of(k)
     trained = np.arange(len(own)) if weights is None else np.flatnonzero(weights)
     tokens = np.concatenate([example.prompt, own])
@@ -103,12 +103,12 @@ def _sequence(example: Example, place: int, k: int, number: int) -> _Sequence:
 
 
 def _compared(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> IntArray:
-    """The numbers of the answers that are compared: all the better ones, then the worse ones."""
-    numbers: list[list[int]] = [[] for _ in examples]
+    """Indices in the microbatch of the answers that are compared: all better ones, then all worse ones."""
+    answers: list[list[int]] = [[] for _ in examples]
     for one in sequences:
-        numbers[one.example].append(one.answer)
+        answers[one.example].append(one.answer)
     pairs = [
-        (numbers[e][better], numbers[e][worse])
+        (answers[e][better], answers[e][worse])
         for e, example in enumerate(examples)
         for better, worse in example.comparisons
     ]
@@ -120,7 +120,7 @@ def _gaps(example: Example) -> Sequence[float]:
 
 
 def _scores(examples: Sequence[Example], sequences: Sequence[_Sequence]) -> torch.Tensor:
-    """The score of each answer, NaN where its example has none: A."""
+    """The score of each answer, NaN if its example has none: A."""
     of_examples = [example.scores or (math.nan,) * len(example.answers) for example in examples]
     return torch.tensor([of_examples[one.example][one.number] for one in sequences], dtype=torch.float64)
 
@@ -133,7 +133,7 @@ class _Row:
         self.positions: list[IntArray] = []
         self.paths: list[IntArray] = []
         self.predict: list[IntArray] = []
-        self.last: list[tuple[int, int]] = []  # where a sequence ends, and the answer it ends with
+        self.last: list[tuple[int, int]] = []  # of each sequence: position of its last token, and its answer
         self.keys: list[IntArray] = []
         self.sequences: list[_Sequence] = []
         self.query_bounds = [0]
@@ -154,7 +154,7 @@ class _Row:
         return where
 
     def append(self, sequence: _Sequence, seen_before: IntArray) -> IntArray:
-        """Append what a sequence has beyond the tokens at `seen_before`. Returns where all its tokens are."""
+        """Append the tokens of a sequence after those at `seen_before`. Returns the positions of all its tokens."""
         tokens, shared = sequence.tokens, len(seen_before)
         path = seen_before
         if shared < len(tokens):
@@ -171,10 +171,10 @@ class _Row:
         if padding < 0:
             raise ValueError(f"row_tokens is {row_tokens}, but the examples of the row take {self.length}")
         if padding:
-            nothing = np.zeros(padding, np.int64)  # position 0 too: a long padding must not run out of positions
+            nothing = np.zeros(padding, np.int64)  # the positions, too: long padding must not exceed the model's
             self.segment(nothing, nothing, nothing[:0])
         keys = np.concatenate(self.keys)
-        in_order = len(keys) == self.length  # nothing is shared, so every token is a key once
+        in_order = len(keys) == self.length  # no prefix is shared, so every token is a key once
         predict = _flat(self.predict)
         return Pass(
             input_ids=_tensor(self.tokens)[None],
@@ -199,7 +199,7 @@ class _Row:
 
 
 def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, Any]:
-    """Where sequences end in a pass of `size` positions, as a Pass has it; from the position and answer of each."""
+    """The fields of a Pass of `size` positions that say where sequences end, from (position, answer) of each."""
     index, answer = np.array(ends, np.int64).reshape(-1, 2).T
     return {
         "last_places": index.copy(),
@@ -210,12 +210,12 @@ def _last(ends: Sequence[tuple[int, int]], size: int) -> dict[str, Any]:
 
 
 def _before(one: _Sequence) -> IntArray:
-    """Where, among the tokens of a sequence, those stand that predict the trained ones: each one place before."""
+    """The places in a sequence that predict its trained tokens: each is one before its token."""
     return len(one.prompt) - 1 + one.trained
 
 
 def _trained(sequences: Sequence[_Sequence]) -> dict[str, Any]:
-    """What a pass says of the trained tokens of its sequences, one sequence after the other."""
+    """The fields of a Pass about the trained tokens of its sequences, one sequence after the other."""
     weights = [np.ones(len(one.trained)) if one.weights is None else one.weights for one in sequences]
     plain = all(one.weights is None for one in sequences)
     return {
@@ -227,7 +227,7 @@ def _trained(sequences: Sequence[_Sequence]) -> dict[str, Any]:
 
 
 def copies_of(index_K: IntArray, size: int) -> IntArray:
-    """Where each of `size` rows is in `index`, copy by copy: R, size; -1 for a copy that does not exist."""
+    """Where `index` takes each of `size` rows, copy by copy: R, size; -1 beyond a row's last copy. See ops/take.py."""
     counts = np.bincount(index_K, minlength=size)
     first = np.cumsum(counts) - counts
     order = np.append(np.argsort(index_K, kind="stable"), 0)
@@ -243,7 +243,7 @@ def on_device(array: IntArray, device: torch.device) -> torch.Tensor:
 
 def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
     row = _Row()
-    placed: dict[int, list[tuple[IntArray, IntArray]]] = {}  # by example: its answers, and where their sequences are
+    placed: dict[int, list[tuple[IntArray, IntArray]]] = {}  # by example: answers, and positions of their sequences
     for one in sequences:
         before = placed.setdefault(one.example, [])
         before.append((one.own, row.append(one, _shared_path(one, before))))
@@ -251,7 +251,7 @@ def _shared_row(sequences: Sequence[_Sequence], row_tokens: int | None) -> Pass:
 
 
 def _shared_path(one: _Sequence, before: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
-    """Where the row has the longest beginning of a sequence that an earlier one of its example has too."""
+    """Positions in the row of the longest prefix that a sequence shares with an earlier one of its example."""
     path: IntArray = np.arange(0)
     for answer, where in before:
         shared = len(one.prompt) + shared_tokens(one.own, answer)

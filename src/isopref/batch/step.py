@@ -1,4 +1,4 @@
-"""One global batch as one rank sees it: its microbatches, and what is known of the whole batch.
+"""One global batch as one rank sees it: its own microbatches, and what it knows about the whole batch.
 
 A `Step` comes from a table of examples and a plan (isopref's own loader), or from a padded batch in the form that
 OLMo-core scripts use (engine/padded.py). Both end in the same list of microbatches.
@@ -25,16 +25,16 @@ from isopref.types import Anchors, IntArray, Kind, Microbatch, moved
 
 @dataclass(frozen=True)
 class Linear:
-    """A loss that couples comparisons, at the log-probabilities that a first pass found (see first_pass.py)."""
+    """A loss that couples comparisons, linearised at the log-probabilities of a first pass (engine/first_pass.py)."""
 
-    slope: Tensor  # 2, M: derivative of the batch's loss by the log-probability of chosen and rejected
+    slope: Tensor  # 2, M: derivative of the batch's loss with respect to the log-probability of chosen and rejected
     loss: Tensor  # M
-    loss_at_reference: Tensor  # M: what it would be if the policy were the reference
+    loss_at_reference: Tensor  # M: what the loss would be if the policy were the reference
 
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch with what each of its T terms counts for."""
+    """One microbatch with the coefficients of its T terms."""
 
     microbatch: Microbatch
     index: Tensor  # E: which examples of the table
@@ -46,8 +46,8 @@ class Work:
     side_share: Tensor  # 3, S: coefficients in the means over chosen, over rejected and over all of the global batch
     nll_share: Tensor  # A: coefficient in the mean over the chosen tokens of the global batch; 0 if not chosen
     linear: Linear | None = None  # if the objective couples pairs
-    anchors: Anchors | None = None  # if it measures gains against something
-    balance_share: Tensor | None = None  # L, E: what the experts' probabilities count for, where they are balanced
+    anchors: Anchors | None = None  # if the objective measures gains against them
+    balance_share: Tensor | None = None  # L, E: coefficients of the experts' probabilities, if they are balanced
 
     def to(self, device: torch.device) -> "Work":
         return moved(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -72,17 +72,17 @@ class Step:
     work: tuple[Work, ...]
     num_examples: int
     num_comparisons: int
-    num_terms: int  # of the loss; of lists, comparisons
+    num_terms: int  # of the loss; for lists, comparisons
     num_tokens: int  # real tokens of all sequences, the prompt counted in each
     padding_fraction: float  # share of the token slots of all microbatches that hold no token
-    # The whole batch: examples of the table, and their lengths. None where a rank knows only its own.
+    # The whole batch: examples of the table, and their lengths. None if a rank knows only its own share.
     index: IntArray | None = None
     lengths: Lengths | None = None
     has_sides: tuple[bool, bool] = (True, True)  # whether there are chosen and rejected answers
-    mismatched: tuple[MismatchedWork, ...] = ()  # this rank's share, if the loss asks for it
+    mismatched: tuple[MismatchedWork, ...] = ()  # this rank's share, if the loss needs mismatched pairs
 
     def pinned(self) -> "Step":
-        """The same in page-locked memory, from which a copy to a GPU does not wait."""
+        """A copy in page-locked memory, from which transfers to a GPU are asynchronous."""
         return replace(
             self,
             work=tuple(moved(work, Tensor.pin_memory) for work in self.work),
@@ -159,7 +159,7 @@ def build_mismatched(
 
 
 def _slots(lengths: Lengths, group: packing.Group, kind: packing.RowKind, num_passes: int) -> int:
-    """Token slots of a microbatch, those of passes without an answer included."""
+    """Token slots of a microbatch, including the fillers of passes without an answer."""
     passes = num_passes if kind == "padded_separate" else 1
     used = int(lengths.num_answers[group].max(initial=0)) if kind == "padded_separate" else min(1, len(group))
     return packing.padded_tokens(lengths, group, kind) + (passes - used) * FILLER_TOKENS

@@ -1,7 +1,7 @@
 """The terms of a loss, by its kind: comparisons of two answers, answers of ranked lists, or labelled answers.
 
-Everything that depends on the kind of a loss is here: how its terms look in a microbatch, what each of them counts for,
-and which answers the metrics take as chosen and rejected. `TERMS` has one entry for each kind.
+Everything that depends on the kind of a loss is here: how its terms look in a microbatch, their weights, and which
+answers the metrics take as chosen and rejected. `TERMS` has one entry for each kind.
 
 N: examples, A: answers, M: comparisons of some examples; T: their terms; S: M for pairs and lists, A for labels.
 """
@@ -31,7 +31,7 @@ from isopref.types import (
 
 
 class Terms(Protocol):
-    """What the engine asks of a kind of loss."""
+    """What the engine needs from a kind of loss."""
 
     def view(self, readout: Readout, microbatch: Microbatch, needs: Needs) -> Any:
         """A microbatch as the loss takes it."""
@@ -44,7 +44,7 @@ class Terms(Protocol):
     def weights(
         self, lengths: Lengths, weighting: Weighting, own_N: FloatArray, gaps_M: FloatArray | None = None
     ) -> Weights:
-        """The weight of each term, and of all of them. `gaps`: between the scores of compared answers."""
+        """The weight of each term, and the denominator. `gaps`: between the scores of compared answers."""
         ...
 
     def example(self, lengths: Lengths) -> IntArray:
@@ -52,11 +52,11 @@ class Terms(Protocol):
         ...
 
     def of(self, lengths: Lengths, some: IntArray) -> IntArray:
-        """The terms of some examples in the order of their microbatch, as numbers among all T."""
+        """The terms of some examples in the order of their microbatch, as indices among all T."""
         ...
 
     def liked(self, lengths: Lengths, scores_A: FloatArray, own_N: FloatArray) -> FloatArray:
-        """How often the likelihood term counts a token of each answer: A."""
+        """The weight of a token of each answer in the likelihood term: A."""
         ...
 
     def sides(self, readout: Readout, microbatch: Microbatch) -> PairLogps:
@@ -64,20 +64,20 @@ class Terms(Protocol):
         ...
 
     def of_sides(self, lengths: Lengths, some: IntArray) -> IntArray:
-        """Those of some examples in the order of their microbatch, as numbers among all S."""
+        """The sides of some examples in the order of their microbatch, as indices among all S."""
         ...
 
     def side_shares(self, lengths: Lengths, scores_A: FloatArray) -> FloatArray:
-        """What each of them counts for in the means over chosen, over rejected and over all: 3, S."""
+        """Coefficients of the sides in the means over chosen, over rejected and over all: 3, S."""
         ...
 
     def right(self, chosen_S: Tensor, rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
-        """How far the gains are on the right side: 1, or 0, or one half for a tie: S."""
+        """Whether the gains agree with the data: 1 if so, 0 if not, 0.5 for a tie: S."""
         ...
 
 
 class _Comparisons:
-    """Metrics and likelihood of what is compared, pair by pair: of losses of pairs and of lists."""
+    """What losses of pairs and of lists have in common: metrics and likelihood of each comparison."""
 
     def liked(self, lengths: Lengths, _scores_A: FloatArray, own_N: FloatArray) -> FloatArray:
         counts = np.bincount(lengths.sides[0], own_N[lengths.of_comparison], minlength=len(lengths.answer))
@@ -118,7 +118,7 @@ class Pairs(_Comparisons):
 
 
 class Lists(_Comparisons):
-    """A term is what one answer adds to the loss of its list: T is A, and all answers of a list have its weight."""
+    """A term is what one answer adds to the loss of its list: T is A, and each answer has the weight of its list."""
 
     def view(self, readout: Readout, microbatch: Microbatch, _needs: Needs) -> ListLogps:
         return ListLogps(readout.logp, microbatch.num_tokens, microbatch.example, microbatch.score)
@@ -163,7 +163,7 @@ class Labels:
         return own_N[lengths.of_answer] * (scores_A > 0)
 
     def sides(self, readout: Readout, microbatch: Microbatch) -> PairLogps:
-        """Every answer is on both sides; its share of one of the two is zero."""
+        """Every answer is on both sides; its coefficient on one of them is zero (`side_shares`)."""
         return PairLogps(readout.logp, readout.logp, microbatch.num_tokens, microbatch.num_tokens)
 
     def of_sides(self, lengths: Lengths, some: IntArray) -> IntArray:
@@ -174,7 +174,7 @@ class Labels:
         return side_coefficients(np.stack([good_A, ~good_A, np.ones_like(good_A)]).astype(np.float64))
 
     def right(self, chosen_S: Tensor, _rejected_S: Tensor, microbatch: Microbatch, threshold: Tensor) -> Tensor:
-        """Good answers are to gain more than the loss's threshold, bad ones less."""
+        """Good answers should gain more than the loss's threshold, bad ones less."""
         return _is_above(torch.where(microbatch.score > 0, 1, -1) * (chosen_S - threshold))
 
 

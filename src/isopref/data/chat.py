@@ -2,24 +2,24 @@
 
 How the boundary is found. The template renders three texts: the prompt with its generation prompt, and the prompt with
 each answer. Each is tokenised as a whole (special tokens come only from the template). If both sequences begin with the
-prompt's tokens, that is the proof of the boundary. Otherwise the boundary backs off to the last token common to all
-three, and the pair is counted: under `boundary_backoffs` if the tokenizer merges the last prompt character with the
-answer, under `generation_prompt_backoffs` if the generation prompt differs from how the template renders an answer (one
-ends with "<think>", the other has none). A template that renders the prompt's own turns differently once an answer
-follows has no boundary: BadPairError.
+prompt's tokens, the boundary is proven. Otherwise the boundary backs off to the last token common to all three, and the
+pair is counted: under `boundary_backoffs` if the tokenizer merges the last prompt character with the answer, under
+`generation_prompt_backoffs` if the generation prompt differs from how the template renders an answer (for example, only
+one of them has "<think>"). If a template renders the prompt's own turns differently once an answer follows, there is no
+boundary: BadPairError.
 
-How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. Each
-trained turn begins where the model's input for it ends: the turns before it with the generation prompt, which the whole
-rendered conversation must begin with. It ends, including its end token, where a mark shows its end (templates.py). The
-prompt of the pair is the common beginning of all sequences, up to the first trained token.
+How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. The
+model's input for a trained turn is the turns before it plus the generation prompt. The rendered conversation must begin
+with that input, and the turn begins where it ends. The turn ends, including its end token, where a mark shows its end
+(templates.py). The prompt of the pair is the common prefix of all sequences, up to the first trained token.
 
-How a completion ends. Tokens after the end-of-turn token are dropped if they are only white space (ChatML writes
-"<|im_end|>\\n") or that token repeated (the answer's own text ended with it): generation stops before them. So is
-what a template writes after the last turn of any conversation (Phi-3: EOS), if the turn has its own end before that. If
-a template writes no such token after the last turn, the model would never learn to stop. The answer then ends with the
-token that opens the next turn, if the model stops at it (GLM's <|user|>, or <|observation|> after a tool call), and
-otherwise with EOS, if nothing follows the answer. Counted as `added_ends`. If the template ends answers with plain
-text, nothing is added; counted as `missing_eos`.
+How a completion ends. Generation stops at the end-of-turn token, so tokens after it are dropped if they are only white
+space (ChatML writes "<|im_end|>\\n") or the same token again (the answer's own text ended with it). What a template
+writes after the last turn of any conversation (Phi-3: EOS) is dropped, too, if the turn itself has an end token before
+that. If a template writes no end token after the last turn, the model would never learn to stop. The answer then ends
+with the token that opens the next turn, if the model stops at it (GLM's <|user|>, or <|observation|> after a tool
+call), and otherwise with EOS, if nothing follows the answer. Counted as `added_ends`. If the template ends answers with
+plain text, nothing is added; counted as `missing_eos`.
 
 Without a template (`data.template: none`) a pair is plain text: [BOS] prompt + completion + EOS, with BOS only if the
 tokenizer itself would add it.
@@ -64,7 +64,7 @@ class TokenizeOptions:
     max_length: maximum tokens of the prompt plus its longer completion; None: no limit.
     truncation, for pairs over max_length: "drop" the pair; "keep_start" or "keep_end" of the prompt, truncated so that
         the longer completion fits. Only the text of turns is cut, never what opens and closes the prompt (see
-        truncation). If the completions leave no room for a single token of text, the pair is dropped.
+        truncation.py). If the completions leave no room for a single token of text, the pair is dropped.
     on_bad: "error", or "drop" (and count) records that do not yield a pair.
     stops: tokens at which the model's generation stops, besides EOS.
     compare, min_gap: which answers of a list are compared (see compare.py).
@@ -83,10 +83,12 @@ class TokenizeOptions:
 
     def __post_init__(self) -> None:
         if self.raw and self.train_on != "assistant":
-            raise ConfigError(f"data.train_on: {self.train_on} needs turns; data.template: none has none.")
+            raise ConfigError(
+                f"data.train_on: {self.train_on} needs turns, but data.template: none writes plain text. Remove one."
+            )
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
-                f"data.max_length: {self.max_length} has no room for a prompt and an answer. Use 2 or more."
+                f"data.max_length: {self.max_length} leaves no room for a prompt and an answer. Use 2 or more."
             )
 
     @property
@@ -125,7 +127,7 @@ class PairEncoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._ends = end_tokens(tokenizer)
         self._is_space: dict[int, bool] = {}
-        # Only for templated text; plain text may legitimately contain special tokens.
+        # Not for plain text, which may legitimately contain special tokens.
         self.special_tokens = None if options.raw else special_token_pattern(tokenizer)
         self._starts_with_bos = self._bos is not None and tokenizer("a")["input_ids"][:1] == [self._bos]
         self._stop_before = {role: None if options.raw else self._find_stop_before(role) for role in NEXT_ROLES}
@@ -135,7 +137,7 @@ class PairEncoder:
         options = self.options
         parts = {
             "tokenizer": tokenizer_content(self._tokenizer),
-            "split_special_tokens": self._tokenizer.split_special_tokens,  # no tokenizer.json has it
+            "split_special_tokens": self._tokenizer.split_special_tokens,  # not part of tokenizer.json
             "special": [self._bos, self._eos, sorted(self._ends), str(self._tokenizer.special_tokens_map)],
             "starts_with_bos": self._starts_with_bos,
             "stop_before": self._stop_before,
@@ -147,7 +149,7 @@ class PairEncoder:
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def encode(self, pairs: Sequence[Preference]) -> list[EncodedPair | BadPairError | None]:
-        """One result for each pair or list, in order; None: longer than max_length, in mode drop.
+        """One result for each pair or list, in order; None: over max_length, and dropped.
 
         They are tokenised together so that a fast tokenizer uses all cores; no result depends on another.
         """
@@ -169,7 +171,7 @@ class PairEncoder:
         try:
             return self._template.render(as_messages(prompt, "user"), given, add_generation_prompt=True)
         except DefectError as defect:
-            raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or reword it.") from defect
+            raise DataError(f"the prompt {prompt!r}: {defect.args[-1]}. Set data.template, or change it.") from defect
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
@@ -202,7 +204,7 @@ class PairEncoder:
         first = found[0].tokens
         border = min(min(one.first, _common(first, one.tokens)) for one in found)
         if border == 0:
-            raise DefectError("boundary", "not one token of the prompt stands before all answers")
+            raise DefectError("boundary", "not one token of the prompt comes before all answers")
         if self._bos is not None and border > 1 and first[0] == first[1] == self._bos:
             notes.add("double_bos")
         answers = tuple(one.tokens[border:] for one in found)
@@ -246,7 +248,7 @@ class PairEncoder:
         return _Sequence(np.concatenate([tokens[:last_start], completion]), weights, starts[0])
 
     def _end_inside(self, tokens: IntArray, start: int, end: int, notes: set[str]) -> int:
-        """Where a turn that others follow ends: after its end token, as the module's docstring describes."""
+        """Where a turn ends that is not the last one: after its end token, as the module's docstring describes."""
         last = self._last_word(tokens, start, end)
         following = self._first_word(tokens, end)
         if last < start or int(tokens[last]) not in self._ends:
@@ -270,7 +272,7 @@ class PairEncoder:
             return ()
         found = comparisons(pair.scores, self.options.compare, self.options.min_gap)
         if not found:
-            gap = f" by {self.options.min_gap:g}, as data.min_gap asks" if self.options.min_gap else ""
+            gap = f" by at least data.min_gap ({self.options.min_gap:g})" if self.options.min_gap else ""
             raise DefectError("tie", f"no two answers differ in their scores{gap}: {list(pair.scores)}")
         return found
 
@@ -280,7 +282,7 @@ class PairEncoder:
         """The completion with its end, as the module's docstring describes."""
         last, stop = self._last_word(side, border, len(side)), self._stop_before[next_role]
         token = int(side[last]) if last >= border else None
-        # In an open answer, another special token at the end is part of its text.
+        # If the template adds nothing after an answer, a special token at its end is part of its text.
         if token is not None and (token in (self._eos, stop) or (token in self._ends and not is_open())):
             while (before := self._last_word(side, border, last)) >= border and side[before] == token:
                 last = before
@@ -307,7 +309,7 @@ class PairEncoder:
         if written.removeprefix(before).strip() == said != "":
             return True
         if written.rstrip()[-1:] != said[-1:]:
-            return False  # saves a slow call of the template
+            return False  # without a slow call of the template
         return self._template.leaves_open(messages, _given(pair))
 
     def _find_stop_before(self, role: str) -> int | None:

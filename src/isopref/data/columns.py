@@ -1,4 +1,4 @@
-"""Column names: ours, and those of other projects."""
+"""Names of columns: isopref's own, and those of other projects."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from typing import Any
 
 SIDES = ("chosen", "rejected")
-PROMPTS = ("prompt", "conversations", "instruction")  # each the prompt of some shape
-OPTIONAL = ("system", "tools", "chat_template_kwargs", "weight", "subset")  # read beside every shape
-# Scores of both sides of a pair, by the names that data sets have for them, and the difference of two scores.
+PROMPTS = ("prompt", "conversations", "instruction")  # each is the prompt of some shape
+OPTIONAL = ("system", "tools", "chat_template_kwargs", "weight", "subset")  # read with every shape
+# Scores of both sides of a pair, under the names that data sets use, and the difference of two scores.
 SIDE_SCORES = (
     ("chosen_score", "rejected_score"),
     ("score_chosen", "score_rejected"),
     ("chosen_rating", "rejected_rating"),
 )
 MARGIN = "margin"
-GAPS = (*(name for names in SIDE_SCORES for name in names), MARGIN)  # read beside every shape of pairs
+GAPS = (*(name for names in SIDE_SCORES for name in names), MARGIN)  # read with every shape of pairs
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns with images, audio or video
-# Other names for our columns, in lower case, for suggestions.
+# Other names for isopref's columns, in lower case, to suggest renames in error messages.
 ALIASES = {
     "prompt": ("question", "instruction", "query", "input", "problem", "messages", "conversations", "conversation"),
     "chosen": ("accepted", "accept", "preferred", "better", "best", "good", "positive", "winner", "win", "pos"),
@@ -28,7 +28,7 @@ OTHER_WORDS = {"response", "responses", "answer", "answers", "completion", "outp
 
 
 def column_like(ours: str, fields: dict[str, Any]) -> str | None:
-    """The column whose name means the same as ours."""
+    """The column whose name means the same as `ours`, a name of isopref's."""
     names = {_plain(name): name for name, value in fields.items() if value is not None}
     return next((names[alias] for alias in (ours, *ALIASES[ours]) if alias in names), None)
 

@@ -1,4 +1,4 @@
-"""From the scores of a list of answers to its comparisons."""
+"""Which answers of a list are compared, given their scores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Compare = Literal["all", "best_worst", "best_rest", "adjacent"]
 
 
 def comparisons(scores: Sequence[float], compare: Compare, min_gap: float) -> tuple[tuple[int, int], ...]:
-    """(better, worse) answers whose scores differ by at least `min_gap`, and not by nothing.
+    """(better, worse) answers with different scores that are at least `min_gap` apart.
 
     all: every two answers. best_worst: the best and the worst one. best_rest: the best one with every other. adjacent:
-    each one with the next in the order of scores. Of answers with equal scores, the first counts as the better one.
+    each one with the next in the order of scores. Among answers with equal scores, the first one is ranked higher.
     """
     order = sorted(range(len(scores)), key=lambda answer: -scores[answer])  # stable
     chosen = {

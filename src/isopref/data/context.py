@@ -1,4 +1,4 @@
-"""Where answers hold context: tokens that are read and not trained, in the text that a user sees."""
+"""Where the text of an answer, as a user sees it, is context: tokens that the model reads but is not trained on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from isopref.examples import Example
 from isopref.types import IntArray
 
-Decode = Callable[..., str]  # some arrays of tokens, as one text
+Decode = Callable[..., str]  # arrays of tokens -> one text
 
 
 def context_ranges(example: Example, number: int, decode: Decode) -> list[tuple[int, int]]:
-    """The stretches of an answer's text that are context: where each begins and ends, in characters."""
+    """The parts of an answer's text that are context: where each begins and ends, in characters."""
     weights = example.weights_of(number)
     if weights is None:
         return []
@@ -25,7 +25,7 @@ def context_ranges(example: Example, number: int, decode: Decode) -> list[tuple[
 
 
 def decoder(tokenizer: object) -> Decode:
-    """Tokens as text, special tokens included."""
+    """A function that decodes tokens as text, including special tokens."""
 
     def decode(*parts: IntArray) -> str:
         ids = [int(token) for part in parts for token in part]

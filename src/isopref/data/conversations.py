@@ -1,6 +1,6 @@
 """Answers of several turns: where they diverge, and which of their turns are trained.
 
-Owns `data.train_on` and the weights of messages. templates and chat locate turns in the tokens.
+Owns `data.train_on` and the weights of messages. templates.py and chat.py locate turns in the tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Trained(NamedTuple):
 
     number: int  # in the conversation
     weight: float
-    final: bool  # only what comes after its reasoning
+    final: bool  # whether only the text after its reasoning is trained
 
 
 class Conversation(NamedTuple):
@@ -43,7 +43,7 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
     if not trained:
         which = "only assistant turns" if train_on == "assistant" else "a last assistant turn"
         found = f"{which} of weight 0" if spoken else "no assistant turn"
-        raise DefectError("weight", f"'{name}' has {found}, so nothing of it would be trained")
+        raise DefectError("weight", f"'{name}' has {found}, so there is nothing to train on")
     # Turns after the last trained one have no effect, and templates render a last turn the way the model sees it.
     return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
@@ -57,7 +57,7 @@ def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[
         shared += 1
     rest = [answer[shared:] for answer in answers]
     if not all(rest):
-        raise DefectError("diverging", "one answer is the beginning of another, so nothing of it is its own")
+        raise DefectError("diverging", "one answer is the beginning of another, so it has no turn of its own")
     return [*prompt, *map(plain, answers[0][:shared])], rest
 
 
@@ -80,7 +80,7 @@ def is_conversation(answer: Turns) -> bool:
 
 
 def is_empty(turns: Turns) -> bool:
-    """Whether nothing is said."""
+    """Whether there is neither text nor a tool call."""
     if isinstance(turns, str):
         return not turns.strip()
     return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)

@@ -1,4 +1,4 @@
-"""Sources read with the `datasets` package: folders written by save_to_disk, and the hub."""
+"""Sources read with the `datasets` package: folders written by save_to_disk, and data sets of the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isopref.errors import DataError
 from isopref.hub import unreachable
 from isopref.optional import require
 
-FILE_SUFFIXES = {*SUFFIXES, ".gz", ".txt"}  # of what is no hub name
+FILE_SUFFIXES = {*SUFFIXES, ".gz", ".txt"}  # names that end like this are files, not hub names
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -34,11 +34,11 @@ def saved_source(spec: str, folder: Path, split: str | None, columns: Mapping[st
         wanted = split or "train"
         if wanted not in splits:
             raise DataError(
-                f"{spec}: no split '{wanted}'. Choose one of {splits}, as split: SPLIT or '{folder}:SPLIT'."
+                f"{spec}: there is no split '{wanted}'. Choose one of {splits}, as split: SPLIT or '{folder}:SPLIT'."
             )
         folder = folder / wanted
     elif split:
-        raise DataError(f"{spec}: a folder, but not splits written by save_to_disk. {inside(folder)}")
+        raise DataError(f"{spec}: the folder has no splits written by save_to_disk. {inside(folder)}")
     datasets = require("datasets", extra="datasets", why=f"the source '{spec}' is a folder written by save_to_disk")
     try:
         dataset = datasets.load_from_disk(str(folder))
@@ -64,23 +64,26 @@ class HubName:
 
 
 def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]) -> Source:
-    """A data set of the hub, if `spec`, no local path, can name one. `label` is the source's name. Raises DataError."""
+    """A data set of the hub. `spec`, which is not a local path, must be a hub name; `label` is the source's name.
+
+    Raises DataError.
+    """
     tried, hint = Path(spec).expanduser().absolute(), _hint(spec)
     if hint or not HUB_NAME.fullmatch(asked.path) or Path(asked.path).suffix in FILE_SUFFIXES:
-        way_out = f"Check the path; a relative one starts where the command runs.{hint}"
+        way_out = f"Check the path; a relative path starts from the folder in which the command runs.{hint}"
         raise DataError(f"{spec}: no such file or folder ({tried}). {way_out}")
     datasets = require(
-        "datasets", extra="datasets", why=f"'{spec}' is no local path ({tried}), so it is read as a hub name"
+        "datasets", extra="datasets", why=f"'{spec}' is not a local path ({tried}), so it is read as a hub name"
     )
     no_network = unreachable()
     try:
         with _cache_only(datasets.config, no_network is not None):
             dataset = datasets.load_dataset(asked.path, asked.name, split=asked.split, revision=asked.revision)
     except Exception as error:  # network, authentication, unknown name or split: each has its own class
-        if no_network and isinstance(error, ConnectionError):  # others are about a data set in the cache
+        if no_network and isinstance(error, ConnectionError):  # other errors are about a data set in the cache
             raise DataError(_without_network(label, tried, asked, no_network)) from error
         raise DataError(
-            f"{label}: there is no local path {tried}, and the Hugging Face hub gave no data set {asked} "
+            f"{label}: there is no local path {tried}, and the Hugging Face hub returned no data set {asked} "
             f"({_first_lines(error)}). Check the path or the name on the hub: data.train: {{path: OWNER/NAME, name: "
             "CONFIG, split: SPLIT, revision: REVISION}."
         ) from error
@@ -89,10 +92,10 @@ def hub_source(spec: str, label: str, asked: HubName, columns: Mapping[str, str]
 
 
 @contextmanager
-def _cache_only(settings: Any, yes: bool) -> Iterator[None]:
-    """Make the library use only its cache: without a network, it would otherwise retry for half a minute."""
+def _cache_only(settings: Any, offline: bool) -> Iterator[None]:
+    """If `offline`, make the library use only its cache: without a network, it would retry for half a minute."""
     before = settings.HF_HUB_OFFLINE
-    settings.HF_HUB_OFFLINE = before or yes
+    settings.HF_HUB_OFFLINE = before or offline
     try:
         yield
     finally:
@@ -115,14 +118,14 @@ def _dataset_source(
 ) -> Source:
     def read() -> Places:
         as_written = without_filling(dataset.features.arrow_schema)
-        plain = dataset.with_format(None)  # set_format("numpy") is saved with a data set
+        plain = dataset.with_format(None)  # a saved data set keeps the effect of set_format("numpy")
         return ((as_written(row), f":row {number}") for number, row in enumerate(plain))
 
     return Source(spec, kind, read, digest, columns, count=lambda: len(dataset))
 
 
 def _hint(spec: str) -> str:
-    """The message for a path that does not exist and was probably meant as something else."""
+    """A hint, for the message, if a path that does not exist was probably meant as something else."""
     if re.fullmatch(r"[\d.]+%?", spec):
         return " A share of the prompts to hold out is a number without quotes, as in data.eval: 0.05."
     if "://" in spec:

@@ -1,6 +1,6 @@
-"""Sources made of files: one, those of a folder, or those that a pattern matches, in the order of their names.
+"""Sources made of files: one file, the files in a folder, or those that a pattern matches, in the order of their names.
 
-Several files are one source of one format. Each record's origin names its own file.
+Several files form one source and must have one format. Each record's origin names its own file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isopref.data.formats import DIGEST_BYTES, SUFFIXES, DataFile, Places, diges
 from isopref.data.source import Source
 from isopref.errors import DataError
 
-LISTED = 8  # files that an error names
+LISTED = 8  # files that an error message lists at most
 PATTERN = re.compile(r"[*?\[]")
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
@@ -28,7 +28,7 @@ def file_source(name: str, path: Path, columns: Mapping[str, str]) -> Source:
 
 
 def folder_source(name: str, folder: Path, columns: Mapping[str, str]) -> Source:
-    """The data files right in a folder. Raises DataError where there are none, or they do not belong together."""
+    """The data files directly in a folder. Raises DataError if there are none, or they do not belong together."""
 
     def listed() -> list[str]:
         visible = (path for path in folder.iterdir() if not path.name.startswith("."))
@@ -38,9 +38,9 @@ def folder_source(name: str, folder: Path, columns: Mapping[str, str]) -> Source
     try:
         files = listed()
     except OSError as error:
-        raise DataError(f"{name}: cannot be listed ({error.strerror}). Check who may read the folder.") from error
+        raise DataError(f"{name}: cannot be listed ({error.strerror}). Check the folder's permissions.") from error
     if not files:
-        raise DataError(f"{name}: a folder without data files in it. {inside(folder)}")
+        raise DataError(f"{name}: the folder has no data files in it. {inside(folder)}")
     if len(splits := sorted({found[1].lower() for file in files if (found := SPLIT.match(file))})) > 1:
         raise DataError(
             f"{name}: the folder has files of several splits ({', '.join(splits)}). Select one with a pattern, as in "
@@ -65,15 +65,15 @@ def pattern_source(name: str, columns: Mapping[str, str]) -> Source:
 
 
 def inside(folder: Path) -> str:
-    """What is in a folder, for an error; if there is no such folder, in the nearest one above it."""
+    """What is in a folder, for an error message; if it does not exist, what is in the nearest folder above it."""
     if not folder.is_dir():
         above = next(parent for parent in folder.absolute().parents if parent.is_dir())
         return f"There is no folder {folder}. {inside(above)}"
     found = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     below = sorted({path.parent for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES})
-    holds = _names(found) if found else "nothing"
+    contents = f"contains {_names(found)}" if found else "is empty"
     hint = f" There are data files in {_names(below)}." if below else ""
-    return f"{folder.absolute()} holds {holds}.{hint}"
+    return f"{folder.absolute()} {contents}.{hint}"
 
 
 def _files_source(
@@ -89,8 +89,9 @@ def _files_source(
                 yield fields, printable + place
 
     def digest() -> str:
-        now = listed()  # once more: a file may have come or gone
-        content = json.dumps([now, digest_files(folder / file for file in now)])  # names are in the records' origins
+        now = listed()  # again, because files may have been added or removed since
+        # Names count as content, because they are part of the records' origins.
+        content = json.dumps([now, digest_files(folder / file for file in now)])
         return hashlib.blake2b(content.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
     def count() -> int | None:
@@ -103,7 +104,7 @@ def _files_source(
 
 
 def _refuse_mixed(name: str, base: str, files: Mapping[str, DataFile]) -> None:
-    """Raise DataError where the files are of several formats: what is not data may be among them."""
+    """Raise DataError if the files have several formats: some of them may not be meant as data."""
     by_format: dict[str, list[str]] = {}
     for file, opened in files.items():
         by_format.setdefault(SUFFIXES.get(suffix_of(opened.path), opened.kind), []).append(file)

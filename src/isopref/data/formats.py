@@ -1,6 +1,6 @@
-"""Reading one file: JSONL, JSON, CSV and TSV (each also gzipped), Parquet, Arrow. The format is found by content.
+"""Reads one file: JSONL, JSON, CSV and TSV (each also gzipped), Parquet, Arrow. The content determines the format.
 
-Owns formats and places inside a file (":12"). What several files make together is in sources.
+Owns formats and places inside a file (":12"). file_sources.py combines several files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS = "JSONL, a JSON array of objects, CSV or TSV (each also gzipped), Parqu
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 SUFFIXES = {**TEXT_SUFFIXES, ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
-MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 131,072 characters, is less than a long conversation
+MAX_CSV_FIELD = 2**31 - 1  # csv's default limit of 131,072 characters is too small for a long conversation
 BATCH_ROWS = 256
 DAMAGED = "The file may be truncated or damaged: download or write it again."
 DIGEST_BYTES = 16
@@ -49,14 +49,14 @@ class DataFile:
         return READERS[self.kind](self.name, self.path, self.zipped)
 
     def count(self) -> int | None:
-        """Records, if that is quickly known."""
+        """The number of records, if it is cheap to find."""
         if self.kind == "parquet":
             return int(pq.ParquetFile(self.path).metadata.num_rows)
         return _count_lines(self.path) if self.kind == "jsonl" and not self.zipped else None
 
 
 def open_file(name: str, path: Path) -> DataFile:
-    """Find out the format of a file. Raises DataError if there is none that we read, or the file is damaged."""
+    """Determine the format of a file. Raises DataError if isopref does not read it, or the file is damaged."""
     try:
         file = DataFile(name, path, *_sniff(name, path))
         if file.kind == "parquet":
@@ -69,14 +69,14 @@ def open_file(name: str, path: Path) -> DataFile:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells a file's format, in small letters: ".jsonl" for a.jsonl.gz."""
+    """The suffix that tells a file's format, in lower case: ".jsonl" for a.jsonl.gz."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def _sniff(name: str, path: Path) -> tuple[str, bool]:
-    """The format of a file and whether it is gzipped: by content where that is certain, else by suffix."""
+    """The format of a file and whether it is gzipped: by content if that is certain, otherwise by suffix."""
     if not path.is_file():
-        raise DataError(f"{name}: a pipe or a device gives its data once, and it is read again. Write it to a file.")
+        raise DataError(f"{name}: a pipe or a device cannot be read twice, as is needed. Write the data to a file.")
     with path.open("rb") as file:
         head = file.read(4096)
     zipped = head.startswith(b"\x1f\x8b")
@@ -89,13 +89,13 @@ def _sniff(name: str, path: Path) -> tuple[str, bool]:
     suffix = suffix_of(path)
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         if zipped:
-            raise DataError(f"{name}: a gzipped {suffix or 'binary'} file cannot be mapped. Unpack it: gunzip.")
+            raise DataError(f"{name}: a gzipped {suffix or 'binary'} file cannot be mapped. Unpack it with gunzip.")
         return ("parquet" if head.startswith(b"PAR1") else "arrow"), False
     if suffix in TEXT_SUFFIXES:
         return TEXT_SUFFIXES[suffix], zipped
     if start[:1] in (b"[", b"{"):
         return ("json" if start[:1] == b"[" else "jsonl"), zipped
-    raise DataError(f"{name}: the format is not known. It can be {FORMATS}.")
+    raise DataError(f"{name}: unknown format. Supported: {FORMATS}.")
 
 
 def _lines(name: str, path: Path, zipped: bool) -> Iterator[tuple[int, str]]:
@@ -116,7 +116,7 @@ def _lines(name: str, path: Path, zipped: bool) -> Iterator[tuple[int, str]]:
 
 
 def _load_json(text: str, name: str, line: int, way_out: str) -> Any:
-    """The value of a JSON text that begins on this line of the source."""
+    """The value of a JSON text that begins on line `line` of the file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -128,7 +128,7 @@ def _load_json(text: str, name: str, line: int, way_out: str) -> Any:
 
 def _object(value: Any, where: str, way_out: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: a record must be a JSON object, this is a {type(value).__name__}. {way_out}")
+        raise DataError(f"{where}: a record must be a JSON object, but this is a {type(value).__name__}. {way_out}")
     return value
 
 
@@ -143,7 +143,7 @@ def _read_jsonl(name: str, path: Path, zipped: bool) -> Places:
 
 def _read_json(name: str, path: Path, zipped: bool) -> Places:
     text = "".join(line for _, line in _lines(name, path, zipped))
-    way_out = "A .json file is one array of objects, or one object on each line."
+    way_out = "A .json file must hold one array of objects, or one object per line."
     for index, value in enumerate(_load_json(text, name, 1, way_out)):
         place = f":[{index}]"
         yield _object(value, name + place, way_out), place
@@ -167,7 +167,7 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
                         f"{name}:{line}: {len(row)} cells, but the header names {len(header)} columns. "
                         "Quote cells that hold a delimiter or a line break."
                     )
-                # A cell has no type: empty means absent.
+                # CSV cannot tell an empty text from an absent one: treat it as absent.
                 yield {key: cell or None for key, cell in zip(header, row, strict=True)}, f":{line}"
             line = rows.line_num + 1
     except csv.Error as error:
@@ -175,7 +175,7 @@ def _read_csv(name: str, path: Path, zipped: bool, delimiter: str = ",") -> Plac
 
 
 def _check_delimiter(header: list[str], where: str) -> None:
-    """One column makes no pair; most often it is several, between other delimiters."""
+    """Raise DataError for a header of one column that another delimiter would split: one column cannot hold a pair."""
     others = [sign for sign in DELIMITERS if len(header) == 1 and sign in header[0]]
     if others:
         raise DataError(
@@ -218,16 +218,16 @@ def _rows(name: str, batches: Callable[[], Iterator[Any]]) -> Places:
 
 
 def without_filling(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Takes from a row the nulls that nobody wrote: each struct of a column has all keys that any of its structs has.
+    """A function that removes filled-in nulls from a row: Arrow gives each struct all keys that any row's struct has.
 
-    A null in a list stays, as does one in a column of JSON: no other row put it there.
+    A null in a list or in a column of JSON stays, because it was in the data.
     """
     unfill = {field.name: found for field in schema if (found := _unfill(field.type))}
     return lambda row: row | {name: unfill[name](row[name]) for name in unfill}
 
 
 def _unfill(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """The same for values of one type; None: they hold no struct. An object that a data set decoded is left alone."""
+    """The same for values of one type; None if they hold no struct. Objects decoded by `datasets` are left alone."""
     if pa.types.is_struct(kind):
         inner = {field.name: found for field in kind if (found := _unfill(field.type))}
 
@@ -255,7 +255,7 @@ READERS: dict[str, Callable[[str, Path, bool], Places]] = {
 
 
 def _count_lines(path: Path) -> int:
-    """Lines of a file, empty ones too: a progress bar needs no more."""
+    """The number of lines of a file, including empty ones: exact enough for a progress bar."""
     lines, block = 0, b"\n"
     with path.open("rb") as file:
         while more := file.read(1 << 20):

@@ -1,8 +1,8 @@
 """Groups records with the same prompt into one example: builds one table from another.
 
-Pairs become the distinct answers to their prompt and one comparison each; labelled answers become the answers to their
-prompt, each with its label. No judgement is changed or dropped: repeated or contradictory ones count as before
-(statistics counts both). Lists stay as they are.
+The example of several pairs has their distinct answers, and one comparison for each pair; that of several labelled
+answers has all of them, each with its label. No judgement is changed or dropped: repeated and contradictory ones still
+count (statistics.py reports both). Lists stay as they are.
 
 Records belong together if they have the same source and the same prompt, both as asked and as tokens. Sources are mixed
 by weight and evaluated separately, so an example never spans two; and a prompt truncated in two ways is two prompts to
@@ -33,7 +33,7 @@ VERSION = 2  # raise it when the same table would give a different result
 
 
 def write_grouped(table: ExampleTable, sink: Any, *, drop_bad: bool, chunk_examples: int) -> None:
-    """Write the table with one example per prompt, in the place of its first record.
+    """Write the table with one example per prompt, at the position of its first record.
 
     A record whose weight differs from that of its prompt's first record raises BadPairError, or is dropped and counted.
     """
@@ -85,9 +85,9 @@ def merged(examples: Sequence[Example]) -> Example:
 
 
 def _merged_pairs(pairs: Sequence[Example]) -> Example:
-    """The scores are 1 for chosen and 0 for rejected answers; there are none if an answer is both.
+    """The scores are 1 for chosen and 0 for rejected answers; there are none if any answer is both.
 
-    Each comparison keeps the gap between scores that its record has, NaN if it has none.
+    Each comparison keeps the score gap of its record, NaN if it has none.
     """
     answers: dict[bytes, tuple[IntArray, FloatArray]] = {}
     compared: list[tuple[bytes, bytes]] = []
@@ -107,7 +107,7 @@ def _merged_pairs(pairs: Sequence[Example]) -> Example:
 
 
 def _unless_ones(weights: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
-    """The token weights of some answers, in the form an example has them."""
+    """The token weights of some answers; empty if all are 1, as in `Example.weights`."""
     return () if all((one == 1).all() for one in weights) else tuple(weights)
 
 
@@ -121,7 +121,7 @@ def _with_one_weight(table: ExampleTable, group: IntArray, drop_bad: bool) -> In
             table.origin(int(group[other])),
             "weight",
             f"'weight' is {weights[other]:g}, but {weights[0]:g} in {table.origin(int(group[0]))}, which has the same "
-            "prompt. With data.group_by_prompt they become one example, which has one weight: write the same in both",
+            "prompt. With data.group_by_prompt they become one example, which has one weight: set the same in both",
         )
     return same
 

@@ -1,10 +1,10 @@
-"""Marks in messages: where a mark appears in the rendered text shows what the template does with a message."""
+"""Marks in messages: where a mark appears in the rendered text, it shows what the template does with a message."""
 
 from __future__ import annotations
 
 from isopref.data.messages import Message
 
-MARK = "\ue000"  # from Unicode's private use area: no text contains it
+MARK = "\ue000"  # from Unicode's private use area, so texts do not contain it
 
 
 def marked_at_end(message: Message) -> Message:

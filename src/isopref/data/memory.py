@@ -1,7 +1,7 @@
 """Records that a script holds in memory: a list of dicts, or a `datasets.Dataset`.
 
-They have no path, so their name is made of their content (`memory:DIGEST`): the same records are the same data in any
-process, and a run that is resumed is asked for them again.
+They have no path, so they are named by their content (`memory:DIGEST`): the same records have the same name in every
+process, and a resumed run must be given them again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from isopref.data.formats import DIGEST_BYTES, Places, without_filling
 from isopref.data.source import Source
 from isopref.errors import DataError
 
-IN_MEMORY = "memory:"  # what the name of such data begins with
-# Not what a record is read for, but what other columns may hold; each prints the same in every process.
+IN_MEMORY = "memory:"  # the beginning of these names
+# Types that isopref does not read, but that other columns may hold. Their repr is the same in every process.
 PRINTED = (bytes, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 
 
 @dataclass(frozen=True)
 class MemoryData:
-    """Records in memory. `label` is where a script passed them, as in "data.train"; `digest` is what they were then."""
+    """Records in memory. `label` says where a script passed them ("data.train"); `digest` is of their content then."""
 
     label: str
     records: Any = field(repr=False)  # a list of dicts or a Dataset
@@ -37,12 +37,12 @@ class MemoryData:
 
     @property
     def name(self) -> str:
-        """What stands for them in a config."""
+        """Their name in a config."""
         return IN_MEMORY + self.digest
 
 
 def hold(label: str, records: Any) -> MemoryData:
-    """Name records by their content. Raises DataError for one that is no record."""
+    """Name records by their content. Raises DataError for a value that is not a record."""
     return MemoryData(label, records, _digest(label, records), len(records))
 
 
@@ -53,19 +53,19 @@ def memory_source(data: MemoryData, columns: Mapping[str, str]) -> Source:
         return ((fields, f"[{index}]") for index, fields in enumerate(_records(data.label, data.records)))
 
     def digest() -> str:
-        # A list may have changed since; a Dataset cannot.
+        # A list may have changed since, but a Dataset is immutable.
         return _digest(data.label, data.records) if isinstance(data.records, list) else data.digest
 
     return Source(data.label, "in memory", read, digest, columns, count=lambda: len(data.records))
 
 
 def _records(label: str, records: Any) -> Iterator[dict[str, Any]]:
-    """The records as plain values. A data set's own format, such as tensors, is left aside."""
+    """The records as plain values. A data set's output format, such as tensors, is ignored."""
     if isinstance(records, list):
         for index, record in enumerate(records):
             if not isinstance(record, Mapping):
                 raise DataError(
-                    f"{label}[{index}]: a record must be a dict, this is a {type(record).__name__}. Convert it."
+                    f"{label}[{index}]: a record must be a dict, but this is a {type(record).__name__}. Convert it."
                 )
             if (key := next((key for key in record if not isinstance(key, str)), None)) is not None:
                 raise DataError(f"{label}[{index}]: a column's name must be text, this is {key!r}. Rename it.")
@@ -76,7 +76,7 @@ def _records(label: str, records: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value in which arrays are lists and numbers of numpy are Python's, as pandas gives them."""
+    """The value with numpy's arrays and numbers, which pandas returns, converted to Python's lists and numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
@@ -93,8 +93,8 @@ def _digest(label: str, records: Any) -> str:
             text = json.dumps(record, default=_print)
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
-                f"{label}[{index}]: {error}. A record in memory holds text, numbers, true or false, None, lists and "
-                "dicts: convert it, or remove its column."
+                f"{label}[{index}]: {error}. A record in memory may hold text, numbers, booleans, None, lists and "
+                "dicts. Convert the value, or remove its column."
             ) from error
         digest.update(text.encode() + b"\n")
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """The fields of a record: text, messages with their roles, tools, weight. Each is parsed strictly or refused.
 
-Owns roles and the definition of a message. Does not know how fields make a pair: see shapes.
+Owns roles and the definition of a message. shapes.py makes pairs from fields.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DefectError(Exception):
 
 
 class WrongColumnError(DefectError):
-    """A value that shows that a column does not hold what was assumed: dropping the record would not help."""
+    """A value that shows that a column does not hold what it should: dropping the record would not help."""
 
 
 def kind(value: Any) -> str:
@@ -62,12 +62,12 @@ def is_written(text: str) -> bool:
 
 
 def parse_written(text: str) -> list[Any] | dict[str, Any] | None:
-    """The messages in such a text: JSON, or what Python or numpy print, as pandas writes to CSV. None: not messages."""
+    """The messages in a text: JSON, or printed Python or numpy values, as pandas writes to CSV. None: not messages."""
     if not is_written(text):
         return None
     value = _parse(text)
     if value is text:
-        # numpy prints no comma between objects; inside strings, the same characters are left alone.
+        # numpy prints no comma between objects. Strings are matched first, so that their content stays unchanged.
         value = _parse(STRING_OR_GAP.sub(lambda found: "}, {" if found[0][0] == "}" else found[0], text))
     return value if kind(value) == "messages" else None
 
@@ -96,7 +96,7 @@ def read_text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can contain "\ud800", which no tokenizer accepts
-        raise DefectError("type", f"'{name}' holds half a surrogate pair, which is no character") from None
+        raise DefectError("type", f"'{name}' contains half a surrogate pair, which is not a character") from None
     return value
 
 
@@ -175,7 +175,7 @@ def read_template_kwargs(value: Any) -> dict[str, Any]:
     reserved = sorted(value.keys() & RENDERING)
     if reserved:
         raise DefectError("type", f"'chat_template_kwargs' sets {', '.join(reserved)}, which isopref sets itself")
-    # In Arrow and Parquet, every record has every key.
+    # Arrow and Parquet fill in absent keys with null.
     return {key: given for key, given in value.items() if given is not None}
 
 
@@ -196,7 +196,7 @@ def read_subset(value: Any) -> str | None:
 def _number(value: Any) -> float:
     """The number, or NaN if it is not one."""
     try:
-        return math.nan if isinstance(value, bool) else float(value)  # also from text: CSV has nothing else
+        return math.nan if isinstance(value, bool) else float(value)  # also from text, for CSV
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -222,7 +222,7 @@ def _read_parts(value: Any, name: str) -> Message:
     for part in value:
         if part.get("type") not in texts:
             raise DefectError(
-                "type", f"{name} has a part of type {part.get('type')!r}, and only text can be trained on"
+                "type", f"{name} has a part of type {part.get('type')!r}, but only text can be trained on"
             )
         texts[part["type"]].append(read_text(part.get("text", part.get("value")), name))
     found: Message = {"content": "".join(texts["text"])}
@@ -265,14 +265,14 @@ def _with_weight(message: Message, name: str) -> Message:
         weight = 0.0
     if message["role"] != "assistant":
         if train or (given is not None and weight > 0):
-            raise DefectError("weight", f"{name} is a {message['role']} turn, and only assistant turns can be trained")
+            raise DefectError("weight", f"{name} is a {message['role']} turn, but only assistant turns can be trained")
         return message
     return message if weight == 1 else {**message, "weight": weight}
 
 
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
     if turn["role"] not in ROLES:
-        raise DefectError("role", f"{name} has the role {turn['role']!r}, which is none of {', '.join(ROLES)}")
+        raise DefectError("role", f"{name} has the role {turn['role']!r}, which is not one of {', '.join(ROLES)}")
     # A key with None means the same as a missing key: {"content": null, "tool_calls": [...]}.
     return {key: value for key, value in turn.items() if value is not None}
 
@@ -280,7 +280,7 @@ def _from_roles(turn: dict[str, Any], name: str) -> Message:
 def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:
     sender = turn["from"]
     if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
-        raise DefectError("role", f"{name} is from {sender!r}, which is none of {', '.join(SHAREGPT_ROLES)}")
+        raise DefectError("role", f"{name} is from {sender!r}, which is not one of {', '.join(SHAREGPT_ROLES)}")
     if sender == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
     return {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
@@ -292,7 +292,7 @@ def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:
         raise DefectError("tools", f"{name}: a function call must be JSON, not {shown(value)}")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DefectError("tools", f"{name}: a function call needs a 'name', this is {shown(value)}")
+        raise DefectError("tools", f"{name}: a function call needs a 'name', but this is {shown(value)}")
     return [_read_call(call) for call in calls]
 
 

@@ -1,7 +1,7 @@
-"""Mismatched pairs: every prompt of a table with an answer to another question, as KTO estimates its KL term with.
+"""Mismatched pairs: every prompt of a table with an answer to another question. KTO estimates its KL term with them.
 
-Who is matched with whom depends on content alone: neither the order of the examples, nor their files, batches or ranks
-have a say. N: examples of a table.
+The matching depends on content alone, not on the order of the examples, their files, batches or ranks. N: examples of a
+table.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from isopref.types import IntArray
 
 
 class Mismatched:
-    """The examples of a table, each with one answer: that of its partner, which asks something else.
+    """The examples of a table, each with one answer: an answer of its partner, which has another question.
 
-    The partner is the next example in the order of the examples' ids that has another question; the last one is
-    followed by the first. Of its answers, the one with the smallest id is taken. Where it would make the sequence
-    longer than every one of the table, it is cut there, so that what holds the table holds this too.
+    The partner is the next example with another question in the (cyclic) order of the examples' ids. Of its answers,
+    the one with the smallest id is taken. It is cut if the sequence would be longer than the longest one of the table,
+    so a budget that is large enough for the table is large enough for mismatched pairs.
 
     Raises DataError for a table with a single question.
     """
@@ -57,7 +57,7 @@ class Mismatched:
         return self._cut(index, int(self.lengths.answer[index]))
 
     def _cut(self, index: int, num_tokens: int) -> Example:
-        """An example with so many tokens of its partner's answer."""
+        """An example with the first `num_tokens` tokens of its partner's answer."""
         lengths, answer = self.table.lengths, int(self.answer[index])
         partner = int(lengths.of_answer[answer])
         of_partner, k = self.table.example(partner), answer - int(lengths.first_answer[partner])
@@ -73,7 +73,7 @@ class Mismatched:
 
     @cached_property
     def answer_ids(self) -> NDArray[np.uint8]:
-        """What each prompt with its answer is, by content: N, 16."""
+        """Content ids of the answers with their prompts: N, 16."""
         ids = bytearray()
         for index in range(len(self)):
             one = self.example(index)
@@ -82,15 +82,18 @@ class Mismatched:
 
 
 def partners(ids_N: NDArray[np.uint8], questions_N: NDArray[np.uint64]) -> IntArray:
-    """The next example by id, cyclically, that has another question, for each one: N. Raises DataError for none."""
+    """For each example, the next one by id (cyclically) that has another question: N.
+
+    Raises DataError if all have the same question.
+    """
     order = _by_id(ids_N)
     questions = questions_N[order]
     twice = np.concatenate([questions, questions])
     changes = np.flatnonzero(twice[1:] != twice[:-1]) + 1  # where another question begins
     if not len(changes):
         raise DataError(
-            "kto compares answers with answers to other prompts, but all examples have the same prompt. Add data with "
-            "other prompts, or use another loss, such as bco."
+            "The loss kto compares answers with answers to other prompts, but all examples have the same prompt. Add "
+            "data with other prompts, or use another loss, such as bco."
         )
     size = len(order)
     following = changes[np.searchsorted(changes, np.arange(size), side="right")]
@@ -100,7 +103,7 @@ def partners(ids_N: NDArray[np.uint8], questions_N: NDArray[np.uint64]) -> IntAr
 
 
 def _first_answers(table: ExampleTable) -> IntArray:
-    """The answer of each example that has the smallest id, as a number of the table: N."""
+    """The answer of each example that has the smallest id, as an index among all answers of the table: N."""
     rank = np.empty(len(table.answer_ids), np.int64)
     rank[_by_id(table.answer_ids)] = np.arange(len(rank))
     order = np.lexsort((rank, table.lengths.of_answer))
@@ -109,6 +112,6 @@ def _first_answers(table: ExampleTable) -> IntArray:
 
 
 def _by_id(ids: NDArray[np.uint8]) -> IntArray:
-    """What puts ids in order."""
+    """The indices that sort ids."""
     high, low = np.ascontiguousarray(ids).view(">u8").T
     return np.lexsort((low, high))

@@ -1,6 +1,6 @@
 """Which pairs of a table are used: the mix of several sources, and the split into training and evaluation.
 
-Pure functions of contents and a seed. The order of training is not decided here: see schedule.
+Pure functions of contents and a seed. schedule.py decides the order of training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from isopref.types import IntArray
 def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int, *, why_few: str = "") -> IntArray:
     """Indices, ascending, into a table of `num_pairs[s]` pairs of each source, one source after another.
 
-    A source with `count` gives that many pairs; with `weight` (all sources or none) its share of the largest
-    mix in which no pair comes twice; with neither, everything. Which pairs: those whose hash with the seed is
-    lowest, so a larger share contains a smaller one. Raises ConfigError; `why_few` ends what it says of too few pairs.
+    A source with `count` contributes that many pairs; with `weight` (all sources or none), its share of the largest
+    mix that repeats no pair; with neither, everything. The pairs with the lowest hashes (with the seed) are taken, so a
+    larger share contains a smaller one. Raises ConfigError; `why_few` is appended to messages about too few pairs.
     """
     counts = _counts(num_pairs, specs, why_few)
     picked = []
@@ -37,14 +37,14 @@ def mix(num_pairs: Sequence[int], specs: Sequence[SourceSpec], seed: int, *, why
 def split_by_prompt(table: ExampleTable, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
     """Indices of the pairs to train on and to evaluate on (about `fraction` of the prompts), each ascending.
 
-    A hash of what is asked decides, whatever else is in the table, in whatever order and for whatever model: all pairs
-    that ask the same are on one side, and stay there when data is added. Raises ConfigError, and DataError where a side
-    is empty.
+    A hash of the prompt before templating decides, independently of the other pairs, their order and the model: all
+    pairs with the same prompt are on one side, and stay there when data is added. Raises ConfigError, and DataError if
+    a side is empty.
     """
     if not 0 <= fraction < 1:
-        raise ConfigError(f"The share of pairs held out is {fraction}. It must be at least 0 and less than 1.")
+        raise ConfigError(f"data.eval: {fraction} is the share of prompts to hold out. Use at least 0 and less than 1.")
     held_out = _hash(table.question_ids, seed=seed, stream=0) < np.uint64(int(fraction * 2**64))
-    # Two prompts can become one when cut to max_length; both are then trained on, and what else asks the same.
+    # Two prompts can become one when truncated. Then both are trained on, with all other pairs that have either prompt.
     before = -1
     while before != (before := int(held_out.sum())):
         for ids in (table.prompt_ids, table.question_ids):
@@ -53,14 +53,14 @@ def split_by_prompt(table: ExampleTable, fraction: float, seed: int) -> tuple[In
     if fraction and not (len(train) and len(held)):
         raise DataError(
             f"Holding out {fraction} of {len(table)} pairs leaves {len(train)} to train on and {len(held)} to "
-            "evaluate on. Use more pairs, another share, or a source of its own for evaluation."
+            "evaluate on. Use more pairs, another share, or a separate source for evaluation."
             f"{table.stats.dropped_note}"
         )
     return train, held
 
 
 def without(table: ExampleTable, held_out: ExampleTable) -> IntArray:
-    """Indices, ascending, of the pairs of `table` whose prompt is not held out: neither as asked nor as it is seen."""
+    """Indices, ascending, of the pairs of `table` whose prompt is not held out, before templating or as tokens."""
     asked = np.isin(table.question_ids, held_out.question_ids)
     return np.flatnonzero(~(asked | np.isin(table.prompt_ids, held_out.prompt_ids)))
 
@@ -71,21 +71,23 @@ def _counts(num_pairs: Sequence[int], specs: Sequence[SourceSpec], why_few: str)
         if spec.weight is not None and spec.count is not None:
             raise ConfigError(f"{where}: both weight and count are set. Keep one of them.")
         if spec.count is not None and not 0 < spec.count <= size:
-            use = f"Use 1 to {size}; no pair comes twice."
-            raise ConfigError(f"{where}: count {spec.count} of {size} pairs. {use}{why_few}")
+            raise ConfigError(
+                f"{where}: count must be 1 to {size}, the number of its pairs; found {spec.count}. Pairs are not "
+                f"repeated.{why_few}"
+            )
         if spec.weight is not None and not 0 < spec.weight < np.inf:
-            raise ConfigError(f"{where}: weight {spec.weight} is not a positive number.")
-    # As decimal fractions, which is how they were written: in floats, 0.3 is not three times 0.1.
+            raise ConfigError(f"{where}: weight must be a positive number; found {spec.weight}.")
+    # Decimal fractions, as in the config: in floats, 0.3 is not three times 0.1.
     weights = [Fraction(str(spec.weight)) for spec in specs if spec.weight is not None]
     if not weights:
         return [size if spec.count is None else spec.count for spec, size in zip(specs, num_pairs, strict=True)]
     if len(weights) < len(specs):
-        raise ConfigError("Some sources have a weight and some have none. Give one to all of them, or to none.")
+        raise ConfigError("Some sources have a weight and some have none. Set one for all of them, or for none.")
     scale = min(int(size) / weight for size, weight in zip(num_pairs, weights, strict=True))
     counts = [int(weight * scale) for weight in weights]
     for spec, count in zip(specs, counts, strict=True):
         if count == 0:
-            raise ConfigError(f"The source '{spec.path}': weight {spec.weight} gives not one pair. Raise it.{why_few}")
+            raise ConfigError(f"The source '{spec.path}': weight {spec.weight} selects no pair. Raise it.{why_few}")
     return counts
 
 

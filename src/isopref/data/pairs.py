@@ -1,7 +1,7 @@
 """Builds an ExampleTable from sources: once for the same content, by one process, on all the requested cores.
 
-Owns the cache (key, lock, atomic writes), the workers and the policy on bad records. Reading is in sources, meaning in
-shapes, tokens in chat, the file in table.
+Owns the cache (key, lock, atomic writes), the workers and the policy on bad records. sources.py reads records,
+shapes.py interprets them, chat.py tokenises them, and table_file.py defines the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
 CODE_VERSION = 13  # raise it when the same content would give different tokens or a different file
-LEFT_OUT = ("unscored_answers", "repeated_answers")  # of lists
+LEFT_OUT = ("unscored_answers", "repeated_answers")  # reasons why answers of a list are left out
 CHUNK_RECORDS = 512  # also the maximum size of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: tables up to this size are verified when opened, in a fraction of a second
 # Chunks that this process encodes before it starts workers. A worker takes about 3 s to start, mostly for imports, in
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 class _Chunk(NamedTuple):
     source: int
-    base: str  # of the source: what its origins begin with
+    base: str  # the beginning of the origins of the source's records
     shape: Shape
     records: list[Record]
 
@@ -87,12 +87,12 @@ def build_table(
 ) -> ExampleTable:
     """The records of all sources, in order, tokenised; from the cache in `folder` if it has the same content.
 
-    The table holds every usable record of every source: mixing by weight or count selects from it (see mixing).
-    `group_by_prompt` groups records with the same prompt into one example, from the ungrouped table (see grouping).
+    The table holds every usable record of every source: mixing by weight or count selects from it (mixing.py).
+    `group_by_prompt` groups records with the same prompt into one example, from the ungrouped table (grouping.py).
     `workers` processes tokenise what is left after CHUNKS_ALONE; they are spawned, so a script that uses more than one
-    needs the `if __name__ == "__main__":` guard. Of several processes with the same folder, one builds and the others
-    wait; `head_start_s` lets another process, which shows its progress, start first.
-    One of them rebuilds a damaged table and reports that to `say`.
+    needs the `if __name__ == "__main__":` guard. Of several processes with the same folder, one builds the table and
+    the others wait; `head_start_s` lets another process, which shows its progress, start first.
+    A damaged table is rebuilt by one of them, which reports that to `say`.
     Raises DataError, ConfigError, RunError.
     """
     sources = [_open(spec) for spec in specs]
@@ -104,15 +104,15 @@ def build_table(
     def write_records(file: Any) -> None:
         _write(file, sources, _encode_all(_chunks(sources, options.raw), encoder, workers), progress)
         if _content(sources) != content:
-            raise DataError("The data changed while it was read. Start again once nobody writes to it.")
+            raise DataError("The data changed while it was read. Start again once nothing writes to it.")
 
     table = keep(key, write_records)
     if not group_by_prompt:
         return table
     if table.holds == {"lists"}:
         raise ConfigError(
-            "data.group_by_prompt groups pairs and labelled answers, but the data holds lists only, which are grouped "
-            "already. Set it to false."
+            "data.group_by_prompt groups pairs and labelled answers, but all data is lists, which are grouped already. "
+            "Set data.group_by_prompt: false."
         )
     write = partial(write_grouped, table, drop_bad=options.on_bad == "drop", chunk_examples=CHUNK_RECORDS)
     return keep(_digest(["grouped", GROUPING_VERSION, key]), write)
@@ -171,9 +171,9 @@ def _open(spec: SourceSpec) -> Source:
             ours: theirs for theirs, ours in (spec.columns or {}).items() if theirs in unknown and ours in COLUMNS
         }
         names = ", ".join(f"{ours}: {theirs}" for ours, theirs in turned.items())
-        way_out = f" Our name comes first: if those are columns of the data, write {{{names}}}." if turned else ""
+        way_out = f" isopref's name comes first: if those are columns of the data, write {{{names}}}." if turned else ""
         raise ConfigError(
-            f"columns for '{spec.path}': no such names {sorted(unknown)}. We read {', '.join(COLUMNS)}.{way_out}"
+            f"columns for '{spec.path}': isopref has no columns {sorted(unknown)}, but {', '.join(COLUMNS)}.{way_out}"
         )
     _refuse_shared_columns(spec)
     if spec.memory is not None:
@@ -182,7 +182,7 @@ def _open(spec: SourceSpec) -> Source:
 
 
 def _refuse_shared_columns(spec: SourceSpec) -> None:
-    """Raise ConfigError if one column would be read under two names, or if renaming it leaves a gap."""
+    """Raise ConfigError if one column would be read under two names, or if its own name would be left without one."""
     columns = spec.columns or {}
     roles: dict[str, list[str]] = {}
     for ours, theirs in columns.items():
@@ -190,7 +190,7 @@ def _refuse_shared_columns(spec: SourceSpec) -> None:
     for theirs, names in roles.items():
         if len(names) > 1:
             raise ConfigError(
-                f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Name another "
+                f"columns for '{spec.path}': the column '{theirs}' is read as {' and as '.join(names)}. Set another "
                 "column for one of them."
             )
         (ours,) = names
@@ -198,7 +198,7 @@ def _refuse_shared_columns(spec: SourceSpec) -> None:
         if theirs in ("prompt", *SIDES) and theirs not in columns and not is_prompt:
             raise ConfigError(
                 f"columns for '{spec.path}': the column '{theirs}' is read as {ours}, so nothing is read as {theirs}. "
-                f"Name a column for that too, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
+                f"Set a column for {theirs}, as in {{{ours}: {theirs}, {theirs}: COLUMN}}, or remove {ours}: {theirs}."
             )
 
 
@@ -220,7 +220,7 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         lock = FileLock(file.fileno())
         if not lock.take():
-            log.info("Another process builds the pair table; waiting for %s.", path)
+            log.info("Another process is building the pair table; waiting for %s.", path)
             lock.wait()
         yield
 
@@ -228,7 +228,7 @@ def _lock(path: Path) -> Iterator[None]:
 def _build(path: Path, write: Callable[[Any], None]) -> None:
     """Write the table to a temporary name and rename it once it is complete and on disk."""
     for left_over in path.parent.glob(f"{path.stem}.*.tmp"):
-        left_over.unlink()  # we hold the lock, so the process that wrote it is dead
+        left_over.unlink()  # this process holds the lock, so the one that wrote the file is dead
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -285,7 +285,7 @@ class _Found:
         if not counts["kept"]:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise DataError(
-                f"{source.name}: none of {counts['read']} records gave a pair; dropped: {reasons}. Use another source, "
+                f"{source.name}: none of {counts['read']} records is usable; dropped: {reasons}. Use another source, "
                 "data.template or data.max_length."
             )
         assert self._shape is not None, "a source has records"
@@ -361,7 +361,7 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
     if first is None:
         return
     pending: deque[Future[_Encoded]] = deque()
-    # spawn: a fork would copy held locks of torch's and the tokenizer's threads, and our lock on the cache.
+    # spawn: a fork would copy locks held by torch's and the tokenizer's threads, and the lock on the cache.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
         try:
@@ -373,8 +373,8 @@ def _encode_all(chunks: Iterator[_Chunk], encoder: PairEncoder, workers: int) ->
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise RunError(
-                "A tokenising process died. Out of memory, or a script without the "
-                "`if __name__ == '__main__':` guard? One worker needs neither."
+                "A tokenising process died. If it ran out of memory, free some and try again. In a script, put the "
+                "call under `if __name__ == '__main__':`."
             ) from error
         except BaseException:  # a bad record or Ctrl-C: do not wait for the rest
             pool.shutdown(wait=False, cancel_futures=True)

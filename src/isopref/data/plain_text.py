@@ -1,8 +1,8 @@
 """Prompt and answer in one text: where the answer begins.
 
-Role marks prove it ("User: ... Assistant: ..."): the answer follows the last mark, which must be the assistant's and at
-the same place in both texts. Without marks it is a guess: what both texts begin with, cut back to the end of a line or
-of a sentence.
+Role marks ("User: ... Assistant: ...") prove where: the answer follows the last mark, which must be the assistant's and
+at the same place in both texts. Without marks, isopref guesses: the prompt is the common beginning of both texts, cut
+back to the end of a line or of a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = {
     "tool": ("tool", "ipython"),
 }
 ROLE_OF = {word: role for role, words in ROLES.items() for word in words}
-# The end of a sentence, or of what a colon announces. Chinese and Japanese set no space behind it.
+# The end of a sentence, or a colon. Chinese and Japanese have no space after it.
 SENTENCE_END = re.compile(r"[.!?:…][\"'”’)\]]*(?=\s)|[。！？：][」』”’）]*")  # noqa: RUF001
 
 
@@ -28,11 +28,11 @@ class Marks:
     """A way to mark turns in text. Group 1 of `pattern` is a word of ROLES; a role's text follows its mark."""
 
     pattern: re.Pattern[str]
-    assistant: tuple[str, ...]  # how an assistant's mark ends, which is quickly looked for
-    of_template: bool = False  # what a chat template writes: such text is templated already
+    assistant: tuple[str, ...]  # the end of an assistant's mark, for a quick search before the pattern
+    of_template: bool = False  # whether a chat template writes these marks, so that the text is already templated
 
     def are_in(self, text: str, lower: str) -> bool:
-        """Whether a user's turn is marked in a text, and an assistant's after it. `lower` is it in small letters."""
+        """Whether a text has the mark of a user's turn, and that of an assistant's after it. `lower`: in lower case."""
         searched = lower if self.pattern.flags & re.IGNORECASE else text
         if not any(end in searched for end in self.assistant):
             return False
@@ -60,7 +60,7 @@ WORDS = (
     Marks(re.compile(r"(?:(?<!\S)|(?<=</s>))(USER|ASSISTANT):"), ("ASSISTANT:",)),
     _words(r"^[ \t]*(question|answer|q|a):", "answer:", "a:"),
 )
-# The line breaks behind such a mark belong to it: the generation prompt ends with them.
+# Line breaks after these marks belong to the mark, because the generation prompt ends with them.
 TEMPLATES = (
     _template(r"<\|im_start\|>(system|user|assistant|tool)\n?", "<|im_start|>assistant"),
     _template(
@@ -75,12 +75,12 @@ TEMPLATES = (
 
 
 def is_hh(text: str) -> bool:
-    """Whether a text is a dialogue as Anthropic's HH data writes it: it begins with a mark."""
+    """Whether a text is a dialogue in the format of Anthropic's HH data, which begins with a mark."""
     return HH.pattern.match(text) is not None and "\n\nAssistant:" in text
 
 
 def find_marks(text: str) -> Marks | None:
-    """The marks that come first in a text, if it has any. Those of a template come before words."""
+    """The kind of marks that comes first in a text, if there are any. Marks of templates take precedence over words."""
     lower = text.lower()
     for family in (TEMPLATES, WORDS):
         found = [marks for marks in family if marks.are_in(text, lower)]
@@ -101,7 +101,7 @@ def read_turns(text: str, marks: Marks) -> list[Message]:
 
 
 def split_at_last_mark(chosen: str, rejected: str, marks: Marks) -> tuple[str, str, str]:
-    """Prompt and answers of two marked texts, as they stand: the prompt ends with the last mark. Raises DefectError."""
+    """Prompt and answers of two marked texts, unchanged: the prompt ends with the last mark. Raises DefectError."""
     last, other = ([*marks.pattern.finditer(text)][-1] for text in (chosen, rejected))
     if chosen[: last.end()] != rejected[: other.end()]:
         raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
@@ -111,13 +111,13 @@ def split_at_last_mark(chosen: str, rejected: str, marks: Marks) -> tuple[str, s
 
 
 def prompt_end(chosen: str, rejected: str) -> int | None:
-    """Where the prompt of two texts without marks may end: after the last line that they share, else the last sentence.
+    """Where the prompt of two texts without marks may end: after the last line, or else sentence, that they share.
 
-    None: they share neither, or nothing of an answer would be left.
+    None if they share neither, or if an answer would be empty.
     """
     shared = chosen[: _first_difference(chosen, rejected)]
     lines = [found.end() for found in re.finditer(r"\n+", shared)]
-    # Looked for in the whole texts: what follows decides whether a sentence ends, and it has to end in both.
+    # Search both texts completely: what follows decides whether a sentence ends, and it must end in both.
     sentences = sorted(_sentence_ends(chosen, len(shared)) & _sentence_ends(rejected, len(shared)))
     for ends in (lines, sentences):
         for end in reversed(ends):
@@ -127,7 +127,7 @@ def prompt_end(chosen: str, rejected: str) -> int | None:
 
 
 def _first_difference(first: str, second: str) -> int:
-    """How long the common start is, by halves: slices are compared quickly."""
+    """The length of the common prefix, by binary search: comparing slices is fast."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -139,7 +139,7 @@ def _first_difference(first: str, second: str) -> int:
 
 
 def _sentence_ends(text: str, last: int) -> set[int]:
-    """Where sentences of a text end, up to a place; white space behind one is not part of it."""
+    """Where sentences of a text end, up to `last`; white space after a sentence is not part of it."""
     return {found.end() for found in SENTENCE_END.finditer(text, 0, last + 1) if found.end() <= last}
 
 

@@ -1,7 +1,7 @@
 """Which pairs form each global batch: a pure function of (number of pairs, seed, epoch, batch size).
 
-It knows nothing of ranks, rows or torch, so that every layout trains on the same batches in the same order. The last
-batch of an epoch may be short; it is trained on like the others, and no pair is ever dropped or repeated.
+It does not depend on ranks, rows or torch, so every layout trains on the same batches in the same order. The last batch
+of an epoch may be short; it is trained on like the others, and no pair is ever dropped or repeated.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from isopref.types import IntArray
 
 
 def num_batches(num_pairs: int, batch_size: int) -> int:
-    """Global batches in one epoch, the short last one included."""
+    """Global batches in one epoch, including a short last one."""
     return -(-num_pairs // batch_size)
 
 

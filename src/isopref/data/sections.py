@@ -1,9 +1,9 @@
-"""A file of sections, each with a digest. No damaged byte of it is ever believed.
+"""A file of sections, each with a digest, so that no damaged byte is ever used.
 
     section | section | ... | index | magic, 8 bytes | size of the index, 8 | digest of the index and these two, 16
 
-(little-endian). The index is JSON: the size and digest of every section, and a note. It is checked when the file is
-opened, a section each time it is read. So every bit of the file is covered, and only what is used is read.
+(little-endian). The index is JSON: the size and digest of every section, and a note. The index is checked when the file
+is opened, a section each time it is read. So every bit of the file is covered, and only what is used is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DIGEST_BYTES = 16
 
 
 class DamageError(Exception):
-    """What is wrong with a file of sections, in words that follow its name."""
+    """What is wrong with a file of sections, worded to follow the file's name."""
 
 
 class SectionWriter:
-    """Writes sections to a sink; without `close` there is no file."""
+    """Writes sections to a sink; the file is valid only after `close`."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -43,7 +43,7 @@ class SectionWriter:
 
 
 class Sections:
-    """The sections of a file that is in memory or mapped. Raises DamageError where the index is damaged."""
+    """The sections of a file that is in memory or mapped. Raises DamageError if the index is damaged."""
 
     def __init__(self, content: Any) -> None:
         self._content = pa.py_buffer(content)
@@ -57,7 +57,7 @@ class Sections:
         return len(self._sizes)
 
     def read(self, number: int) -> pa.Buffer:
-        """A section, which is not copied. Raises DamageError where its digest is another."""
+        """A section, without a copy. Raises DamageError if its digest does not match."""
         section = self._content.slice(self._starts[number], self._sizes[number])
         if _digest(section) != self._digests[number]:
             raise DamageError(f"damaged: the digest of section {number + 1} of {len(self)} does not match")
@@ -70,7 +70,7 @@ class Sections:
             raise DamageError(f"damaged: only {size} bytes long")
         magic, index_size = TAIL.unpack(self._content.slice(tail, TAIL.size))
         if magic != MAGIC:
-            raise DamageError("damaged: cut short, or not a table of this version")
+            raise DamageError("damaged: truncated, or not a table of this version")
         start = max(0, tail - index_size)
         covered = self._content.slice(start, tail + TAIL.size - start)
         if _digest(covered) != self._content.slice(size - DIGEST_BYTES).to_pybytes():

@@ -1,7 +1,7 @@
 """Interprets records: which of the known shapes a source has, and the pair, list or labelled answer in a record.
 
-Owns detection and the reasons a record is refused. The shapes themselves are in known_shapes, and messages parses
-fields. Knows nothing about files (sources) or tokens (chat).
+Owns detection and the reasons why a record is refused. The shapes themselves are in known_shapes; messages.py parses
+fields. Knows nothing about files (sources.py) or tokens (chat.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 PARTS = ("prompt", "conversations", *SIDES)  # columns that may hold messages
-LABELLED_PARTS = ("completion", "messages")  # the same, of labelled answers
+LABELLED_PARTS = ("completion", "messages")  # the same, for labelled answers
 TELLING = (*PROMPTS, *SIDES)  # columns that distinguish shapes
 COLUMNS = tuple(dict.fromkeys([*(name for shape in SHAPES.values() for name in shape.columns), *OPTIONAL, *GAPS]))
 DETECT_RECORDS = 100  # how many records to search for the first one that has a shape
@@ -80,7 +80,7 @@ class BadPairError(DataError):
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt with two answers. Text in the record stays text here; chat turns it into a conversation."""
+    """A prompt with two answers. Text in the record stays text here; chat.py turns it into a conversation."""
 
     prompt: Turns
     chosen: Turns
@@ -89,8 +89,8 @@ class PreferencePair:
     weight: float
     origin: str
     gap: float | None = None  # score of chosen minus score of rejected, if the record has them
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
-    subset: str | None = None  # of the source, to be evaluated on its own
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, e.g. enable_thinking
+    subset: str | None = None  # of the source, evaluated separately
 
     names: ClassVar[tuple[str, ...]] = SIDES  # of the answers, for errors
     scores: ClassVar[tuple[float, ...]] = PAIR_SCORES
@@ -100,7 +100,7 @@ class PreferencePair:
         return self.chosen, self.rejected
 
     def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> PreferencePair:
-        """The same judgement of other turns."""
+        """A copy with another prompt and other answers, judged the same."""
         chosen, rejected = answers
         return replace(self, prompt=prompt, chosen=chosen, rejected=rejected)
 
@@ -116,15 +116,15 @@ class RankedList:
     weight: float
     origin: str
     notes: Mapping[str, int] = field(default_factory=dict)  # dropped answers, by reason
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
-    subset: str | None = None  # of the source, to be evaluated on its own
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, e.g. enable_thinking
+    subset: str | None = None  # of the source, evaluated separately
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"answer {number}" for number in range(1, len(self.answers) + 1))
 
     def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> RankedList:
-        """The same judgement of other turns."""
+        """A copy with another prompt and other answers, judged the same."""
         return replace(self, prompt=prompt, answers=tuple(answers))
 
 
@@ -138,8 +138,8 @@ class LabelledAnswer:
     tools: list[dict[str, Any]] | None
     weight: float
     origin: str
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, as enable_thinking
-    subset: str | None = None  # of the source, to be evaluated on its own
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the chat template, e.g. enable_thinking
+    subset: str | None = None  # of the source, evaluated separately
 
     names: ClassVar[tuple[str, ...]] = ("answer",)  # for errors
 
@@ -152,7 +152,7 @@ class LabelledAnswer:
         return (1.0,) if self.is_good else (0.0,)
 
     def with_answers(self, prompt: Turns, answers: Sequence[Turns]) -> LabelledAnswer:
-        """The same judgement of other turns."""
+        """A copy with another prompt and another answer, judged the same."""
         (answer,) = answers
         return replace(self, prompt=prompt, answer=answer)
 
@@ -166,7 +166,7 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
     `raw`: there is no chat template, so only text shapes qualify. `columns` were renamed (ours: theirs). Raises
     DataError if none fits.
     """
-    assert records, "a source without records raises before this"
+    assert records, "a source without records raises earlier"
     written = _written_columns(records)
     first, shape = _first_shape(records, written)
     if shape is None:
@@ -188,7 +188,7 @@ def detect_shape(records: Sequence[Record], *, raw: bool, columns: Mapping[str, 
 
 
 def to_pair(record: Record, shape: Shape, *, raw: bool) -> Preference:
-    """The pair, the list or the labelled answer in a record of this shape. Raises BadPairError, and DataError."""
+    """The pair, list or labelled answer in a record. Raises BadPairError, or DataError if its column is a wrong one."""
     try:
         return _to_pair(record, shape, raw)
     except WrongColumnError as defect:
@@ -196,7 +196,7 @@ def to_pair(record: Record, shape: Shape, *, raw: bool) -> Preference:
     except DefectError as defect:
         raise BadPairError(record.origin, *defect.args) from None
     except RecursionError:  # JSON nested a thousand deep can be parsed, but not compared or shown
-        raise BadPairError(record.origin, "type", "the record nests too deep") from None
+        raise BadPairError(record.origin, "type", "the record is nested too deeply") from None
 
 
 def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
@@ -204,7 +204,7 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     if not shape.fits(fields):
         raise _misfit(fields, shape)
     if media := next((name for name in MEDIA if fields.get(name)), None):
-        raise DefectError("media", f"there is something in the column '{media}', and only text can be trained on")
+        raise DefectError("media", f"the column '{media}' is not empty, but only text can be trained on")
     found = _with_common_turns(_judged(fields, shape, raw, record.origin))
     tools, kwargs = read_tools(fields.get("tools")), read_template_kwargs(fields.get("chat_template_kwargs"))
     history = not isinstance(found.prompt, str) and fields.get("history")  # in a shape that is otherwise text
@@ -216,8 +216,8 @@ def _to_pair(record: Record, shape: Shape, raw: bool) -> Preference:
     ]:
         if raw and given:
             raise DataError(
-                f"{record.origin}: the column '{name}' has no place in plain text, and data.template is none. "
-                "Use a chat template, or remove the column."
+                f"{record.origin}: the column '{name}' has no place in plain text (data.template: none). Use a chat "
+                "template, or remove the column."
             )
     prompt = found.prompt
     if raw and not all(isinstance(turns, str) for turns in (prompt, *found.answers)):
@@ -268,7 +268,7 @@ def _with_common_turns(found: Preference) -> Preference:
 
 
 def _written_columns(records: Sequence[Record]) -> frozenset[str]:
-    """The columns that hold messages stored as text, in most of these records: a single one may be coincidence.
+    """The columns that hold messages stored as text in most of these records: a single one may be coincidence.
 
     Raises DataError for a column that looks like messages but cannot be parsed.
     """
@@ -299,7 +299,7 @@ def _parsed(fields: Fields, written: frozenset[str]) -> Fields:
             parsed[key] = parse_written(text)
             if parsed[key] is None:
                 raise DefectError(
-                    "shape", f"'{key}' is messages written as text in this source, here it is {shown(text)}"
+                    "shape", f"'{key}' is messages written as text in this source, but here it is {shown(text)}"
                 )
     return fields | parsed
 
@@ -344,7 +344,7 @@ def _refuse_idle_columns(first: Record, shape: Shape, columns: Mapping[str, str]
             continue
         way_out = f"Remove {ours} from data.columns"
         if ours in SHAPES["alpaca"].columns:
-            way_out += ", or read the prompt's column as instruction, beside which it is read"
+            way_out += ", or read the prompt's column as instruction, which input and history belong to"
         raise DataError(
             f"{first.origin}: data.columns reads '{theirs}' as {ours}, but a source of shape '{shape.name}' has no "
             f"such column ({shape.looks}). {way_out}."
@@ -370,7 +370,7 @@ def _renames(fields: Fields) -> dict[str, str]:
     """Which columns, renamed to ours, would give the record a shape, judging by their names."""
     missing = [ours for ours in ALIASES if fields.get(ours) is None]
     if fields.get("instruction") is not None and "prompt" in missing:
-        missing.remove("prompt")  # the prompt is there, under Alpaca's name
+        missing.remove("prompt")  # Alpaca's name for the prompt
     renames = {ours: theirs for ours in missing if (theirs := column_like(ours, fields))}
     rest = {key: value for key, value in fields.items() if key not in renames.values()}
     renamed = rest | {ours: fields[theirs] for ours, theirs in renames.items()}
@@ -378,7 +378,7 @@ def _renames(fields: Fields) -> dict[str, str]:
 
 
 def _misfit(fields: Fields, shape: Shape) -> DefectError:
-    """Why a record does not have the shape of its source, the likeliest cause first."""
+    """Why a record does not have the shape of its source: the likeliest cause."""
     if lacks := shape.lacks(fields):
         return DefectError("missing", f"'{lacks}' is missing")
     other = _shape_of(fields)
@@ -397,5 +397,5 @@ def with_system(prompt: Turns, system: str) -> list[Message]:
     """A prompt after a system turn. Raises DefectError if it begins with one already."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if turns[0]["role"] in ("system", "developer"):
-        raise DefectError("role", "there is a column 'system', and the prompt begins with a system turn too")
+        raise DefectError("role", "there is a column 'system', but the prompt begins with a system turn, too")
     return [{"role": "system", "content": system}, *turns]

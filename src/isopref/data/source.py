@@ -1,4 +1,4 @@
-"""What a source of records is, wherever they come from. How one is opened is in sources."""
+"""What a source of records is, wherever they come from. sources.py opens them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What a user says about one source. `weight` and `count` are its share in a mix (see mixing).
+    """The user's settings for one source. `weight` and `count` are its share in a mix (see mixing.py).
 
-    `name` (a config), `split` and `revision` choose from a data set of the hub. `memory` are the records themselves, if
-    a script passed them; `path` then only names them.
+    `name` (a config), `split` and `revision` select from a data set of the hub. `memory` holds the records themselves,
+    if a script passed them; `path` is then only their name.
     """
 
     path: str
@@ -47,12 +47,12 @@ class Source:
     read: Callable[[], Places] = field(repr=False)
     digest: Callable[[], str] = field(repr=False)  # of the content: file bytes, or a data set's fingerprint
     columns: Mapping[str, str] = field(default_factory=dict)  # our name -> the name in the source
-    count: Callable[[], int | None] = field(default=lambda: None, repr=False)  # records, where that is quickly known
-    folder: str | None = None  # of several files: what comes before the name of one ("data/" for data/*.jsonl)
+    count: Callable[[], int | None] = field(default=lambda: None, repr=False)  # of records, if it is cheap to find
+    folder: str | None = None  # of several files: the prefix of each file's name ("data/" for data/*.jsonl)
 
     @property
     def base(self) -> str:
-        """What comes before a place: both together are a record's origin."""
+        """The prefix of a place: base and place together are a record's origin."""
         return self.name if self.folder is None else self.folder
 
     def __iter__(self) -> Iterator[Record]:

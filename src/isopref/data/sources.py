@@ -1,6 +1,6 @@
-"""Opening a source by its name: a file, a folder, a pattern, a saved data set, a name on the hub.
+"""Opens a source by its name: a file, a folder, a pattern, a saved data set, a name on the hub.
 
-Owns what a name means. How each is read is in file_sources and dataset_sources, what a field means in shapes.
+Owns what a name means. file_sources.py and dataset_sources.py read each kind; shapes.py interprets the fields.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def read_source(
     """Open a source; records are read when it is iterated.
 
     `spec` is a file, a folder of files or one written by `save_to_disk` ("folder" or "folder:split"), a pattern such as
-    "data/*.jsonl", "package:PACKAGE/FILE", or, where no such path exists, a hub name ("owner/name" or
-    "owner/name:split"), of which `name` is a config, `split` a split and `revision` a version. Raises DataError, and
-    ConfigError where these three do not go with the path.
+    "data/*.jsonl", "package:PACKAGE/FILE", or, if no such path exists, a hub name ("owner/name" or "owner/name:split").
+    For the hub, `name` is a config, `split` a split and `revision` a branch, tag or commit. Raises DataError, and
+    ConfigError if these three do not fit the path.
     """
     columns, path, asked = columns or {}, Path(spec).expanduser(), {"name": name, "split": split, "revision": revision}
     base, _, split_of_path = spec.rpartition(":")
@@ -42,8 +42,8 @@ def read_source(
         base, split_of_path = sliced.groups()
     if spec.startswith(IN_MEMORY):
         raise DataError(
-            f"{spec}: this data was passed to isopref.train by a script, in memory, and no file has it. Call "
-            "isopref.train with the same data, or name a file."
+            f"{spec}: this data was passed to isopref.train by a script, in memory, and is in no file. Call "
+            "isopref.train with the same data, or use a file."
         )
     if spec.startswith(IN_PACKAGE):
         _refuse(spec, "a file", asked)
@@ -64,17 +64,17 @@ def read_source(
         _refuse(spec, "a pattern for files", asked)
         return pattern_source(spec, columns)
     if base and split is not None:
-        raise ConfigError(f"the source '{spec}': its split is given twice, also as split: {split}. Remove one of them.")
+        raise ConfigError(f"the source '{spec}': its split is also set as split: {split}. Remove one of them.")
     asked_of_hub = HubName(base or spec, name, split_of_path if base else split or "train", revision)
-    # Two sources may differ in these alone.
+    # Two sources may differ only in their config or split, so the name includes both.
     label = spec + ("" if name is None else f" ({name})") + ("" if split is None else f":{split}")
     return hub_source(spec, label, asked_of_hub, columns)
 
 
 def _refuse(spec: str, what: str, asked: Mapping[str, str | None]) -> None:
-    """Raise ConfigError where something is asked of a source that only the hub has."""
+    """Raise ConfigError if a setting that is only for data sets of the hub is set for another source."""
     for field, value in asked.items():
         if value is not None:
             raise ConfigError(
-                f"the source '{spec}': is {what}, and {field}: {value} is for data sets of the hub. Remove {field}."
+                f"the source '{spec}': is {what}, but {field}: {value} is for data sets of the hub. Remove {field}."
             )

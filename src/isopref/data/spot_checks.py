@@ -1,6 +1,6 @@
-"""Spot checks: questions with known answers, and plain texts, that show what training cost a model.
+"""Spot checks: questions with known answers, and plain texts, that show what a model forgot in training.
 
-Owns the form of the file and the rule by which an answer is correct. Nothing here reaches the loss.
+Owns the format of the file and the rule for correct answers. Nothing here affects the loss.
 """
 
 import re
@@ -28,7 +28,7 @@ class Question:
 
 
 def _as_words(text: str) -> str:
-    """A pattern of the text as whole words; anywhere, where its script has no spaces between words."""
+    """A pattern that matches the text as whole words; inside words, too, if its script has no spaces between words."""
     pattern = re.escape(text)
     return pattern if any(character >= FIRST_WITHOUT_SPACES for character in text) else rf"(?<!\w){pattern}(?!\w)"
 
@@ -40,7 +40,7 @@ class SpotChecks:
 
 
 def read_spot_checks(spec: str) -> SpotChecks:
-    """The spot checks of a file, in order. Raises DataError, with the place of the first record that is none."""
+    """The spot checks of a file, in order. Raises DataError for the first record that is not a spot check."""
     checks = SpotChecks()
     for record in read_source(spec):
         fields = {name: value for name, value in record.fields.items() if value is not None}  # CSV has every column
@@ -61,5 +61,5 @@ def _question(record: Record) -> Question:
 
 def _text(record: Record, name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{record.origin}: '{name}' is {value!r}, not text. A spot check is {FORMS}.")
+        raise DataError(f"{record.origin}: '{name}' must be text; found {value!r}. A spot check is {FORMS}.")
     return value

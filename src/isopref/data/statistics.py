@@ -1,6 +1,6 @@
-"""Figures of a table, and its examples as text again: what a user should see before training.
+"""Figures of a table, and its examples decoded as text: what a user should see before training.
 
-Pure functions of a table (and a tokenizer). How they are printed is not decided here.
+Pure functions of a table (and a tokenizer), which print nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_SAMPLES = 3
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of one part of the examples. A percentile is the length of some example, never between two."""
+    """Token counts of one part of the examples. A percentile is the length of an actual example, not interpolated."""
 
     mean: float
     percentiles: dict[int, int]
@@ -44,7 +44,7 @@ class ExampleSize:
 
 @dataclass(frozen=True)
 class OverContext:
-    """Examples that the model cannot take: a prompt and its longest answer are over its context length."""
+    """Examples that exceed the model's context length with their longest answer."""
 
     examples: int
     longest: ExampleSize
@@ -52,20 +52,20 @@ class OverContext:
 
 @dataclass(frozen=True)
 class ExampleText:
-    """One example as its tokens say it, special tokens included."""
+    """One example decoded from its tokens, including special tokens."""
 
     size: ExampleSize
     prompt: str
     answers: dict[str, str]  # by name, as in the size
-    comparisons: list[tuple[int, int]]  # better, worse: numbers of answers, from 1 on
-    context: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # stretches that are not trained, by name
+    comparisons: list[tuple[int, int]]  # better, worse: numbers of answers, counted from 1
+    context: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # parts that are not trained, by name
 
 
 @dataclass(frozen=True)
 class TableFigures:
     """A table in numbers. `tokens` counts the prompt in each sequence, `tokens_shared` once for all answers."""
 
-    unit: str  # what an example is called
+    unit: str  # what an example is called: "pair", "list", ...
     examples: int
     answers: int
     comparisons: int
@@ -73,20 +73,20 @@ class TableFigures:
     bad: int
     prompts: int  # different ones
     answers_per_prompt: tuple[int, float, int]  # least, mean and most of a different prompt
-    repeated: int  # comparisons or labels that came before; of lists, whole ones
-    contradicted: int  # comparisons of the same answers the other way round, labels of the same answer that differ
-    lengths: dict[str, Lengths]  # prompt; those of _answer_parts; sequence (the longest); example (prompt once)
+    repeated: int  # comparisons or labels that occurred before; for lists, complete lists
+    contradicted: int  # comparisons whose reverse occurs, too, and labels whose opposite occurs for the same answer
+    lengths: dict[str, Lengths]  # prompt; the parts of _answer_parts; sequence (the longest); example (prompt once)
     tokens: int
     tokens_shared: int
     longest: list[ExampleSize]
-    over_context: OverContext | None  # None where there are none
-    with_context: int = 0  # answers that hold tokens that are not trained
+    over_context: OverContext | None  # None if all fit
+    with_context: int = 0  # answers with tokens that are not trained
     answer_tokens: int = 0
-    trained_tokens: int = 0  # of those
+    trained_tokens: int = 0  # of the answer tokens
 
 
 def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
-    """The figures of a table that is not empty, for a model with this context length (None: without limit)."""
+    """The figures of a non-empty table, for a model with this context length (None: no limit)."""
     lengths = table.lengths
     tokens = _tokens(table)
     parts = {
@@ -141,13 +141,13 @@ def _is_label(table: ExampleTable) -> NDArray[np.bool_]:
 
 
 def _repeated_and_contradicted(table: ExampleTable) -> tuple[int, int]:
-    """How many judgements came before in the same form, and how many stand beside their opposite."""
+    """How many judgements repeat an earlier one, and how many are contradicted by their opposite."""
     _, answer_A = np.unique(_as_numbers(table.answer_ids), return_inverse=True)
     better_M, worse_M = answer_A[table.lengths.sides]
     is_label = _is_label(table)
     labelled, is_good = answer_A[is_label], table.scores[is_label] == 1
     most = len(answer_A)
-    # A label is a comparison with no answer, of which `most` is the number.
+    # A label is treated as a comparison with a fictitious answer, number `most`.
     better = np.concatenate([better_M, np.where(is_good, labelled, most)])
     worse = np.concatenate([worse_M, np.where(is_good, most, labelled)])
     judged, opposite = better * (most + 1) + worse, worse * (most + 1) + better
@@ -157,7 +157,7 @@ def _repeated_and_contradicted(table: ExampleTable) -> tuple[int, int]:
 
 
 def _as_numbers(ids_N: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """The first eight bytes of each id: enough to count with, and far faster to sort."""
+    """The first eight bytes of each id: enough to count distinct ids, and far faster to sort."""
     numbers: NDArray[np.uint64] = np.ascontiguousarray(ids_N[:, :8]).view(np.uint64).ravel()
     return numbers
 
@@ -194,7 +194,7 @@ def _size(table: ExampleTable, index: int) -> ExampleSize:
 
 
 def _names(table: ExampleTable, index: int) -> list[str]:
-    """What the answers are called: chosen and rejected, good or bad, or by their numbers and what is known of them."""
+    """What the answers are called: chosen and rejected, good or bad, or their numbers with their scores or labels."""
     example, holds = table.example(index), table.stats.sources[table.sources[index]].holds
     if example.comparisons == PAIR and example.scores in ((), PAIR_SCORES):
         return list(SIDES)
@@ -219,7 +219,7 @@ def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -
 
 
 def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompt and answers. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
+    """Prompt and answers as text. An answer is what it adds to the prompt's text, so nothing is lost at the border."""
 
     decode = decoder(tokenizer)
 

@@ -1,6 +1,6 @@
 """ExampleTable: tokenised examples in a memory-mapped file, and views of them.
 
-Knows neither where examples come from (see pairs.build_table) nor the file format (see table_file).
+Knows neither where examples come from (see pairs.build_table) nor the file format (see table_file.py).
 
 N: examples of a table, A: their answers, M: their comparisons.
 """
@@ -25,18 +25,18 @@ from isopref.types import FloatArray, IntArray, Kind
 
 
 def _held_by(examples: Sequence[Example]) -> Kind:
-    """What examples without a source hold."""
+    """What examples hold that do not come from a source."""
     if examples and not any(one.comparisons for one in examples):
         return "labels"
     return "pairs" if all(one.comparisons == PAIR and len(one.answers) == 2 for one in examples) else "lists"
 
 
 class ExampleTable:
-    """Tokenised examples: a whole table, or a view on some of its examples in some order.
+    """Tokenised examples: a whole table, or a view of some of its examples in some order.
 
-    lengths: token counts. weights (N,) float64. ids (N, 16) uint8: content of an example. answer_ids (A, 16) uint8:
-    content of an answer with its prompt. scores (A,) float64: NaN if there are none. gaps (M,) float64: score of better
-    minus score of worse in each comparison, NaN if the data has no scores.
+    lengths: token counts. weights (N,) float64. ids (N, 16) uint8: content ids of examples. answer_ids (A, 16) uint8:
+    content ids of answers with their prompts. scores (A,) float64: NaN if there are none. gaps (M,) float64: score of
+    better minus score of worse in each comparison, NaN if the data has no scores.
     question_ids (N,) uint64: shared by examples with the same prompt, before templating and tokenising.
     prompt_ids (N,) uint64: shared by examples whose prompts have the same tokens.
     sources (N,) int16: index into source_names.
@@ -64,7 +64,7 @@ class ExampleTable:
         Damaged tokens or places are detected on first use, which raises StartAgainError, or immediately by `check`.
         """
         with path.open("rb") as file:
-            empty = file.seek(0, io.SEEK_END) == 0  # which cannot be mapped
+            empty = file.seek(0, io.SEEK_END) == 0  # an empty file cannot be mapped
             content = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return cls(TableFile(content, path), tuple(source_names), bases=None if bases is None else tuple(bases))
 
@@ -98,7 +98,7 @@ class ExampleTable:
 
     @cached_property
     def unit(self) -> str:
-        """What an example is called: "pair", "list", "answer" (with a label); grouped "prompt", in a mix "example"."""
+        """What an example is called: "pair", "list", "answer" (labelled), "prompt" (grouped), "example" (in a mix)."""
         lengths = self.lengths
         if "lists" in self.holds:
             return "list"
@@ -159,11 +159,11 @@ class ExampleTable:
         return self._bases[int(self.sources[index])] + self.place(index)
 
     def place(self, index: int) -> str:
-        """Its location inside its source: ":12"."""
+        """The example's location inside its source: ":12"."""
         return self._file.place(int(self._indices[index]))
 
     def subset(self, index: int) -> str | None:
-        """The subset it belongs to, if the data names one."""
+        """The subset that the example belongs to, if the data names one."""
         return self._file.subset(int(self._indices[index]))
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """The file of a token table: its columns, its writer, its reader.
 
-Each chunk of records is two Arrow record batches, each a section with its own digest (see sections): the small columns,
-which are read and verified when the table is opened, and tokens with their weights and places, which are verified when
-an example of the chunk is first used. So a table of any size is written, read and verified chunk by chunk.
+Each chunk of records is two Arrow record batches, each a section with its own digest (see sections.py): the small
+columns, which are read and verified when the table is opened, and tokens with their weights and places, which are
+verified when an example of the chunk is first used. So a table of any size is written, read and verified in chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isopref.types import FloatArray, IntArray
 SCHEMA = pa.schema(
     {
         "tokens": pa.list_(pa.int32()),  # the prompt and the answers, one after the other
-        "lengths": pa.list_(pa.int32()),  # of those
+        "lengths": pa.list_(pa.int32()),  # of the prompt and of each answer
         "trained": pa.list_(pa.int32()),  # trained tokens of the answers; null if all are
         "run_lengths": pa.list_(pa.int32()),  # run-length encoded weights of answer tokens; null if all are 1
         "run_weights": pa.list_(pa.float64()),
@@ -186,7 +186,7 @@ class TableFile:
 
     @staticmethod
     def _counts(batches: list[pa.RecordBatch], name: str) -> IntArray:
-        """How many values each list of a column has."""
+        """The length of each list in a column."""
         counts = (np.diff(batch[name].offsets.to_numpy()) for batch in batches)
         return np.concatenate([np.empty(0, np.int32), *counts]).astype(np.int32)
 

@@ -24,14 +24,14 @@ class SourceStats:
     boundary_backoffs: int = 0
     generation_prompt_backoffs: int = 0
     double_bos: int = 0
-    added_ends: int = 0  # to answers that the template does not end
-    missing_eos: int = 0  # in answers that the template ends with plain text
+    added_ends: int = 0  # end tokens added to answers that the template does not end
+    missing_eos: int = 0  # answers without an end token, because the template ends them with plain text
     truncated: int = 0
-    repeated_prompts: int = 0  # in both answers
-    unscored_answers: int = 0  # of lists, dropped
-    repeated_answers: int = 0  # of lists; the first one is kept
+    repeated_prompts: int = 0  # examples whose answers all repeat the prompt
+    unscored_answers: int = 0  # dropped from lists
+    repeated_answers: int = 0  # in lists, where the first one is kept
     unused_inputs: int = 0  # records with a column 'input' or 'history' that is not read
-    special_tokens: dict[str, int] = field(default_factory=dict)  # in the text, by the first one of a pair
+    special_tokens: dict[str, int] = field(default_factory=dict)  # pairs with one in the text, by the first one
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which chat template a run has: the tokenizer's own, that of a file, or none. One that does not compile is refused."""
+"""Which chat template a run has: the tokenizer's own, one in a file, or none. Refuses one that does not compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
-    """The template to pass on; None leaves the choice to the tokenizer (it may own one more, for tools)."""
+    """The template to pass to the tokenizer; None: the tokenizer's own (it may have a second one for tools)."""
     if template == NO_TEMPLATE:
         return None
     if template is None:
@@ -35,7 +35,7 @@ def read_template(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.template: '{path}' cannot be read ({error}). "
-            "It is null (the tokenizer's own), 'none' or the path of a .jinja file."
+            "Use null (the tokenizer's own), 'none' or the path of a .jinja file."
         ) from error
 
 
@@ -49,15 +49,15 @@ def _check_own(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check(text: str, tokenizer: PreTrainedTokenizerBase, name: str, way_out: str) -> None:
-    """Compile a template. Raises ConfigError where that fails, so that no record is blamed for it."""
+    """Compile a template. Raises ConfigError if that fails, rather than an error for a record later."""
     from jinja2 import TemplateSyntaxError
 
     if "strftime_now" in text:
-        log.warning("The chat template writes today's date: tokens built on another day will differ.")
+        log.warning("The chat template writes today's date, so the tokens will differ on another day.")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
     except TemplateSyntaxError as error:
         reason = str(error.message).rstrip(".")
         raise ConfigError(f"data.template: {name}, line {error.lineno}: {reason}. {way_out}") from error
     except Exception:
-        pass  # it is whole, and does not take this conversation
+        pass  # it compiles, and may refuse this conversation

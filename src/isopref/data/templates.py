@@ -8,8 +8,8 @@ rendered text. White space is ignored (templates trim it and add line breaks). H
 - Other turns of the prompt may be rewritten, because the model sees them that way at inference too: tool results as
   JSON, earlier answers without their reasoning, a switch in the system turn obeyed. They may not be ignored: if the
   text is not there verbatim, a mark placed after it must appear.
-- Templates render tools and tool calls in their own format, so only one defect can be detected: the text is the same
-  without them.
+- Templates render tools and tool calls in their own format, so isopref can only detect if they are ignored: the text is
+  then the same without them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THINK_END = "</think>"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers has it
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
-REASONING = ("reasoning_content", "thinking")  # of an answer, by the names that templates know
-SPOKEN = ("content", *REASONING)  # all its text
+REASONING = ("reasoning_content", "thinking")  # an answer's reasoning, under the names that templates use
+SPOKEN = ("content", *REASONING)  # all text of an answer
 
 HINT = "(data.template: path.jinja can replace the template)"
 
@@ -80,7 +80,7 @@ class ChatTemplate:
 
     @property
     def content(self) -> Any:
-        """What determines the texts."""
+        """The template itself, for a digest."""
         return self._text if self._text is not None else self._tokenizer.chat_template
 
     def render(self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool = False) -> str:
@@ -95,12 +95,12 @@ class ChatTemplate:
                 **given.kwargs,
             )
         except Exception as error:  # a template is third-party code and may raise anything
-            raise DefectError("template", f"the chat template refuses it ({error})") from error
+            raise DefectError("template", f"the chat template refuses the conversation ({error})") from error
         assert isinstance(text, str)
         return text
 
     def write(self, prompt: list[Message], answers: Mapping[str, Conversation], given: Given) -> Written:
-        """The texts; answers are without the end of the conversation if their turn has its own end.
+        """The texts of a prompt and its answers, which end without the end of the conversation if turns have their own.
 
         `answers` are keyed by their names in errors. Raises DefectError if the template refuses the conversation, omits
         part of it, or if the text of a turn cannot be located with certainty.
@@ -138,7 +138,7 @@ class ChatTemplate:
 
     @staticmethod
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
-        """Whether a prompt expects an answer. Conversations may also diverge after an answer, or at a tool result."""
+        """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
 
     def _check_start(self, messages: list[Message], index: int, given: Given, text: str) -> None:
@@ -174,7 +174,9 @@ class ChatTemplate:
         return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
 
     def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
-        """Where a turn that others follow ends in the text, including its end token. Raises DefectError without proof.
+        """Where a turn that is not the last one ends in the text, including its end token.
+
+        Raises DefectError if that cannot be proven.
 
         A mark is placed at the end of the turn. Whatever the template writes after it when the turn is the last one
         ends the turn, and must also follow it when other turns come after. These may repeat the mark: gpt-oss writes
@@ -197,7 +199,7 @@ class ChatTemplate:
         return len(written) + len(closing)
 
     def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
-        """The text up to what the last turn says after its reasoning; None if it says nothing."""
+        """The text up to what the last turn says after its reasoning; None if it says nothing after that."""
         said = messages[-1]["content"]
         final = said.rpartition(THINK_END)[2].strip()
         if not final:
@@ -221,7 +223,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template accepts the arguments of a call only as JSON text, and fails on or misprints objects."""
+        """Whether the template takes the arguments of a call only as JSON text, and fails on or misprints objects."""
         call = {"type": "function", "id": "call_0000", "function": {"name": "f", "arguments": {"k": "v"}}}
         said: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
         said[-1]["tool_calls"] = [call]
@@ -275,9 +277,9 @@ class ChatTemplate:
         return side.removesuffix(self._conversation_end) if self._turn_end and side.endswith(both) else side
 
     def _find_ends(self) -> tuple[str, str]:
-        """What the template writes after any answer, if a special token ends it, and then after the last one only.
+        """What the template writes after every answer, if that ends in a special token; and after the last answer only.
 
-        Both are empty if it refuses a second question, or omits the first answer then.
+        Both are empty if it refuses a second question, or if it then omits the first answer.
         """
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
         try:
@@ -354,7 +356,7 @@ class ChatTemplate:
         try:
             return self.render(messages, given, add_generation_prompt=add_generation_prompt) == written
         except DefectError:
-            return False  # it saw the difference
+            return False  # it refuses the other conversation, so it does not ignore the difference
 
 
 def as_messages(turns: Turns, role: str) -> list[Message]:
@@ -364,7 +366,7 @@ def as_messages(turns: Turns, role: str) -> list[Message]:
 def _refuse(left_out: Iterator[str]) -> None:
     """Raise DefectError for the first part that the template omits, if any."""
     if (first := next(left_out, None)) is not None:
-        raise DefectError("left_out", f"the chat template leaves out {first}, so training would go without it {HINT}")
+        raise DefectError("left_out", f"the chat template leaves out {first}, so it would not be trained on {HINT}")
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:

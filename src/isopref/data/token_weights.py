@@ -1,6 +1,6 @@
-"""Weights of tokens as runs of equal ones, which is how a table keeps them: a conversation has one for each turn.
+"""Token weights, run-length encoded: a conversation has one run of equal weights per turn. Tables store them so.
 
-A: answers of an example, R: runs of equal weights over all their tokens, one answer after the other.
+R: runs of equal weights over the tokens of all answers of an example, one answer after the other.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from isopref.types import FloatArray, IntArray
 
 
 class Runs(NamedTuple):
-    """Weights of the tokens of an example's answers. None at all: every token has a weight of one."""
+    """Weights of the tokens of an example's answers. Without runs, every token has a weight of 1."""
 
     lengths: IntArray  # R
     weights: FloatArray  # R
 
 
 def to_runs(example: Example) -> Runs:
-    """Raises ValueError where the weights are not those of its tokens, or an answer has none that is trained."""
+    """The runs of an example's weights. Raises ValueError for wrong weights, or an answer without trained tokens."""
     flat = np.concatenate([np.ones(0), *example.weights])
     if (flat == 1).all():
         return Runs(np.zeros(0, np.int32), np.zeros(0))
     if [len(one) for one in example.weights] != [len(one) for one in example.answers]:
-        raise ValueError("every token of every answer needs a weight, or none at all has one")
+        raise ValueError("either every token of every answer has a weight, or none has one")
     if not (np.isfinite(flat) & (flat >= 0)).all():
         raise ValueError("weights of tokens must be finite and not negative")
     if 0 in example.trained:

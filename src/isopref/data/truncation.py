@@ -1,13 +1,14 @@
-"""Which tokens of a prompt go where it has to be cut, so that what is left still reads as a conversation.
+"""Which tokens to cut from a prompt that is too long, so that what is left still reads as a conversation.
 
-One stretch goes. It lies between the text of one turn and the text of a turn of the same role, or within one text, and
-takes none of what the template writes before the first or after the last of them. So the prompt keeps its opening (BOS,
-tools, the first header) and its closing (the end of the turn, the generation prompt), and each piece of text its role.
+One stretch is cut. It begins in the text of one turn and ends in the same text or in that of a later turn of the same
+role, so what the template writes before the first and after the last of them stays. The prompt therefore keeps its
+opening (BOS, tools, the first header) and its closing (the end of the turn, the generation prompt), and each remaining
+piece of text keeps its role.
 
-keep_end: the text after the stretch is the longest that fits, so the prompt is its system turn and then the last turns,
-the first of them perhaps without its start. keep_start is the mirror image. Where no cut from the first spoken turn on
-fits (or, for keep_start, up to the last one), the next one is tried: long words of a tool after a short question. The
-system turn is cut only where nothing else will do.
+keep_end: the text after the stretch is the longest that fits, so what is left is the system turn and then the last
+turns, the first of them perhaps without its start. keep_start is the mirror image. If no cut that starts in the first
+turn after the system turn is enough (for keep_start: that ends in the last one), the next turn is tried, for example a
+long tool result after a short question. The system turn is cut only if nothing else is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Span(NamedTuple):
 def stretch_to_cut(
     num_tokens: int, spans: Sequence[Span], room: int, *, truncation: Literal["keep_start", "keep_end"]
 ) -> tuple[int, int] | None:
-    """Where the stretch begins and ends without which the prompt has at most `room` tokens; None: there is none."""
+    """Start and end of the stretch to cut so that the prompt has at most `room` tokens; None if there is none."""
     if truncation == "keep_start":
         mirrored = [Span(role, num_tokens - end, num_tokens - start) for role, start, end in reversed(spans)]
         cut = stretch_to_cut(num_tokens, mirrored, room, truncation="keep_end")

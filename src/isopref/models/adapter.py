@@ -1,8 +1,8 @@
-"""Adapters (LoRA, DoRA, rsLoRA) on a frozen model, by peft; and the frozen layers in four bits, by torchao.
+"""Adapters (LoRA, DoRA, rsLoRA) on a frozen model, by peft; and frozen layers in four bits (QLoRA), by torchao.
 
-A model that gets an adapter stays the transformers model it was: the layers that are its targets are wrapped, and only
-what the wrappers add is trained. The output head is never a target, because the policy applies it itself; that of a
-reward model is trained in full.
+A model with an adapter is still the same transformers model: the target layers are wrapped, and only what the wrappers
+add is trained. The output head is never a target, because the policy applies it itself; the head of a reward model is
+trained in full.
 """
 
 import copy
@@ -31,9 +31,9 @@ Kind = Literal["lora", "dora", "rslora"]
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"  # what peft calls an adapter that has no name
-PREFIX = "base_model.model."  # of a tensor's name in such a folder
-# What the config of an adapter may say: no more than where updates are, their rank and their scale. All else at its
-# default, lest tokens, parts of the model, or the base's weights (as by PiSSA) be others than those that are trained.
+PREFIX = "base_model.model."  # of tensor names in an adapter's folder
+# The fields of an adapter's config that may differ from peft's defaults: which layers have updates, their rank and
+# scale. Other fields could change tokens, train more of the model, or change the base's weights, as PiSSA does.
 COMMON = frozenset(
     {
         "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "lora_dropout",
@@ -42,15 +42,16 @@ COMMON = frozenset(
         "base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version",
     }
 )  # fmt: skip
-PLAIN_STARTS = [("init_lora_weights", how) for how in (False, "gaussian", "orthogonal")]  # which change no base
-NF4_BLOCK, NF4_SCALES = 64, 256  # weights that share a scale, and scales that share one, as in the QLoRA paper
+# The initialisations that do not change the base's weights.
+PLAIN_STARTS = [("init_lora_weights", how) for how in (False, "gaussian", "orthogonal")]
+NF4_BLOCK, NF4_SCALES = 64, 256  # weights per scale, and scales per scale of scales, as in the QLoRA paper
 
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """An adapter that changes nothing yet. `targets`: ends of layers' names; None: every linear layer but the head.
+    """A new adapter. `targets`: the ends of layer names; None: every linear layer but the head.
 
-    What has no gradient (unused.py) is never a target.
+    Parts without a gradient (unused.py) are never targets.
     """
 
     kind: Kind
@@ -60,10 +61,10 @@ class NewAdapter:
 
 
 class FourBitLinear(nn.Linear):
-    """A linear layer with frozen weights in four bits, unpacked for the forward and again for the backward pass.
+    """A linear layer with frozen weights in four bits, unpacked in the forward pass and again in the backward pass.
 
-    torchao's product does that. But a compiler sees both passes, unpacks once, and keeps what it unpacked; unless that
-    is to be computed again, as what is under a checkpoint.
+    torchao's product does that when it runs eagerly. A compiler sees both passes at once: it would unpack the weights
+    only once and keep them in memory in between. Unpacking under a checkpoint makes it recompute them.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -106,19 +107,19 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
     _train_reward_head(model, dtype)
     names = [f".{name}" for name, _ in model.named_modules()]
     final: Any = model.peft_config[NAME]
-    for target in final.target_modules:  # without what peft finds in the parameters of fused experts
+    for target in final.target_modules:  # peft lists targets in fused experts elsewhere
         if not any(name.endswith(f".{target}") for name in names):
             raise ModelError(
                 f"model.adapter.targets: no layer of {type(model).__name__} has a name that ends with {target}. "
-                "Correct or remove it, or use auto."
+                "Correct or remove the target, or use auto."
             )
 
 
 def summed_parameters(model: PreTrainedModel) -> int:
-    """Of weights that are no layer, as those of fused experts. peft adds the update to all of them in every pass.
+    """The number of weights that have an adapter but belong to no layer, such as fused experts.
 
-    The sum is kept for the backward pass; and it lies in a class that is made anew each time, so that a compiler would
-    never be done.
+    In every pass, peft adds the update to all of them, keeps the sum for the backward pass, and creates a new class,
+    which torch.compile would have to compile again.
     """
     if not has_adapter(model):
         return 0
@@ -131,7 +132,7 @@ def is_quantised(parameter: nn.Parameter) -> bool:
 
 
 def stored_bytes(parameter: nn.Parameter) -> int:
-    """Memory of a parameter. One in four bits says of itself that it has two bytes a number."""
+    """Memory of a parameter. A four-bit tensor reports the dtype of unpacked weights, so its parts are counted."""
     if not is_quantised(parameter):
         return parameter.numel() * parameter.element_size()
     parts, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -139,12 +140,12 @@ def stored_bytes(parameter: nn.Parameter) -> int:
 
 
 def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setting: str) -> None:
-    """Freeze the model and wrap its layers with an adapter from a folder, to go on with it. Raises ModelError."""
+    """Freeze the model and wrap its layers with an adapter from a folder, to train it further. Raises ModelError."""
     peft = _peft(f"{setting} is the adapter {path}")
     config = _read_config(peft, path, setting)
     if config.use_dora and any(is_quantised(weight) for weight in model.parameters()):
         raise ModelError(
-            f"{setting}: {path} is a DoRA adapter, which needs whole weights. Remove model.adapter.quantize."
+            f"{setting}: {path} is a DoRA adapter, which needs unquantised weights. Remove model.adapter.quantize."
         )
     config.inference_mode, config.modules_to_save = False, None
     _inject(peft, model, config, dtype)
@@ -159,8 +160,7 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
     if idle := sorted(name for name in names if is_inside(name, parts)):
         raise ModelError(
             f"{setting}: the adapter {path} has {len(idle)} tensors in parts of the model that have no gradient, such "
-            f"as {idle[0]}: they could not be trained. Make one model of it and its base first: isopref merge {path} "
-            "FOLDER."
+            f"as {idle[0]}: they could not be trained. Merge it into its base model first: isopref merge {path} FOLDER."
         )
     expected = {*peft.get_peft_model_state_dict(model), *heads}
     _refuse_names(path, names.keys() ^ expected, setting)
@@ -171,21 +171,21 @@ def load_adapter(model: PreTrainedModel, path: str, *, dtype: torch.dtype, setti
 
 
 def _train_reward_head(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Train the head of a reward model in full beside the adapter, which is what peft calls a module to save.
+    """Train the head of a reward model in full, beside the adapter. Returns its parameters by name.
 
-    It stays the plain layer it is: peft's wrapper would hold it twice. Returns its parameters by name.
+    peft lists such layers in `modules_to_save`. The head is not wrapped: peft's wrapper would hold it twice.
     """
     name = reward_head_name(model)
     if name is None:
         return {}
     config: Any = model.peft_config[NAME]
-    config.modules_to_save = [name]  # for those who load the folder
+    config.modules_to_save = [name]  # for peft, when it loads the exported folder
     head = getattr(model, name).to(dtype).requires_grad_(True)
     return {f"{name}.{part}": parameter for part, parameter in head.named_parameters()}
 
 
 def is_of_reward_model(path: str, *, setting: str) -> bool:
-    """Whether an adapter's folder is one for sequence classification. Raises ModelError."""
+    """Whether an adapter belongs to a model for sequence classification. Raises ModelError."""
     config = _read_config(_peft(f"{setting} is the adapter {path}"), path, setting)
     return bool(config.task_type == "SEQ_CLS")
 
@@ -204,7 +204,7 @@ def merged(model: PreTrainedModel, path: str, *, setting: str) -> PreTrainedMode
         if any(isinstance(end, _wrapper(peft)) for end in ends) and ends[0].weight is ends[1].weight:
             raise ModelError(
                 f"{setting}: the adapter {path} changes the embedding or the output head of a model in which the two "
-                "are one weight, so they cannot be merged. Use it unmerged, on top of its base model, as peft does."
+                "share one weight, so it cannot be merged. Use it unmerged, on top of its base model, as peft does."
             )
         whole = adapted.merge_and_unload()
     vars(whole).pop("peft_config", None)
@@ -218,13 +218,13 @@ def base_of(path: str, *, setting: str) -> str:
     base = _read_config(_peft(f"{setting} is the adapter {path}"), path, setting).base_model_name_or_path
     if not base:
         raise ModelError(
-            f"{setting}: {Path(path) / CONFIG_FILE} does not say its base model (base_model_name_or_path)."
+            f"{setting}: {Path(path) / CONFIG_FILE} does not name its base model. Set base_model_name_or_path there."
         )
     return str(base)
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
-    """Write the adapter as peft does. `state`: the trained tensors; `base`: the path of the model below."""
+    """Write the adapter as peft does. `state`: the trained tensors; `base`: the path of its base model."""
     peft = _peft("model.adapter is set")
     config = copy.deepcopy(model.peft_config[NAME])
     config.base_model_name_or_path = base
@@ -236,12 +236,12 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 
 def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | None = None) -> None:
-    """Hold every linear layer but the head in four bits, on the device; one at a time, so that no more must fit there.
+    """Quantise every linear layer but the head to four bits on the device, one by one: the model need not fit there.
 
-    torchao rather than bitsandbytes: plain PyTorch operations, so that the same numbers come out on a CPU, and layers
+    torchao rather than bitsandbytes, because it uses plain PyTorch operations: a CPU gives the same numbers, and layers
     can be compiled.
     """
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of missing kernels, which are not used here
     nf4: Any = optional.require("torchao.quantization", extra="adapters", why="model.adapter.quantize is nf4").NF4Tensor
     for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear) or layer is head:
@@ -249,12 +249,12 @@ def quantize_nf4(module: nn.Module, device: torch.device, *, head: nn.Module | N
         scales, rest = divmod(layer.weight.numel(), NF4_BLOCK)
         if rest:
             raise ModelError(
-                f"model.adapter.quantize: {name} has {layer.weight.numel()} weights, which is no multiple of "
-                f"{NF4_BLOCK}. Remove quantize."
+                f"model.adapter.quantize: {name} has {layer.weight.numel()} weights, which is not a multiple of "
+                f"{NF4_BLOCK}. Remove model.adapter.quantize."
             )
         weight = nf4.from_tensor(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(scales, NF4_SCALES))
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        if type(layer) is nn.Linear:  # a class of its own may compute something else
+        if type(layer) is nn.Linear:  # a subclass may compute something else
             module.set_submodule(name, FourBitLinear(layer.weight, layer.bias))
 
 
@@ -263,7 +263,7 @@ def _peft(why: str) -> Any:
 
 
 def _check_rank(model: PreTrainedModel, rank: int) -> None:
-    """Raise ModelError for more columns than any matrix of the model has: they would be memory and nothing else."""
+    """Raise ModelError for a rank above that of every matrix of the model: the excess would only take memory."""
     highest = max(min(weight.shape[-2:]) for weight in model.parameters() if weight.ndim >= 2)
     if rank > highest:
         raise ModelError(
@@ -273,15 +273,15 @@ def _check_rank(model: PreTrainedModel, rank: int) -> None:
 
 
 def _wrapper(peft: Any) -> Any:
-    """The class of what is put around a layer."""
+    """The class of peft's wrappers around layers."""
     return peft.tuners.tuners_utils.BaseTunerLayer
 
 
 def _read_config(peft: Any, path: str, setting: str) -> Any:
     if not is_adapter(Path(path)):
         inside = Path(path) / "model"  # of a run
-        hint = f" Did you mean {inside}?" if is_adapter(inside) else ""
-        raise ModelError(f"{setting}: {path} is not the folder of an adapter: it has no {CONFIG_FILE}.{hint}")
+        hint = f"Did you mean {inside}?" if is_adapter(inside) else "Give one that has."
+        raise ModelError(f"{setting}: {path} is not an adapter's folder: it has no {CONFIG_FILE}. {hint}")
     try:
         config = peft.PeftConfig.from_pretrained(Path(path).expanduser())
     except Exception as error:
@@ -293,11 +293,11 @@ def _read_config(peft: Any, path: str, setting: str) -> Any:
         if not (name in COMMON or value == usual.get(name) or (name, value) in PLAIN_STARTS)
     }
     if config.task_type == "SEQ_CLS" and {*odd.get("modules_to_save", ())} <= {*REWARD_HEADS}:
-        odd.pop("modules_to_save", None)  # peft's own name both, whichever there is
+        odd.pop("modules_to_save", None)  # peft lists both names of a head, though a model has one
     if odd:
         raise ModelError(
-            f"{setting}: {path} is an adapter of kind {config.peft_type.value} with {odd}. isopref supports "
-            "only plain LoRA, DoRA and rsLoRA. Merge it into its base model with peft, and start from the merged model."
+            f"{setting}: {path} is an adapter of type {config.peft_type.value} with {odd}, but isopref supports only "
+            "plain LoRA, DoRA and rsLoRA. Merge it into its base model with peft, and start from the merged model."
         )
     return config
 
@@ -307,7 +307,7 @@ def _refuse_names(path: str, different: Collection[str], setting: str) -> None:
     if different:
         some = ", ".join(sorted(different)[:3])
         raise ModelError(
-            f"{setting}: the adapter {path} is not one of this model: they differ in {some}, ... Use a "
+            f"{setting}: the adapter {path} does not belong to this model: their tensors differ in {some}, ... Use a "
             "complete adapter that was made for this base model."
         )
 
@@ -327,8 +327,8 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"model.adapter: {type(model).__name__} takes no such adapter: {reason.rstrip('.')}. Name other layers in "
-            "model.adapter.targets, as in [q_proj, v_proj], or another kind."
+            f"model.adapter: {type(model).__name__} cannot have this adapter: {reason.rstrip('.')}. Name other layers "
+            "in model.adapter.targets, such as [q_proj, v_proj], or set another model.adapter.kind."
         ) from error
     for what, layer in (("output head", head_of(model)), ("embedding", model.get_input_embeddings())):
         if isinstance(layer, _wrapper(peft)):
@@ -341,7 +341,7 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
 
 
 def _measure_lengths(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Begin DoRA with rows as long as they are: peft rounds that to the base's number type."""
+    """Initialise DoRA's magnitudes with the exact row lengths of the base's weights: peft rounds them to its dtype."""
     for layer in model.modules():
         lengths: Any = getattr(layer, "lora_magnitude_vector", {})
         if NAME in lengths:

@@ -1,8 +1,8 @@
 """Packed rows in Hugging Face models, through transformers' own registration of attention functions.
 
-A model that goes through `AttentionInterface` hands our function every layer's queries, keys and values, and most pass
-the row's `segments` with them; for the others they are kept beside the forward pass (row.py). Whether a given model
-really attends as it should is decided by a numerical probe (probe.py).
+A model that uses `AttentionInterface` calls our function with every layer's queries, keys and values. Most models also
+pass on the row's `segments`; for the others, row.py provides them. Whether a given model really attends as it should is
+decided by a numerical probe (probe.py).
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from isopref.ops.attention import batch_attention, segment_attention
 from isopref.types import Segments
 
 NAME = "isopref_segments"
-RECORDED = "isopref_recorded"  # the same attention, which also tells the probe what layers ask for
+RECORDED = "isopref_recorded"  # the same attention, which also records for the probe what layers ask for
 
 
 class Mask:
-    """In place of a mask that transformers would make for a layer: its window, or the size of its chunks."""
+    """Replaces the mask that transformers would make for a layer: holds its window, or the size of its chunks."""
 
     def __init__(self, *_: Any, local_size: int | None = None, **__: Any):
         self.window = local_size
@@ -35,17 +35,17 @@ class Asked(NamedTuple):
     """What a layer asked its attention for."""
 
     layer: str
-    window: int | None  # the sliding window it handed to its attention
-    mask: Mask | None  # None if it asked transformers for no mask
+    window: int | None  # the sliding window that it passed to its attention
+    mask: Mask | None  # None if it did not ask transformers for a mask
 
 
 _asked: ContextVar[list[Asked] | None] = ContextVar("asked", default=None)
 
 
 def register() -> None:
-    """Make the attention implementations `NAME` and `RECORDED` known to transformers. Harmless when repeated.
+    """Register the attention implementations `NAME` and `RECORDED` with transformers. Idempotent.
 
-    No mask function is registered with the first, so transformers makes no mask: the segments say who sees whom.
+    The first has no mask function, so transformers makes no mask: the segments say which tokens see which.
     """
     AttentionInterface.register(NAME, _attention)
     AttentionInterface.register(RECORDED, _recorded_attention)
@@ -54,7 +54,7 @@ def register() -> None:
 
 @contextmanager
 def recorded() -> Iterator[list[Asked]]:
-    """What layers ask for while the context is open."""
+    """Record what layers ask their attention for while the context is open."""
     asked: list[Asked] = []
     token = _asked.set(asked)
     try:
@@ -64,8 +64,8 @@ def recorded() -> Iterator[list[Asked]]:
 
 
 def record(module: nn.Module, window: int | None, mask: Mask | None) -> None:
-    """Tell the probe what a layer asks for, if it wants to know."""
-    # A compiled layer cannot tell; the probe runs it uncompiled for this.
+    """Record what a layer asks for, if `recorded` is open."""
+    # Not in a compiled layer: the probe runs layers uncompiled to record them.
     if not is_compiling() and (asked := _asked.get()) is not None:
         asked.append(Asked(type(module).__name__, window, mask))
 
@@ -102,9 +102,9 @@ def _attention(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention_beside(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """The attention of a layer that was not handed the segments. A compiled layer calls it as it is."""
+    """The attention of a layer that was not passed the segments. A compiled layer calls it uncompiled."""
     row = current_row()
-    if row is None:  # in a layer that unfold.py gave a padded batch
+    if row is None:  # in a layer for which unfold.py has made a padded batch
         return batch_attention(query, key, value, **options)
     if query.shape[0] != 1 or query.shape[2] != row.num_own_tokens:
         raise ModelError(

@@ -103,7 +103,7 @@ def read_checkpoint(
         names = config.build(init_device="meta").state_dict()
         state: dict[str, Any] = {"model": {name: torch.empty(one.shape, dtype=wide) for name, one in names.items()}}
         reader = PlainReader(folder / WEIGHTS)
-        reader.read_metadata()  # what it refuses would be hard to tell from what `load` makes of it
+        reader.read_metadata()  # its refusal is clear; `load` would wrap it in an error of its own
         load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
         model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=wide)
         model.load_state_dict(convert_state_to_hf(hf_config, state["model"]))
@@ -125,7 +125,7 @@ def checkpoint_config(path: str, *, setting: str = "model.path") -> PreTrainedCo
 
 
 def empty_checkpoint(path: str, *, setting: str = "model.path") -> PreTrainedModel:
-    """The same model without weights, on the meta device. Raises ModelError."""
+    """The checkpoint's Hugging Face model without weights, on the meta device. Raises ModelError."""
     config = checkpoint_config(path, setting=setting)
     with _named_faults(path, setting), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -141,40 +141,40 @@ def _named_faults(path: str, setting: str) -> Iterator[None]:
         of_rank = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         reason = f"{type(of_rank).__name__}: {' '.join(str(of_rank).split())[:300]}"
         raise ModelError(
-            f"{setting}: cannot load the OLMo-core checkpoint {path} ({reason}). Models of OLMo 2 and 3 can be loaded, "
-            "and what isopref wrote; convert others to a Hugging Face folder and give that."
+            f"{setting}: cannot load the OLMo-core checkpoint {path} ({reason}). Only OLMo 2, OLMo 3 and checkpoints "
+            "written by isopref can be loaded; convert others to a Hugging Face folder and give that."
         ) from error
 
 
 def _read_configs(folder: Path) -> tuple[TransformerConfig, PreTrainedConfig]:
     """A checkpoint's config, and the config of its Hugging Face form."""
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _check_classes(told["model"])
-    config = TransformerConfig.from_dict(told["model"])
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check_classes(content["model"])
+    config = TransformerConfig.from_dict(content["model"])
     config.apply(_use_torch_attention)
-    if HF_CONFIG in told:
-        if told[HF_CONFIG]["model_type"] not in BLOCKS:
-            raise ValueError(f"{HF_CONFIG} has the model_type {told[HF_CONFIG]['model_type']}")
-        return config, AutoConfig.for_model(**told[HF_CONFIG])
+    if HF_CONFIG in content:
+        if content[HF_CONFIG]["model_type"] not in BLOCKS:
+            raise ValueError(f"{HF_CONFIG} has the model_type {content[HF_CONFIG]['model_type']}")
+        return config, AutoConfig.for_model(**content[HF_CONFIG])
     hf_config = get_hf_config(config.build(init_device="meta"))
-    hf_config.max_position_embeddings = _context(told)
+    hf_config.max_position_embeddings = _context(content)
     return config, hf_config
 
 
-def _check_classes(told: Any) -> None:
-    """Raise NotPlainError for a config that names more than configs: OLMo-core calls whatever it names."""
-    if isinstance(told, dict):
-        name = told.get(Config.CLASS_NAME_FIELD)
+def _check_classes(content: Any) -> None:
+    """Raise NotPlainError for a class that is not a config: OLMo-core would call whatever the file names."""
+    if isinstance(content, dict):
+        name = content.get(Config.CLASS_NAME_FIELD)
         if name is not None:
             module, _, last = str(name).rpartition(".")
             of_olmo_core = module.split(".")[0] == "olmo_core"
             found = getattr(importlib.import_module(module), last, None) if of_olmo_core else None
             if not (isinstance(found, type) and issubclass(found, Config)):
-                raise NotPlainError(f"config.json names {name}, which is no config of OLMo-core")
-        for value in told.values():
+                raise NotPlainError(f"config.json names {name}, which is not a config class of OLMo-core")
+        for value in content.values():
             _check_classes(value)
-    elif isinstance(told, list):
-        for value in told:
+    elif isinstance(content, list):
+        for value in content:
             _check_classes(value)
 
 
@@ -195,12 +195,12 @@ def write_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         context = model.config.get_text_config().max_position_embeddings
-        told = {
+        content = {
             "model": model.native_config.as_config_dict(),
             "dataset": {"sequence_length": context},
             HF_CONFIG: model.config.to_dict(),
         }
-        (partial / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(partial)
     barrier()
     save_model_and_optim_state(partial / WEIGHTS, model.transformer)
@@ -211,15 +211,15 @@ def write_checkpoint(
 
 
 def _use_torch_attention(config: Any) -> None:
-    """OLMo-core's kernels need not be installed: packed rows use isopref's own."""
+    """Use torch's attention, so that OLMo-core's kernels need not be installed: packed rows use isopref's own."""
     if isinstance(config, AttentionConfig):
         config.backend, config.use_flash = AttentionBackendName.torch, None
 
 
-def _context(told: dict[str, Any]) -> int:
-    """The longest sequence a checkpoint was trained on."""
+def _context(content: dict[str, Any]) -> int:
+    """The longest sequence a checkpoint was trained on, from its config.json."""
     for section, name in (("train_module", "max_sequence_length"), ("dataset", "sequence_length")):
-        length = (told.get(section) or {}).get(name)
+        length = (content.get(section) or {}).get(name)
         if length is not None:
             return int(length)
     raise ValueError("config.json has neither train_module.max_sequence_length nor dataset.sequence_length")
@@ -229,12 +229,12 @@ def transformer_config(model: PreTrainedModel, setting: str = "model.path") -> T
     """The OLMo-core config of a Hugging Face model. Raises ModelError if there is none."""
     config: Any = model.config
     if config.model_type not in BLOCKS:
-        raise _refusal(model, f"only {', '.join(BLOCKS)} convert exactly, and it is {config.model_type}", setting)
+        raise _refusal(model, f"only {', '.join(BLOCKS)} convert exactly, but this is {config.model_type}", setting)
     if _activation(config) not in ACTIVATIONS:
-        raise _refusal(model, f"OLMo-core has no {_activation(config)}", setting)
+        raise _refusal(model, f"OLMo-core has no {_activation(config)} activation", setting)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "query_pre_attn_scalar", head_width) != head_width:
-        raise _refusal(model, "OLMo-core's config has no scale of queries (query_pre_attn_scalar)", setting)
+        raise _refusal(model, "OLMo-core's config has no scale for queries (query_pre_attn_scalar)", setting)
     kinds = _kinds(config)
     gemma = config.model_type == "gemma3_text"
     norm = LayerNormConfig(
@@ -285,33 +285,33 @@ def _block(
 
 def _rope(model: PreTrainedModel, kind: str, setting: str) -> RoPEConfig:
     config: Any = model.config
-    told = config.rope_parameters
-    told = told.get(kind, told)  # some models have separate rotary angles for each kind of layer
-    name = told.get("rope_type", "default")
-    extra = [key for key, value in told.items() if key not in ROPE_KEYS and value is not None]
+    rope = config.rope_parameters
+    rope = rope.get(kind, rope)  # some models have separate rotary angles for each kind of layer
+    name = rope.get("rope_type", "default")
+    extra = [key for key, value in rope.items() if key not in ROPE_KEYS and value is not None]
     if extra:
         raise _refusal(model, f"OLMo-core's rotary angles have no {extra[0]}", setting)
-    factor, before = told.get("factor"), told.get("original_max_position_embeddings")
+    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings")
     scaling: RoPEScalingConfig | None = None
     if name == "linear":
         scaling = PIRoPEScalingConfig(factor=factor)
     elif name == "llama3":
         scaling = StepwiseRoPEScalingConfig(
             factor=factor,
-            low_freq_proportion=1 - 1 / told["low_freq_factor"],
-            high_freq_proportion=1 / told["high_freq_factor"],
+            low_freq_proportion=1 - 1 / rope["low_freq_factor"],
+            high_freq_proportion=1 / rope["high_freq_factor"],
             old_context_len=before,
         )
     elif name == "yarn":
         scaling = YaRNRoPEScalingConfig(
             factor=factor,
-            beta_fast=told.get("beta_fast") or 32,
-            beta_slow=told.get("beta_slow") or 1,
+            beta_fast=rope.get("beta_fast") or 32,
+            beta_slow=rope.get("beta_slow") or 1,
             old_context_len=before,
         )
     elif name != "default":
         raise _refusal(model, f"OLMo-core has no rotary angles of type {name}", setting)
-    return RoPEConfig(theta=told["rope_theta"], scaling=scaling)
+    return RoPEConfig(theta=rope["rope_theta"], scaling=scaling)
 
 
 def _built(config: TransformerConfig, state: dict[str, Tensor], twin: PreTrainedModel) -> NativeModel:
@@ -351,16 +351,16 @@ def _check_round_trip(native: NativeModel, state: dict[str, Tensor], setting: st
     for name, tensor in back.items():
         off = float((tensor.float() - state[name].float()).abs().max())
         if off > 1e-6:
-            reason = f"{name} changes by {off:.2g} there and back; model.dtype: float32 is exact"
+            reason = f"{name} changes by {off:.2g} in a round trip; model.dtype: float32 is exact"
             raise _refusal(native.twin, reason, setting)
 
 
 @torch.no_grad()
 def _prove(native: NativeModel, setting: str) -> None:
-    """Raise ModelError unless a model and its twin, which still has its weights, attend to the same and agree.
+    """Raise ModelError unless a model and its twin, which still has its weights, have the same windows and logits.
 
     Logits are compared at adjacent positions and at positions far apart, which reveal differently scaled rotary angles;
-    transformers treats them as one sequence if it gets a mask. There are too few of them to reveal a window.
+    with a mask, transformers treats the latter as one sequence. The sequences are too short to reveal a window.
     """
     model, config = native.twin, native.config.get_text_config()
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _kinds(config)]
@@ -370,8 +370,8 @@ def _prove(native: NativeModel, setting: str) -> None:
     ids = torch.randint(config.vocab_size, (1, PROOF_TOKENS), generator=generator)
     far = torch.arange(PROOF_TOKENS)[None] * max(1, min(FAR, config.max_position_embeddings) // PROOF_TOKENS)
     head = native.get_output_embeddings()
-    for told, ours in (({}, {}), ({"position_ids": far}, {"position_ids": far, "segments": _one_sequence(far)})):
-        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), **told).logits
+    for theirs, ours in (({}, {}), ({"position_ids": far}, {"position_ids": far, "segments": _one_sequence(far)})):
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), **theirs).logits
         found = head(native(input_ids=ids, **ours).last_hidden_state)
         off = float((found - expected).float().norm() / expected.float().norm())
         if not off <= TOLERANCE[expected.dtype]:
@@ -395,6 +395,6 @@ def _activation(config: Any) -> str:
 
 def _refusal(model: PreTrainedModel, reason: str, setting: str) -> ModelError:
     return ModelError(
-        f"{setting}: {type(model).__name__} cannot be trained with model.native: true, because it would not be the "
-        f"same model in OLMo-core: {reason}. Set model.native: false."
+        f"{setting}: {type(model).__name__} cannot be trained with model.native: true, because OLMo-core would not "
+        f"compute the same: {reason}. Set model.native: false."
     )

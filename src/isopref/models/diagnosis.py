@@ -1,6 +1,6 @@
-"""Why a model's decoder and head do not give the model's own log-probabilities: asked after the probe found that.
+"""Why a model's decoder and head do not give the model's own log-probabilities, once the probe has found that.
 
-Only for the message. What may be trained is decided by the probe (probe.py).
+For error messages only. The probe (probe.py) decides what may be trained.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from isopref.models.policy import Policy
 
-SAME = 1e-3  # two computations of one logit may differ by that, relative to the largest
+SAME = 1e-3  # maximum difference between two computations of the same values, relative to the largest
 
 
 @torch.no_grad()
 def why_not_its_own(policy: Policy, input_ids_BT: Tensor) -> str | None:
-    """What the model does besides its decoder and its head; None if nothing is found."""
+    """What the model does besides applying its decoder and its head; None if nothing is found."""
     was_training = policy.training
-    policy.eval()  # the model's own forward pass has its dropout
+    policy.eval()  # in training mode, the model's own forward pass would apply dropout
     try:
         return _difference(policy, input_ids_BT)
     finally:
@@ -47,7 +47,7 @@ def _is_causal(policy: Policy, input_ids_BT: Tensor) -> bool:
 
 
 def _handed(policy: Policy, head: nn.Module, input_ids_BT: Tensor) -> Tensor | None:
-    """What the model's own forward pass hands to its output layer."""
+    """What the model's own forward pass passes to its output layer."""
     seen: list[Tensor] = []
 
     def look(_module: nn.Module, args: tuple[Any, ...]) -> None:

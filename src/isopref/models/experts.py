@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from isopref.errors import ModelError
 from isopref.models.parts import decoder_of
 
-PROBE_TOKENS = 64  # enough for a bias that matters to change a choice
+PROBE_TOKENS = 64  # enough for a correction bias that matters to change the choice of an expert
 
 
 @torch.no_grad()
 def check_routers(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model whose experts cannot be balanced: `routing` must say what its routers decide."""
+    """Raise ModelError unless routers send tokens to the experts with the highest logits, the ones `routing` counts."""
     config = model.config.get_text_config()
     shown: Sequence[Tensor] = ()
     sent: list[Tensor] = []
@@ -36,20 +36,20 @@ def check_routers(model: PreTrainedModel) -> None:
         )
     if len(sent) != len(shown):
         raise ModelError(
-            f"objective.balance_weight: {type(model).__name__} does not show which experts a token is sent to, so "
-            "those with the highest router logits may not be the ones that work. Remove balance_weight."
+            f"objective.balance_weight: {type(model).__name__} does not show which experts it sends a token to; they "
+            "may not be the ones with the highest router logits. Remove balance_weight."
         )
     if not all(map(_are_highest, sent, shown)):
         raise ModelError(
-            f"objective.balance_weight: {type(model).__name__} sends tokens to others than the "
-            f"{config.num_experts_per_tok} experts with the highest router logits (by a correction bias, mostly), so "
-            "other experts would be counted than those that work. Remove balance_weight."
+            f"objective.balance_weight: {type(model).__name__} sends tokens to experts other than the "
+            f"{config.num_experts_per_tok} with the highest router logits (usually because of a correction bias), so "
+            "the wrong experts would be balanced. Remove balance_weight."
         )
 
 
 @contextmanager
 def _sent_to_experts(model: PreTrainedModel, experts_per_token: int) -> Iterator[list[Tensor]]:
-    """What layers hand to their experts while the context is open: for each token the indices of its experts."""
+    """The indices of each token's experts that layers pass to their experts while the context is open."""
     sent: list[Tensor] = []
 
     def look(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def _sent_to_experts(model: PreTrainedModel, experts_per_token: int) -> Iterator
 
 
 def _are_highest(experts_TK: Tensor, logits_TE: Tensor) -> bool:
-    """Whether no expert that a token was not sent to has a higher logit than one that it was sent to."""
+    """Whether each token was sent to the experts with the highest logits; ties may go either way."""
     sent = logits_TE.gather(1, experts_TK).sort(dim=1, descending=True).values
     return torch.equal(sent, logits_TE.topk(experts_TK.shape[1], dim=1).values)
 

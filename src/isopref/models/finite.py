@@ -1,4 +1,4 @@
-"""Weights that contain NaN or Inf: found where they lie, whole or sharded, before anything is computed with them."""
+"""Finds weights that contain NaN or Inf, sharded or not, on the device they are on, before anything uses them."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from isopref.ranks import num_ranks
 
 
 def check_finite(model: nn.Module, name: str) -> None:
-    """Raise ModelError if a weight is NaN or Inf. All ranks call this together; each looks at what it holds.
+    """Raise ModelError if a weight is NaN or Inf. All ranks call this together; each checks its own shards.
 
     `name` is what the model is called in the message.
     """
@@ -43,10 +43,10 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _is_bad(tensor: Tensor) -> Tensor:
-    """Whether a tensor, or what this rank holds of it, contains NaN or Inf, on its device."""
+    """Whether a tensor, or this rank's shard of it, contains NaN or Inf; the result stays on its device."""
     if isinstance(tensor, DTensor):
         return _is_bad(tensor.to_local())
-    if hasattr(tensor, "__tensor_flatten__"):  # in four bits: their scales are numbers
+    if hasattr(tensor, "__tensor_flatten__"):  # in four bits: the scales are floating-point numbers
         parts, _ = tensor.__tensor_flatten__()
         return torch.stack([_is_bad(getattr(tensor, part)) for part in parts]).any()
     if not tensor.is_floating_point() or not tensor.numel():

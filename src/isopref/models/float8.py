@@ -89,5 +89,5 @@ def _in_router(model: nn.Module, names: list[str]) -> bool:
 
 
 def _torchao() -> Any:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels for other machines, which are not used here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of missing kernels, which are not used here
     return optional.require("torchao.float8", extra="adapters", why="model.compute_dtype is float8")

@@ -1,8 +1,8 @@
 """How many floating-point operations a batch of pairs needs, and how many a device can do.
 
-Useful ones only: every real token once (a prompt serves both answers), logits where an answer's token is predicted, the
-backward pass as twice the forward, less the gradients that frozen weights do not have. Padding, repeated prompts and
-recomputed activations are not useful.
+Only useful operations count: every real token once (a prompt serves both answers), logits only where a trained token is
+predicted, and a backward pass of twice the forward pass, without the gradients that frozen weights do not have.
+Padding, repeated prompts and recomputed activations do not count.
 """
 
 import torch
@@ -22,7 +22,7 @@ class UsefulFlops:
     def __init__(self, policy: Policy):
         head = head_of(policy.model)
         if head is None:
-            raise ModelError(f"{policy.name} has no output head, so it is no language model.")
+            raise ModelError(f"{policy.name} has no output head, so it is not a language model. Use another model.")
         config = policy.model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         used = getattr(config, "num_experts_per_tok", None)
@@ -32,7 +32,7 @@ class UsefulFlops:
             (2 * p.numel() * (share if "experts" in name.split(".") else 1.0), p.requires_grad)
             for name, p in policy.model.named_parameters()
             if p.ndim >= 2 and id(p) not in tables and p is not head.weight
-            if not name.endswith("bias")  # of all experts in one tensor
+            if not name.endswith("bias")  # the biases of all experts are one matrix
             if not is_inside(name, policy.unused)
         ]
         self.per_token = sum(flops for flops, _ in work)
@@ -41,7 +41,7 @@ class UsefulFlops:
         self.frozen_per_logits = 0 if head.weight.requires_grad else self.per_logits
         heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
         width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-        # Scores and their sum over values, for every query and key.
+        # For every query and key: a score, and a product with the value.
         self.per_query_key = 4 * width * heads * config.num_hidden_layers
 
     def __call__(self, lengths: Lengths) -> float:
@@ -55,9 +55,9 @@ class UsefulFlops:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second that the device can do, by its data sheet; None for one without, as every CPU is.
+    """Operations per second that the device can do, by its data sheet; None if it is not in cards.py, such as a CPU.
 
-    Not measured: what other programs do at that time would count against it, and MFU could be above 100%.
+    Not measured, because other programs running at that time would lower the result, and MFU could exceed 100%.
     """
     if device.type != "cuda":
         return None
@@ -67,6 +67,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     if dtype in (torch.bfloat16, torch.float16):
         return card.flops
-    # With TF32 a card is faster than its data sheet says of float32.
+    # With TF32, a card is faster than its data sheet's figure for float32.
     full = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return card.flops_float32 if full else None

@@ -29,7 +29,7 @@ from isopref.ops import delta, exchange, state_space
 from isopref.ops.convolution import Taps, tree_convolution
 from isopref.types import ContextGroup
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # what is convolved to queries, keys, values; gate; beta; log decay
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # queries, keys and values before convolution; gate; beta; log decay
 
 
 def can_follow(layer: nn.Module) -> bool:
@@ -133,11 +133,11 @@ def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_pro
 
 
 class _Given(NamedTuple):
-    """What the convolution and the recurrence are given."""
+    """The inputs of the convolution and the recurrence."""
 
     mixed: Tensor  # T, D: to be convolved
-    sizes: list[int]  # of its parts in D, each of which has some heads
-    rates: list[Tensor]  # T, H each
+    sizes: list[int]  # of the parts of D: queries, keys and values, or Mamba2's x, B and C
+    rates: list[Tensor]  # T, H each: the recurrence's scalars for each token and head
     weight: Tensor  # D, J: of the convolution
     bias: Tensor | None  # D
 
@@ -150,10 +150,10 @@ def _given(
     rates: list[Tensor],
     context: ContextGroup | None,
 ) -> _Given:
-    """With ranks that split the row: of all its tokens, and this rank's heads. `widths`: of a head of each part.
+    """If ranks split the row: the inputs for all its tokens, of this rank's heads. `widths`: of a head of each part.
 
-    The ranks may be more than the heads of a part (queries and keys, or Mamba2's B and C), which then repeat, as in
-    attention. They must divide the heads of `rates`.
+    There may be more ranks than heads of a part (queries and keys, or Mamba2's B and C), which are then repeated, as in
+    attention. The number of ranks must divide the heads of `rates`.
     """
     weight_DJ, bias_D = conv1d.weight[:, 0], conv1d.bias
     if context is None:

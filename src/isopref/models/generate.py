@@ -1,4 +1,4 @@
-"""Answers to a few prompts, to show what training changed. No random state but its own is read or moved."""
+"""Answers to a few prompts, to show what training changed. Uses its own random generators only."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ ANSWER_TOKENS = 64  # where an answer is cut: enough to show what training chang
 
 
 class Answer(NamedTuple):
-    """What a model says to a prompt."""
+    """A model's answers to one prompt."""
 
     greedy: str
     sampled: str
 
 
 class _Gumbel(LogitsProcessor):  # type: ignore[misc,unused-ignore]
-    """Makes the greedy choice in the later rows a draw from softmax(logits).
+    """Makes the greedy choice in the last rows, one per generator, a draw from softmax(logits).
 
-    The largest of logit + Gumbel noise is such a draw. Each row has noise of its own, so an answer does not depend on
-    which others are in the batch.
+    The argmax of logit + Gumbel noise is such a draw. Each row has its own noise, so an answer does not depend on the
+    others in the batch.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]):

@@ -50,7 +50,7 @@ def kept(kind: Any, file: Path, what: str, read: Callable[[], Any]) -> Any:
 
 
 def _keep(kind: Any, made: Any, folder: Path) -> None:
-    """Write it to a temporary folder, and move it into place if it survives a round trip."""
+    """Write an object to a temporary folder, and move it into place if it survives a round trip."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         first, second = Path(beside) / "first" / FILES, Path(beside) / "second"
@@ -72,7 +72,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove an entry at once: other processes never see a part of it."""
+    """Remove an entry atomically: other processes never see a part of it."""
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as beside:
         folder.rename(Path(beside) / folder.name)
 

@@ -1,9 +1,7 @@
 """Hugging Face models and tokenizers: loaded from a folder, the hub or a GGUF file; exported to a folder.
 
-The folder of an adapter stands for its base model with the adapter merged into it.
-
-Ensures what must hold for every trained model: all weights present, no dropout, a tokenizer with an end token, no trace
-of a quantised file. It knows nothing about layouts.
+An adapter's folder stands for its base model with the adapter merged into it. Ensures what must hold for every trained
+model: all weights present, no dropout, a tokenizer with an end token, no trace of a quantised file. Knows no layouts.
 """
 
 import json
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
     from isopref.models.native import NativeModel
 
 
-KEPT = {AutoTokenizer: "tokenizer", AutoConfig: "config"}  # of a GGUF file, in the cache
-WEIGHTS = "model_and_optim"  # the folder of an OLMo-core checkpoint that has them
+KEPT = {AutoTokenizer: "tokenizer", AutoConfig: "config"}  # read from GGUF files and cached (gguf.py)
+WEIGHTS = "model_and_optim"  # the subfolder of an OLMo-core checkpoint that holds the weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def locate(path: str, *, setting: str = "model.path") -> Origin:
         optional.require_gguf(path, setting)
     local = optional.package_file(path) if in_package else Path(path).expanduser()
     if local.is_dir() and not (local / "config.json").exists() and not is_adapter(local):
-        is_checkpoint = (local / WEIGHTS).is_dir()  # of a run, which is two folders up
+        is_checkpoint = (local / WEIGHTS).is_dir()  # in the run folder two levels up
         inside = (local.absolute().parents[1] if is_checkpoint else local) / "model"
         inner = f" Did you mean {inside}?" if (inside / "config.json").exists() or is_adapter(inside) else ""
         raise ModelError(
@@ -101,7 +99,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str =
         )
     tokenizer = _from_pretrained(AutoTokenizer, path, setting, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token, so answers could not end.")
+        raise ModelError(f"{setting}: the tokenizer of {path} has no end-of-sequence token. Set its eos_token.")
     return tokenizer
 
 
@@ -139,7 +137,7 @@ def load_narrow(
     if getattr(config, "transformers_weights", None) is not None:  # it refers to other files
         return None
     model = load_model(path, dtype=dtype, trust_remote_code=trust_remote_code, setting=setting, kind=kind)
-    # A narrower buffer was computed in that dtype, such as the factor of Gemma's embedding.
+    # A 16-bit buffer, such as the factor of Gemma's embedding, was rounded when the model was created.
     exact = all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
     # Some models keep a few weights in float32 regardless of the requested dtype; FSDP needs a single one.
     uniform = all(parameter.dtype == dtype for parameter in model.parameters())
@@ -251,7 +249,7 @@ def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
 
 @contextmanager
 def own_rates(model: PreTrainedModel) -> Iterator[None]:
-    """The model with its original dropout rates, as long as the context is open."""
+    """Restore the model's original dropout rates while the context is open."""
     rates: list[tuple[object, str, float]] = vars(model).get("dropout_rates", [])
     for holder, name, rate in rates:
         setattr(holder, name, rate)
@@ -284,22 +282,23 @@ def check_fits(
 ) -> None:
     """Raise ModelError if the model cannot take the tokens, or if a sequence's score would depend on its batch.
 
-    `name` is what messages call an example; `sharing` ranks split a row.
+    `name` gives an example's name in messages; `sharing` is the number of ranks that split a row.
     """
     config = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     if len(tokenizer) > embedding.num_embeddings:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: they do not fit."
+            f"the tokenizer has {len(tokenizer)} tokens, the model {embedding.num_embeddings}: they do not fit. "
+            "Use the model's own tokenizer."
         )
     most, longest = int(lengths.sequence.max()), int(lengths.of_answer[lengths.sequence.argmax()])
     limit = context_length(config) or most
     if most > limit:
         raise ModelError(
-            f"{name(longest)} is {most} tokens long, the model's max_position_embeddings is {limit}. "
+            f"{name(longest)} is {most} tokens long, but the model's max_position_embeddings is {limit}. "
             f"{shorter_pairs(limit)}"
         )
-    # Each rank that splits a row must have a token beyond the border.
+    # If ranks split a row, each of them must have a token beyond the border.
     shortest = int(lengths.sequence.min() if sharing == 1 else lengths.prompt.min() - sharing + 1)
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
@@ -314,14 +313,14 @@ def check_fits(
 
 
 def check_same_vocabulary(tokenizer: Any, path: str, other: Any, *, setting: str) -> None:
-    """Raise ModelError if the model at `path`, whose tokenizer is `other`, would read the tokens as another text."""
+    """Raise ModelError if the tokens mean another text to the model at `path`, whose tokenizer is `other`."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:
         differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ModelError(
             f"{setting}: {path} has another vocabulary than the model that is compared with it: {len(differ)} tokens "
-            f"differ, such as {differ[0]!r} ({theirs.get(differ[0], 'not there')}, not "
-            f"{ours.get(differ[0], 'not there')}). The pairs' tokens would mean other text. Use a model with the same "
+            f"differ, such as {differ[0]!r} (id {theirs.get(differ[0], 'missing')}, not "
+            f"{ours.get(differ[0], 'missing')}). The pairs' tokens would mean other text. Use a model with the same "
             "tokenizer."
         )
 
@@ -333,7 +332,7 @@ def export(model: PreTrainedModel, state: dict[str, Tensor], tokenizer: Any, fol
     temporary folder and renamed, so a folder of that name is always complete.
     """
     if folder.exists():
-        raise ModelError(f"{folder} exists already; move it away, or set run.folder.")
+        raise ModelError(f"{folder} exists already. Move it away, or set run.folder to another folder.")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     if has_adapter(model):
@@ -394,7 +393,7 @@ def _why_not(error: Exception, path: str, name: str, no_network: str | None) -> 
     reason = " ".join(str(error).split())[:300].rstrip(".")
     if not Path(name).exists():
         return (
-            f"there is no folder {Path(path).absolute()}, and the hub gave nothing: cannot load {path} ({reason}). "
-            "Check the name, or give a local folder"
+            f"there is no folder {Path(path).absolute()}, and {path} cannot be loaded from the hub ({reason}). Check "
+            "the name, or give a local folder"
         )
     return f"cannot load {path}: {reason}"

@@ -36,7 +36,7 @@ def only_pickle(path: str) -> str:
 
 
 def has_only_pickle(name: str, error: Exception) -> bool:
-    """Whether a folder, or a model on the hub for which transformers gave this error, has no other weights."""
+    """Whether a folder, or a model on the hub for which transformers raised `error`, has only pickled weights."""
     folder = Path(name)
     if folder.is_dir():
         return any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))

@@ -4,7 +4,7 @@ It implements the part of transformers' interface that isopref uses, so everythi
 conversion.py handles conversion and checkpoints.
 
 Packed rows need two things from OLMo-core's attention: positions that restart inside a row, which its blocks accept as
-tables of rotary angles, and the mask of a row's segments, for which isopref's backend is placed in front of its own.
+tables of rotary angles, and the mask of a row's segments, for which `SegmentBackend` wraps OLMo-core's own backend.
 
 Dimensions: B sequences, T tokens, D hidden width.
 """
@@ -47,7 +47,7 @@ class SegmentBackend(nn.Module):
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], *, local_k_slice: Segments | None = None, **options: Any
     ) -> Tensor:
-        """1, T, heads, width each in, and out."""
+        """Queries, keys and values in, attention out: 1, T, heads, width each. `local_k_slice` carries the segments."""
         if local_k_slice is None:
             out: Tensor = self.own(qkv, **options)
             return out
@@ -60,7 +60,7 @@ class SegmentBackend(nn.Module):
 class NativeModel(nn.Module):
     """A Transformer that computes what the Hugging Face model `twin` computes with the same weights.
 
-    The twin is used to verify the model, to generate answers and to export; in between it has no weights.
+    The twin is used to verify the model, to generate answers and to export; at other times it has no weights.
     """
 
     supports_gradient_checkpointing = True
@@ -99,7 +99,7 @@ class NativeModel(nn.Module):
         return any(getattr(block, "gradient_checkpointing", False) for block in self.transformer.blocks.values())
 
     def gradient_checkpointing_enable(self, _how: dict[str, Any]) -> None:
-        """Nothing to do: each block is asked."""
+        """Nothing to do: `forward` reads the setting of each block."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         assert self.transformer.embeddings is not None
@@ -128,7 +128,7 @@ class NativeModel(nn.Module):
         for block, attention in zip(transformer.blocks.values(), self._attentions(), strict=True):
             where: dict[str, Any] = {}
             if segments is not None and position_ids is not None:
-                # Attention hands local_k_slice to its backend untouched, and the backend is ours.
+                # Attention passes local_k_slice to its backend untouched, and the backend is SegmentBackend.
                 where = {"local_k_slice": segments, **_angles(attention, position_ids[0], segments, angles)}
             recomputes = torch.is_grad_enabled() and getattr(block, "gradient_checkpointing", False)
             if recomputes:
@@ -140,7 +140,7 @@ class NativeModel(nn.Module):
 
     @contextmanager
     def as_hf(self, state: dict[str, Tensor] | None = None) -> Iterator[PreTrainedModel]:
-        """The Hugging Face model with a copy of these weights, as long as the context is open.
+        """The Hugging Face model with a copy of these weights, while the context is open.
 
         `state` holds them by this module's names if this rank has only shards.
         """

@@ -72,7 +72,7 @@ class HostCheckpoints:
         whole = tensor.detach()
         source = (whole.to_local() if isinstance(whole, DTensor) else whole).contiguous()
         kept = _Kept(self, source, before=self._last)
-        if isinstance(whole, DTensor):  # ranks that compute a layer together hold a part of its input each
+        if isinstance(whole, DTensor):  # of ranks that compute a layer together, each holds a part of its input
             kept.spread = partial(
                 DTensor.from_local,
                 device_mesh=whole.device_mesh,
@@ -111,7 +111,7 @@ class _Kept:
     def __init__(self, store: HostCheckpoints, tensor: Tensor, before: Callable[[], _Kept | None]):
         self.store, self.before = store, before
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.spread: Callable[[Tensor], Tensor] | None = None  # what makes this rank's part the whole again
+        self.spread: Callable[[Tensor], Tensor] | None = None  # makes a DTensor from this rank's part
         self.fetched: Tensor | None = None
         self.event: torch.cuda.Event | None = None
         self.blocks: list[Tensor] = []
@@ -120,7 +120,7 @@ class _Kept:
         self._copy([(block[: len(piece)], piece) for piece, block in zip(pieces, self.blocks, strict=True)])
 
     def fetch(self) -> None:
-        """Start copying it back, unless that has already begun."""
+        """Start copying the tensor back to its device, unless that has already begun."""
         if self.fetched is None:
             self.fetched = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             pairs = zip(_pieces(self.fetched), self.blocks, strict=True)

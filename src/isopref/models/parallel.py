@@ -1,8 +1,8 @@
 """A policy over many ranks: DDP, FSDP2 or HSDP, with tensor or context parallelism; when gradients are reduced.
 
-All average gradients over the ranks that share the weights; normalize.py undoes that for ranks with different pairs,
-and ops/exchange.py for ranks that split rows. Ranks of one tensor-parallel or context-parallel group work on the same
-pairs, so whatever adds up over pairs adds up over the ranks of `data_group`.
+All of them average gradients over the ranks that share the weights; normalize.py undoes that for ranks with different
+pairs, and ops/exchange.py for ranks that split rows. Ranks of one tensor-parallel or context-parallel group work on the
+same pairs, so sums over pairs are sums over the ranks of `data_group`.
 """
 
 import math
@@ -52,18 +52,22 @@ def parallelize(
     tensor_parallel: int = 1,
     context_parallel: int = 1,
 ) -> nn.Module:
-    """Spread a policy over the ranks of the default process group. Returns what is to be called and optimised.
+    """Spread a policy over the ranks of the default process group. Returns the module to call and to optimise.
 
-    FSDP takes the weights layer by layer from where they are: from host memory, no GPU ever holds the full model.
+    FSDP shards the weights layer by layer from where they are: from host memory, no GPU ever holds the full model.
     Narrow weights become float32 once their shards are in place.
-    If `compute_dtype` differs from the weights' dtype, these are master weights, and gradients are reduced in it.
+    If `compute_dtype` differs from the weights' dtype, these are master weights, and gradients are reduced in their
+    dtype.
     `offload` keeps shards, gradients and optimizer state in host memory.
     `tensor_parallel` neighbouring ranks compute every layer together: OLMo-core's models only, under FSDP or HSDP.
-    `context_parallel` neighbouring ranks split the tokens of every row: packed rows only. They shard like others.
+    `context_parallel` neighbouring ranks split the tokens of every row: packed rows only. They share in the sharding of
+    weights like all ranks.
     """
     if context_parallel > 1:
         if tensor_parallel > 1:
-            raise ConfigError("layout.context_parallel cannot be combined with layout.tensor_parallel.")
+            raise ConfigError(
+                "layout.context_parallel cannot be combined with layout.tensor_parallel. Set one of them to 1."
+            )
         split_rows(policy, context_parallel, device)
     if mode in ("single", "ddp") or tensor_parallel > 1:
         policy.move_to(device)
@@ -103,7 +107,7 @@ def _shard(
     compute_dtype: torch.dtype | None,
     offload: bool,
 ) -> None:
-    """Shard each decoder layer, then the rest. FSDP moves what it shards to the device, but not what it ignores."""
+    """Shard each decoder layer, then the rest. FSDP moves sharded weights to the device, but not ignored ones."""
     trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad)
     whole = {p for p in policy.parameters() if _stays_whole(p, world_size, offload)}
     for parameter in whole:
@@ -118,7 +122,7 @@ def _shard(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # With a reduce dtype, FSDP would look for gradients of gathered weights: these are not gathered or have none.
+    # With a reduce dtype, FSDP would look for gradients of gathered weights, which unused parts do not have.
     unused = [(part, {**options, "mp_policy": MixedPrecisionPolicy()}) for part in _unused_modules(policy)]
     for module, settings in (*unused, *((module, options) for module in (*decoder_layers(policy), policy))):
         if offload and policy.narrow:  # before pinning, or it would be pinned twice
@@ -140,7 +144,7 @@ def _stays_whole(parameter: nn.Parameter, world_size: int, offload: bool) -> boo
 
 @cache
 def _mesh(device_type: str, named: tuple[tuple[str, int], ...], _world: dist.ProcessGroup | None) -> DeviceMesh:
-    """One mesh per shape and default group: every mesh creates process groups, whose threads never end."""
+    """One mesh per shape and default group, because each mesh creates process groups, whose threads never end."""
     names, sizes = zip(*named, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
@@ -153,16 +157,16 @@ def check_tensor(policy: Policy, mode: Parallel, tensor_parallel: int, world_siz
     if mode not in ("fsdp", "hsdp"):
         raise ConfigError(f"{what} needs layout.parallel: fsdp or hsdp, not {mode}.")
     if world_size % tensor_parallel:
-        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}. Change one of the two.")
     config = policy.model.config
     heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
     if heads % tensor_parallel:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConfigError(f"{what} does not divide the heads and key heads of the model. What does: {fitting}.")
+        raise ConfigError(f"{what} does not divide the heads and key heads of the model. Use one of {fitting}.")
 
 
 def split_rows(policy: Policy, size: int, device: torch.device) -> None:
-    """Let groups of so many neighbouring ranks split the tokens of every row. Raises ConfigError if they cannot."""
+    """Let groups of `size` neighbouring ranks split the tokens of every row. Raises ConfigError if they cannot."""
     ranks = num_ranks()
     check_context(policy, size, ranks)
     mesh = _mesh(device.type, (("data", ranks // size), ("context", size)), dist.group.WORLD)["context"]
@@ -171,10 +175,10 @@ def split_rows(policy: Policy, size: int, device: torch.device) -> None:
 
 
 def check_context(policy: Policy, size: int, world_size: int) -> None:
-    """Raise ConfigError if so many ranks cannot split a row of this model."""
+    """Raise ConfigError if `size` ranks cannot split a row of this model."""
     what = f"layout.context_parallel: {size}"
     if world_size % size:
-        raise ConfigError(f"{what} does not divide the number of processes, {world_size}.")
+        raise ConfigError(f"{what} does not divide the number of processes, {world_size}. Change one of the two.")
     if policy.unfolded:
         raise ConfigError(
             f"{what}, but {policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]}). "
@@ -183,20 +187,20 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     heads = divisible_heads(policy)
     if heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConfigError(f"{what} does not divide the heads of the model, {heads}. What does: {fitting}.")
+        raise ConfigError(f"{what} does not divide the heads of the model, {heads}. Use one of {fitting}.")
 
 
 def divisible_heads(policy: Policy) -> int:
-    """The largest number of ranks that can divide each layer's heads among them; its divisors can, too.
+    """The largest number of ranks among which each layer's heads can be divided. Its divisors work, too.
 
-    Heads that serve several others do not count, because they can repeat: of keys, or of Mamba2's B and C.
+    Heads that serve several others (of keys, or of Mamba2's B and C) do not count, because they can be repeated.
     """
     attending = getattr(policy.model.config.get_text_config(), "num_attention_heads", None) or 0
     return math.gcd(attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
 
 
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that divide pairs among them: one of each group that works on the same pairs. None: all ranks."""
+    """The ranks that have different pairs: one of each group that works on the same pairs. None: all ranks."""
     mesh = _together(model)
     if mesh is None:
         return None
@@ -279,13 +283,13 @@ def checkpoint_layers(policy: Policy, count: int, *, offloaded: int = 0) -> None
         raise ConfigError(f"{policy.name} cannot recompute its layers. Set layout.checkpointing: none.")
     if offloaded and not can_offload(policy):
         raise ConfigError(
-            f"{policy.name} recomputes its layers by code of its own, so their inputs cannot be offloaded. "
+            f"{policy.name} recomputes its layers with code of its own, so their inputs cannot be offloaded. "
             "Set layout.offload_activations: none."
         )
     policy.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     host = HostCheckpoints()
     for number, layer in enumerate(layers):
-        # As transformers itself does.
+        # The attributes that transformers' gradient_checkpointing_enable sets for all layers.
         layer.gradient_checkpointing = number < count  # type: ignore[assignment]
         how = host.recompute if number < offloaded else host.recompute_on_device
         layer._gradient_checkpointing_func = how  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """The parts of a causal LM: the decoder, and what the model does to the logits of its head.
 
-Both are read from the model's structure and config, by the names that transformers' models use. The probe (probe.py)
-compares the result with the model's own log-probabilities, so a wrong reading is refused, never trained.
+Both are found in the model's structure and config, under the names that transformers' models use. The probe (probe.py)
+compares the result with the model's own log-probabilities, so if they are misread, training is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isopref.errors import ModelError
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
 
-# Cohere, Falcon-H1 and Muse multiply their logits, Granite, MiniCPM and Inkling divide them.
+# Cohere, Falcon-H1 and Muse multiply their logits by a factor; Granite, MiniCPM and Inkling divide them.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 MULTIPLIES_BY_SCALING = ("hyperclovax",)  # its `logits_scaling` is a factor
@@ -24,17 +24,17 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 
 
 def decoder_of(model: PreTrainedModel | NativeModel) -> Any:
-    """The module that turns tokens into the last hidden states. Raises ModelError if there is none beside the head."""
+    """The module that turns tokens into the last hidden states. Raises ModelError if the head is part of it."""
     if not isinstance(model, PreTrainedModel) or model.base_model is not model:
         return model.base_model
-    # Llama 4 calls its decoder otherwise than its `base_model_prefix` says, and transformers returns the whole model.
+    # Llama 4's decoder does not have the name in `base_model_prefix`, so `base_model` is the whole model.
     embedding: Any = model.get_input_embeddings()
     holders = [child for child in model.children() if any(part is embedding for part in child.modules())]
     if len(holders) == 1 and isinstance(holders[0], PreTrainedModel):
         return holders[0]
     raise ModelError(
-        f"{type(model).__name__} cannot be trained: it has no decoder apart from its head (no part called "
-        f"{model.base_model_prefix!r}, and its embedding is in {_names(holders)})."
+        f"{type(model).__name__} cannot be trained: it has no decoder separate from its head (no part called "
+        f"{model.base_model_prefix!r}, and its embedding is in {_names(holders)}). Use another model."
     )
 
 
@@ -43,15 +43,15 @@ def _names(modules: list[nn.Module]) -> str:
 
 
 class LogitChanges(NamedTuple):
-    """What a model makes of its head's output: cap * tanh(scale * logits / cap), for the first `vocabulary` tokens."""
+    """What a model does to its head's output: cap * tanh(scale * logits / cap), for the first `vocabulary` tokens."""
 
     scale: float
     softcap: float | None
-    vocabulary: int | None  # None: all that the head has
+    vocabulary: int | None  # None: all tokens of the head
 
 
 def logit_changes(config: PreTrainedConfig) -> LogitChanges:
-    """Read them from the config of a model's text decoder."""
+    """Read the changes from the config of a model's text decoder."""
     multiplies = config.model_type in MULTIPLIES_BY_SCALING
     scale = 1.0
     for name in MULTIPLIERS:

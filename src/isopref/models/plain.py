@@ -1,11 +1,11 @@
-"""Reading a torch checkpoint folder without running anything that is in it.
+"""Reads a torch checkpoint folder without running any code in it.
 
-Torch's own way unpickles whatever a folder holds. Here its index may name only the classes that make up an index, and
-all else is read as plain data. Raises NotPlainError for more than that.
+Torch itself unpickles whatever a folder holds. Here, the index may name only the classes that make up an index, and
+everything else is read as plain data. Raises NotPlainError for anything more.
 """
 
 import io
-import pickle  # for an Unpickler that refuses
+import pickle  # for an Unpickler that refuses unknown classes
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-NotPlainError = pickle.UnpicklingError  # what torch raises, too
+NotPlainError = pickle.UnpicklingError  # torch.load raises it, too
 
 INDEX_CLASSES = (
     "BytesStorageMetadata",
@@ -29,7 +29,7 @@ INDEX_CLASSES = (
 
 
 class PlainReader(filesystem.FileSystemReader):
-    """Torch's reader, but for the index."""
+    """Torch's reader, with a restricted unpickler for the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -38,16 +38,16 @@ class PlainReader(filesystem.FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Torch's planner, but for what is not a tensor."""
+    """Torch's planner, which unpickles values that are not tensors, with a check before that."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises where it is more than data; torch's own way would run that
+        torch.load(value, weights_only=True)  # raises for anything but data, which the line below would run
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 class _Index(pickle.Unpickler):
-    """Knows the classes of an index, and no other."""
+    """Accepts the classes of an index, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in INDEX_CLASSES:
@@ -57,5 +57,5 @@ class _Index(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return getattr(torch.serialization, name)
         if (module, name) == ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return filesystem._StorageInfo  # torch's, which torch's reader takes; the engine's has the same fields
-        raise NotPlainError(f"its index names {module}.{name}")
+            return filesystem._StorageInfo  # OLMo-core's class has the same fields, and torch's reader needs its own
+        raise NotPlainError(f"its index names {module}.{name}, which could run code")

@@ -52,7 +52,7 @@ class Policy(nn.Module):
         self.narrow = narrow
         register()
         disable_dropout(model)
-        # Otherwise the pad token's embedding gets no gradient, and that token often ends every turn.
+        # torch gives the embedding at padding_idx no gradient, but many models also end every turn with this token.
         embedding: Any = model.get_input_embeddings()
         embedding.padding_idx = None
         self._noisy = noisy_modules(model)
@@ -60,8 +60,8 @@ class Policy(nn.Module):
         for name in (*self.unused, *indexers(model)):
             attrgetter(name)(model).requires_grad_(False)
         self.together: DeviceMesh | None = None  # the ranks that compute the same pairs, if any
-        self.context: ContextGroup | None = None  # the same, if they split rows
-        self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native one has the part that is used
+        self.context: ContextGroup | None = None  # the same ranks, if they split rows
+        self.model: PreTrainedModel = model  # type: ignore[assignment]  # a native model has the methods used here
         self.own_attention: str = model.config._attn_implementation
         self.packed_attention = NAME
         assert self.own_attention not in (NAME, RECORDED), "the model is in a policy already"
@@ -137,16 +137,16 @@ class Policy(nn.Module):
         return self._of_group(Readout(logp_A, head_2M, confidence_A, routes))
 
     def _passes(self, microbatch: Microbatch) -> Iterator[Pass]:
-        """What this rank computes of the passes of a microbatch: all of it, unless ranks split rows."""
+        """This rank's share of the passes of a microbatch: all of it, unless ranks split rows."""
         return (one if self.context is None else deal(one, self.context) for one in microbatch.passes)
 
     def _of_group(self, found: Readout) -> Readout:
-        """What the ranks that split rows have found, added up, as each has it of its own tokens."""
+        """The sum of the readouts of ranks that split rows, each of which has summed over its own tokens."""
         if self.context is None:
             return found
-        there = [one for one in found if one is not None]
-        total = summed(torch.cat([one.flatten() for one in there]), self.context)
-        parts = iter(total.split([one.numel() for one in there]))
+        present = [one for one in found if one is not None]
+        total = summed(torch.cat([one.flatten() for one in present]), self.context)
+        parts = iter(total.split([one.numel() for one in present]))
 
         def of_group(one: Tensor | None) -> Tensor | None:
             return None if one is None else next(parts).view_as(one).to(one.dtype, copy=True)  # FSDP warns of views
@@ -156,13 +156,13 @@ class Policy(nn.Module):
         return Readout(logp_A, head_2M, None if confidence_A is None else confidence_A.detach(), routes)
 
     def _tokens(self, hidden: Tensor, one: Pass, confidence: bool) -> tuple[Tensor, Tensor | None]:
-        """The log-probability of each trained token and, if requested, how far it is above the mean of a sample."""
+        """The log-probability of each trained token and, if requested, its `confidence` (see `Readout`): C, C."""
         head = self.model.get_output_embeddings()
         weight, bias = full(head.weight), getattr(head, "bias", None)
         scale, softcap, vocabulary = self.logits
         if vocabulary is not None:
             weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-        # Models that sum up in float32 (Mamba) leave it to their head to narrow that.
+        # In models that add up their residuals in float32 (Mamba), the head converts the sum to its own dtype.
         predicting = take(hidden, one.predict_index, one.predict_copies).to(weight.dtype)
         predictions = (predicting, weight, one.target, bias)
         if not confidence:
@@ -215,7 +215,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def saved_form(self, state: dict[str, Tensor]) -> Iterator[tuple[PreTrainedModel, dict[str, Tensor]]]:
-        """The model and state that are exported; `state` holds this module's weights, gathered from all ranks."""
+        """The model and state to export; `state` holds this module's weights, gathered from all ranks."""
         named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         if self.native is None:
             with self.plain() as model:  # the exported config must not name our attention
@@ -226,7 +226,7 @@ class Policy(nn.Module):
 
 
 def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for all names of a tied weight; a state gathered from shards has a copy for each name."""
+    """The state with one tensor for all names of a tied weight; a state gathered from shards has a copy per name."""
     first: dict[int, str] = {}
     tied = dict(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):

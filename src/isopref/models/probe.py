@@ -2,7 +2,7 @@
 
 A model may ignore our attention (its rejected answers would then see the chosen ones), number its positions
 differently, or change its logits after the head. No list of model names can cover that, so two small pairs are scored
-both ways.
+in both ways.
 """
 
 import sys
@@ -36,7 +36,8 @@ RELATIVE = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.03, torch.
 # With float8 products; the model's own forward pass has none.
 TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 
-# Masks, which transformers splits where positions restart; tokens sorted by expert; and our own tables.
+# Code that may count a row's tokens: masks, which transformers splits where positions restart; tokens sorted by expert;
+# and isopref's own tables.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.", "isopref.models.tree")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
 PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
@@ -52,7 +53,7 @@ def own_logps(policy: Policy) -> Tensor:
     try:
         with torch.compiler.set_stance("force_eager"):
             found = torch.stack([torch.stack([_own_score(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
-    except Exception as error:  # a model is foreign code
+    except Exception as error:  # a model is third-party code and may raise anything
         raise ModelError(
             f"{policy.name} cannot be trained here: its own forward pass fails on a sequence of tokens "
             f"({type(error).__name__}: {error}). {OTHERS}"
@@ -61,8 +62,8 @@ def own_logps(policy: Policy) -> Tensor:
         policy.train(was_training)
     if not found.isfinite().all():
         raise ModelError(
-            f"{policy.name}: its {policy.scores} are not finite ({found.flatten().tolist()}), though its weights "
-            "are: they are too large to compute with in their number type (model.dtype, model.compute_dtype)."
+            f"{policy.name}: its {policy.scores} are not finite ({found.flatten().tolist()}), although its weights "
+            "are: the computation overflows. Try a wider model.dtype or model.compute_dtype."
         )
     return found
 
@@ -96,7 +97,7 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     # Different chosen answers of the same lengths: same kernels, so the same rounding.
     changed = [a._replace(chosen=b.chosen) for a, b in zip(pairs, other, strict=True)]
     if kind in PACKED and (unknown := unknown_layers(policy.model)):
-        raise ModelError(_refusal(policy, kind, f"layers of type {min(unknown)} do not know of segments"))
+        raise ModelError(_refusal(policy, kind, f"layers of type {min(unknown)} do not support segments"))
     was_training = model.training
     model.train()
     try:
@@ -122,7 +123,7 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     if again > tolerance / 100:
         raise ModelError(
             f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g}, so its forward "
-            "pass in training is random, and the result would depend on the layout."
+            f"pass in training is random, and the result would depend on the layout. {OTHERS}"
         )
     if seen is not None and (strange := _strange(policy, seen)) is not None:
         raise ModelError(_refusal(policy, kind, strange))
@@ -154,8 +155,8 @@ def check_tiles(model: nn.Module, kind: RowKind, *, compute_dtype: torch.dtype |
     off = float((tiled - whole).abs().max())
     if not off <= TOLERANCE[dtype] + RELATIVE[dtype] * size:
         raise ModelError(
-            f"{policy.name} cannot compute its MLPs in tiles: its {policy.scores} are off by {off:.2g}, so an MLP sees "
-            "other tokens than its own. Set layout.mlp_tile_tokens: null."
+            f"{policy.name} cannot compute its MLPs in tiles: its {policy.scores} are off by {off:.2g}, so an MLP "
+            "mixes tokens. Set layout.mlp_tile_tokens: null."
         )
 
 
@@ -169,7 +170,7 @@ def _cause(policy: Policy, seen: "_Seen | None", device: torch.device) -> str:
 
 
 class _Seen(NamedTuple):
-    """What the layers of a model did in a row."""
+    """What the layers of a model did while computing a row."""
 
     asked: list[Asked]
     counted: set[str]  # modules whose code counted the tokens of the row
@@ -212,7 +213,7 @@ class _Counting(TorchFunctionMode):
     def __init__(self, num_tokens: int):
         super().__init__()
         self.num_tokens = num_tokens
-        self.modules: set[str] = set()  # of code
+        self.modules: set[str] = set()  # Python modules
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -240,8 +241,8 @@ def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
     name = policy.name
     if kind in PACKED:
         return (
-            f"{name} cannot be trained with layout.rows: {kind}, because it would not be scored as it scores itself "
-            f"({reason}). Set layout.rows: padded"
+            f"{name} cannot be trained with layout.rows: {kind}, because its scores would differ from those of its own "
+            f"forward pass ({reason}). Set layout.rows: padded"
             + (" and layout.context_parallel: 1." if policy.context is not None else ".")
         )
     what = f"its decoder and head do not give its own {policy.scores}"

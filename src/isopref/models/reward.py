@@ -1,7 +1,8 @@
 """A reward model: a decoder with a linear head that turns the hidden state of an answer's last token into one number.
 
-The model inside is transformers' own for sequence classification with one label, so that what is exported is what
-`AutoModelForSequenceClassification` loads. Everything around it (rows, ranks, adapters, checkpoints) is a policy's.
+The model inside is transformers' own for sequence classification with one label, so
+`AutoModelForSequenceClassification` can load what is exported. Everything else (rows, ranks, adapters, checkpoints) is
+the same as for a policy.
 
 Dimensions: A answers, Q sequences, D hidden width.
 """
@@ -25,11 +26,11 @@ from isopref.models.policy import Policy, full
 from isopref.ops.take import take
 from isopref.types import LOGPS_ALONE, Microbatch, Needs, Readout
 
-CLASSIFIER = "ForSequenceClassification"  # how transformers' names of such models end
+CLASSIFIER = "ForSequenceClassification"  # the end of transformers' names for such models
 
 
 class RewardModel(Policy):
-    """A policy whose readout has a reward where others have a log-probability."""
+    """A policy whose readout holds rewards instead of log-probabilities."""
 
     scores: ClassVar[str] = "rewards"
 
@@ -39,7 +40,7 @@ class RewardModel(Policy):
         return head
 
     def forward(self, microbatch: Microbatch, needs: Needs = LOGPS_ALONE) -> Readout:
-        """The rewards of the microbatch's answers, and where routers sent the tokens, if that is needed."""
+        """The rewards of the microbatch's answers, and where routers sent the tokens, if requested."""
         assert not needs.heads, "a reward model has no log-probabilities"
         assert not needs.confidence, "a reward model has no log-probabilities"
         reward_A = routes = None
@@ -56,7 +57,7 @@ class RewardModel(Policy):
         return self._of_group(Readout(reward_A, routing=routes))
 
     def _rewards(self, last_QD: Tensor) -> Tensor:
-        """In float32 or wider: the difference of two rewards decides, and in bfloat16 most of it would be rounding."""
+        """In float32 or wider: the difference of two rewards is what counts, and bfloat16 would round most of it."""
         wide = torch.promote_types(last_QD.dtype, torch.float32)
         bias = None if self.head.bias is None else self.head.bias.to(wide)
         reward_Q: Tensor = nn.functional.linear(last_QD.to(wide), self.head.weight.to(wide), bias).squeeze(1)
@@ -86,10 +87,10 @@ def load_reward_model(
     trust_remote_code: bool = False,
     setting: str = "model.path",
 ) -> PreTrainedModel:
-    """A model for sequence classification, as it was saved; or a language model with a new head in place of its own.
+    """A model for sequence classification as it was saved, or a language model with a new head instead of its own.
 
-    The folder of an adapter stands for its base with the adapter merged into it. A new head is in `head_dtype`; None:
-    in that of the model. Raises ModelError.
+    The folder of an adapter stands for its base with the adapter merged into it. `head_dtype` is the dtype of a new
+    head; None: that of the model. Raises ModelError.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "setting": setting}
     if adapter.is_adapter(Path(path)):
@@ -104,7 +105,7 @@ def load_reward_model(
 
 
 def load_narrow(path: str, *, seed: int, trust_remote_code: bool, setting: str) -> PreTrainedModel | None:
-    """The same as `hf.load_narrow` has it; a new head is in float32."""
+    """The same as `load_reward_model`, but narrow, as in `hf.load_narrow`; a new head is in float32."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "setting": setting}
     if is_reward_model(path, **options):
         _check_labels(hf.read_config(path, **options), path, setting)
@@ -129,19 +130,19 @@ def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "mo
 def with_new_head(
     model: PreTrainedModel, *, seed: int, dtype: torch.dtype | None = None, setting: str = "model.path"
 ) -> PreTrainedModel:
-    """The decoder of a language model under a new head, whose weights the seed decides. The old head is left out.
+    """The decoder of a language model with a new head instead of its own, drawn from the seed.
 
-    The head begins as transformers would begin it. Raises ModelError.
+    The head is initialised as in transformers. Raises ModelError.
     """
     empty = empty_classifier(model.config, setting=setting)
     if type(empty.base_model) is not type(model.base_model):
         raise ModelError(
-            f"{setting}: {type(model).__name__} and {type(empty).__name__} have different decoders, so the one cannot "
-            "become the other. Start from another model."
+            f"{setting}: {type(model).__name__} and {type(empty).__name__} have different decoders, so this language "
+            "model cannot become a reward model. Start from another model."
         )
     head: nn.Linear = getattr(empty, _head_name(empty, setting))
     setattr(empty, empty.base_model_prefix, model.base_model)
-    empty.config = one_label(model.config)  # one object for all parts, as transformers has it: attention is set there
+    empty.config = one_label(model.config)  # all parts must share one config: it also selects the attention
     like = next(model.base_model.parameters())
     drawn = torch.empty(head.weight.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
@@ -154,7 +155,7 @@ def with_new_head(
 
 
 def empty_classifier(config: PreTrainedConfig, *, setting: str = "model.path") -> PreTrainedModel:
-    """A model for sequence classification on the meta device; with one label, if the config is a language model's.
+    """A model for sequence classification on the meta device, with one label if the config is a language model's.
 
     Raises ModelError.
     """
@@ -173,31 +174,31 @@ def empty_classifier(config: PreTrainedConfig, *, setting: str = "model.path") -
 
 
 def one_label(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a language model, made that of a classifier with one label."""
+    """Make the config of a language model that of a classifier with one label, in place."""
     config.num_labels = 1
-    config.architectures = None  # transformers writes what it has become
+    config.architectures = None  # transformers writes the new class when it saves the model
     return config
 
 
 def _check_labels(config: PreTrainedConfig, path: str, setting: str) -> None:
-    """Raise ModelError for a classifier that does not give one number."""
+    """Raise ModelError for a classifier with more than one output."""
     if config.num_labels != 1:
         raise ModelError(
-            f"{setting}: {path} has {config.num_labels} labels (num_labels in its config), and a reward is one number. "
-            "Start from a model with one label, or from the language model that it was made of."
+            f"{setting}: {path} has {config.num_labels} labels (num_labels in its config), but a reward is one number. "
+            "Start from a model with one label, or from the language model that it was made from."
         )
 
 
 def _head_name(model: PreTrainedModel, setting: str) -> str:
-    """The name of the head; all that there is besides the decoder must be in it. Raises ModelError."""
+    """The name of the head, which must hold all weights outside the decoder. Raises ModelError."""
     name = reward_head_name(model)
     decoder = f"{model.base_model_prefix}."
     besides = [one for one, _ in model.named_parameters() if not one.startswith((decoder, f"{name}."))]
     if name is None or besides:
         raise ModelError(
-            f"{setting}: {type(model).__name__} has more between its decoder and its score than one linear layer "
-            f"called {' or '.join(REWARD_HEADS)} ({', '.join(besides[:3]) or 'none of these'}). Start from another "
-            "model."
+            f"{setting}: {type(model).__name__} must have one linear layer after its decoder, called "
+            f"{' or '.join(REWARD_HEADS)}, and nothing else; found {', '.join(besides[:3]) or 'neither'}. Start from "
+            "another model."
         )
     return name
 
@@ -206,13 +207,13 @@ def _is_classifier(config: PreTrainedConfig) -> bool:
     return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
 
 
-# --- the token that pads: transformers reads the reward at the last token that is another one ---------------------
+# --- the padding token: transformers reads the reward at the last token that is not padding -----------------------
 
 
 def set_padding(model: PreTrainedModel, tokenizer: Any, stops: Collection[int]) -> bool:
-    """Have tokenizer and config of a new reward model name a token for padding that ends no answer.
+    """Set a padding token that ends no answer in the tokenizer and config of a new reward model.
 
-    `stops`: tokens that end answers. Returns whether there is such a token; without, transformers refuses batches.
+    `stops`: tokens that end answers. Returns whether there is such a token; without one, transformers refuses batches.
     """
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     special |= {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -225,16 +226,16 @@ def set_padding(model: PreTrainedModel, tokenizer: Any, stops: Collection[int]) 
 
 
 def adopt_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Have the model's config name the tokenizer's padding token."""
+    """Set the tokenizer's padding token in the model's config."""
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def check_padding(model: PreTrainedModel, ends: Collection[int], *, name: str) -> None:
-    """Raise ModelError for a model that would not read its reward at the last of `ends`, the tokens of answers."""
+    """Raise ModelError if the padding token is one of `ends`, the tokens at which answers end and rewards are read."""
     pad = model.config.get_text_config().pad_token_id
     if pad is not None and pad in ends:
         raise ModelError(
             f"{name}: its padding token ({pad}) also ends answers, so transformers would read the reward one token "
-            "before the end, and isopref reads it at the end. Set pad_token_id in its config.json to a token that "
-            "ends no answer, if it was trained to score the whole answer."
+            "before the end, while isopref reads it at the end. If the model was trained to score complete answers, "
+            "set pad_token_id in its config.json to a token that ends no answer."
         )

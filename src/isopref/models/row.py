@@ -1,9 +1,9 @@
 """The packed row that a model is computing, for modules that are not passed the row's segments.
 
 Most models pass keyword arguments, including `segments`, through to their attention. Some drop them on the way
-(StableLM, Nemotron), and recurrent layers need other tables than attention does. Both look them up here. Activation
-checkpointing runs layers again in the backward pass, outside the forward pass and often in another thread; `contexts`
-gives them the row they had the first time.
+(StableLM, Nemotron), and recurrent layers need other tables than attention does. Both use the current row here.
+Activation checkpointing runs layers again in the backward pass, outside the forward pass and often in another thread;
+`contexts` gives them the same row as the first time.
 
 Dimensions: S sequences of a bucket, L their padded length, T tokens of the row, K gathered keys.
 """
@@ -117,7 +117,7 @@ _row: ContextVar[Row | None] = ContextVar("row", default=None)
 
 @contextmanager
 def computing(row: Row | None) -> Iterator[None]:
-    """A forward pass over `row`; over a padded batch if that is None."""
+    """Make `row` the current row while the context is open; None: a padded batch."""
     token = _row.set(row)
     try:
         yield

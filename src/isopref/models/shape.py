@@ -20,7 +20,7 @@ class Float8Size(NamedTuple):
 
     parameters: int
     trained: int
-    sides: int  # numbers in and out of them, per token
+    sides: int  # sum of their inputs and outputs per token, in numbers
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,24 @@ class ModelShape:
     """Parameters and widths of a causal language model. Tied weights count once."""
 
     parameters: int
-    unused_parameters: int  # of parts that text does not use: held, but never gathered or trained
+    unused_parameters: int  # of parts that text does not use: in memory, but never gathered or trained
     trained_parameters: int
-    trained_in_matrices: int  # of decoder layers, without fused experts
+    trained_in_matrices: int  # those in matrices of decoder layers, without fused experts
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
-    frozen_in_maps: int  # numbers of all that are not trained; fused experts do not count as linear maps
-    summed_parameters: int  # with an adapter: held a second time, with its update
-    adapter_sides: int  # numbers in and out of the linear maps that an adapter updates, per token
+    frozen_in_maps: int  # numbers of all frozen linear maps; fused experts do not count
+    summed_parameters: int  # those kept a second time with an adapter's update added (adapter.summed_parameters)
+    adapter_sides: int  # sum of the inputs and outputs of all linear maps with an adapter, per token, in numbers
     layers: int
-    has_layers: bool  # the model declares which blocks they are, so they can compile and recompute
+    has_layers: bool  # whether the model declares which blocks are its layers, so that they can compile and recompute
     width: int
     heads: int
     head_width: int  # of queries and keys
     value_width: int  # of a head's values
-    softcap: float | None  # that attention applies to its scores
+    softcap: float | None  # of attention scores
     key_width: int  # of the keys of one token in one layer, over all key heads
-    normed_width: int  # of queries and keys of one token in one layer, if they have norms of their own; else 0
-    row_parts: int  # ranks that can split a row, at most; their number must divide this
+    normed_width: int  # of queries and keys of one token in one layer, if they have norms; else 0
+    row_parts: int  # largest number of ranks that can split a row; its divisors can, too
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Of one decoder layer, all its experts included."""
+        """Parameters of one decoder layer, including all its experts."""
         return (self.text_parameters - self.root_parameters) / self.layers
 
     @property
@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def inner_width(self) -> float:
-        """Width of the MLP as if it had three matrices like Llama's; with experts, summed over those one token uses."""
+        """Width of the MLP, assuming three matrices as in Llama; with experts, the sum over those one token uses."""
         return max(0.0, (self.active_parameters / self.width - 2 * self.width - 2 * self.key_width) / 3)
 
 
@@ -122,7 +122,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def _normed_width(model: PreTrainedModel, query_width: int, key_width: int) -> int:
-    """Of queries and keys together if attention has norms for them, which OLMo-core's tensor parallelism goes by."""
+    """Width of queries and keys together if attention has norms for them, which affects tensor parallelism."""
     normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
     return query_width + key_width if normed else 0
 

@@ -54,18 +54,18 @@ class _Tokens:
     length: int
 
     @cached_property
-    def sees(self) -> dict[int | None, Tensor]:
-        """Masks (R, 1, 1, L), keyed by a layer's window."""
+    def masks(self) -> dict[int | None, Tensor]:
+        """Masks (R, 1, 1, L) that have been made so far, keyed by a layer's window."""
         return {}
 
     def mask(self, window: int | None) -> Tensor:
-        if window not in self.sees:
+        if window not in self.masks:
             place = torch.arange(self.length, device=self.position.device)
             found = place <= self.position[:, None]
             if window is not None:
                 found &= place > self.position[:, None] - window
-            self.sees[window] = found[:, None, None]
-        return self.sees[window]
+            self.masks[window] = found[:, None, None]
+        return self.masks[window]
 
 
 class Slots:
@@ -207,7 +207,7 @@ def _attention(
     current = _current.get()
     number = getattr(module, "layer_idx", None)
     if attention_mask is not None or names or number is None or current is None:
-        raise ModelError(f"{type(module).__name__} asks more of its attention than slots can give")
+        raise ModelError(f"{type(module).__name__} needs something from its attention that slots do not support")
     slots, work = current
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     keys, values = slots.layer(number, key, value)
@@ -258,7 +258,7 @@ def check_slots(policy: Policy) -> None:
     device = next(policy.parameters()).device
     vocabulary = policy.logits.vocabulary or int(policy.model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(4)
-    # Of different lengths, one in two slots, and long enough for a short sliding window.
+    # Texts of different lengths, one of them in two slots, and long enough for a short sliding window.
     texts = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in (21, 8)]
     prompts, rest = [text[:-4] for text in texts], [text[-4:] for text in texts]
     slots = Slots(policy, 3)
@@ -278,5 +278,5 @@ def check_slots(policy: Policy) -> None:
                     raise ModelError(f"its logits in slots are off by {off:.2g}")
     except ModelError as error:
         raise ModelError(f"{policy.name}: {error}") from error
-    except Exception as error:  # a model is foreign code
+    except Exception as error:  # a model is third-party code and may raise anything
         raise ModelError(f"{policy.name}: {type(error).__name__}: {error}") from error

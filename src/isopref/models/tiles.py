@@ -88,7 +88,7 @@ class TiledForward:
     def __init__(self, mlp: nn.Module, tokens: int, *, compiled: bool):
         self.mlp = mlp
         self.tokens: int | None = tokens
-        self.beside: tuple[None, ...] = ()  # replaces what the MLP returns besides its output
+        self.beside: tuple[None, ...] = ()  # placeholders for what the MLP returns besides its output
         self.own: Callable[..., Any] = torch.compile(mlp.forward) if compiled else mlp.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -109,17 +109,17 @@ class TiledForward:
         return (out, *self.beside) if self.beside else out
 
     def tile(self, x: Tensor) -> Tensor:
-        """The MLP of some tokens."""
+        """The MLP's output for some tokens."""
         out = self.own(x)
-        if isinstance(out, tuple):  # router logits, which layers drop
+        if isinstance(out, tuple):  # router logits, which layers discard
             self.beside = (None,) * (len(out) - 1)
             out = out[0]
         if not isinstance(out, Tensor) or out.shape != x.shape:
-            raise ModelError(f"{type(self.mlp).__name__} does not give every token a vector. {WAY_OUT}")
+            raise ModelError(f"{type(self.mlp).__name__} does not return one vector per token. {WAY_OUT}")
         return out
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tokens of a batch as one sequence in tiles: views, where x is contiguous."""
+        """The tokens of a batch as one sequence, cut into tiles; views if x is contiguous."""
         assert self.tokens is not None
         tokens = x if x.ndim == 2 else x.reshape(1, -1, x.shape[-1])
         tiles: tuple[Tensor, ...] = tokens.split(self.tokens, dim=-2)

@@ -3,7 +3,7 @@
 Pure index tables from a row's segments, built once per row (row.py) and used by all its layers. Nothing here
 synchronises with the device.
 
-Dimensions: S segments, T tokens of the row, J taps of a convolution, R times that a token is taken at most.
+Dimensions: S segments, T tokens of the row, J taps of a convolution, R copies of a token at most.
 """
 
 from itertools import pairwise
@@ -29,7 +29,7 @@ def taps_of(segments: Segments, count: int) -> Taps:
     own = key[1:] - query.diff()  # index of a segment's first own token among the keys
 
     segment = torch.searchsorted(query[1:], token_T, right=True)
-    place = own[segment] + token_T - query[segment]  # of a token among the keys
+    place = own[segment] + token_T - query[segment]  # of each token among the keys
     before = [place - j for j in range(count)]
     index_JT = [torch.where(at >= key[segment], index[at.clamp(min=0)], -1) for at in before]
 
@@ -71,9 +71,9 @@ def levels_of(segments: Segments) -> Levels:
 
 
 def _longest_first(by_depth: list[list[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """The same parts, those of each depth by length, so that batches hold parts of similar lengths."""
+    """The parts of each depth sorted by length, so that batches hold parts of similar lengths."""
     found = []
-    place = {-1: -1}  # of the parts of the depth before
+    place = {-1: -1}  # old to new numbers of the previous depth's parts
     for parts in by_depth:
         order = sorted(range(len(parts)), key=lambda n: parts[n][0] - parts[n][1])
         found.append([(start, end, place[before]) for start, end, before in (parts[n] for n in order)])
@@ -82,7 +82,7 @@ def _longest_first(by_depth: list[list[tuple[int, int, int]]]) -> list[list[tupl
 
 
 def _batches(lengths: list[int]) -> tuple[tuple[int, int], ...]:
-    """How many parts, the longest first, are padded to which length: parts are at least half of it, unless short."""
+    """(number of parts, padded length) of batches, the longest first. Parts fill at least half of it, unless short."""
     batches: list[tuple[int, int]] = []
     for length in lengths:
         if not batches or 2 * max(length, SHORT) < batches[-1][1]:

@@ -114,9 +114,9 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
 
 
 class _Unfolding:
-    """The hooks around one layer: the first batch replaces the row before it, and the others run after it.
+    """The hooks around one layer: the first replaces the row by its first batch, the second runs the other batches.
 
-    Attention has a `config`, and gets a mask for each batch and its model's own implementation.
+    With a `config`, the layer is attention: it gets a mask for each batch and its model's own implementation.
     """
 
     def __init__(self, config: Any) -> None:
@@ -140,7 +140,7 @@ class _Unfolding:
         num_tokens = row.segments.query_bounds[-1]
         kwargs = {name: one for name, one in kwargs.items() if name != "segments"}
         given = signature(module.forward).bind(*args, **kwargs)
-        given.arguments.pop("attention_mask", None)  # the row's, if there is one
+        given.arguments.pop("attention_mask", None)  # it is for the row; each batch gets its own
         self.given = _each(dict(given.arguments), lambda x: _Keys(row.keys(x)) if x.shape[:2] == (1, num_tokens) else x)
         if self.config is not None:
             self.packed_attention = self.config._attn_implementation

@@ -1,8 +1,8 @@
-"""The parts of a model that have no gradient, so that they are not trained, and an adapter leaves them alone.
+"""The parts of a model that have no gradient: they are not trained, and adapters leave them alone.
 
-What text does not use of a multi-modal model: a vision tower, an audio encoder, their projectors. And indexers, which
-choose the keys that sparse attention looks at. They are found by structure: a trial pass would not meet every expert,
-and a large model is never whole.
+These are the parts of a multi-modal model that text does not use (a vision tower, an audio encoder, their projectors),
+and indexers, which choose the keys that sparse attention sees. They are found by the model's structure, because a trial
+pass would not reach every expert, and no rank ever holds a large model completely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
     """Names of the outermost modules and parameters outside the text decoder, its embedding and the head.
 
-    None in a model whose config has no part for text: it is all text.
+    Empty for a model whose config has no separate text config: all of it is used for text.
     """
     if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
         return ()
@@ -32,17 +32,17 @@ def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
 
 
 def indexers(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
-    """Names of what chooses keys, as in DeepSeek-V3.2. Its weights move only a choice, which has no gradient."""
+    """Names of modules that choose keys, as in DeepSeek-V3.2. A choice has no gradient, and they do nothing else."""
     return tuple(name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer"))
 
 
 def without_gradient(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
-    """Names of all such parts."""
+    """Names of all parts without a gradient."""
     return (*unused_parts(model), *indexers(model))
 
 
 def is_inside(name: str, parts: Collection[str]) -> bool:
-    """Whether a module or parameter is one of the parts, or in one."""
+    """Whether a module or parameter is one of the parts, or inside one."""
     return f"{name}.".startswith(tuple(f"{part}." for part in parts))
 
 
@@ -52,7 +52,7 @@ def _outermost(module: nn.Module, used: set[int], prefix: str) -> Iterator[str]:
             yield prefix + name
     for name, child in module.named_children():
         weights = [id(parameter) for parameter in child.parameters()]
-        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # which FSDP cannot take
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP cannot wrap these, so list their children
         if weights and used.isdisjoint(weights) and not is_list:
             yield prefix + name
         else:

@@ -21,7 +21,7 @@ from isopref.models.policy import Policy
 from isopref.models.slots import Slots
 from isopref.types import IntArray
 
-FREE_SHARE = 8  # new prompts enter once one in this many slots is free, to make a pass over prompts worth its overhead
+FREE_SHARE = 8  # new prompts enter once 1 in 8 slots is free, to make a pass over prompts worth its overhead
 PROMPT_TOKENS = 8192  # in one pass over prompts
 
 

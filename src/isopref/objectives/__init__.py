@@ -1,5 +1,5 @@
-"""What can be minimised: one declaration per objective, the registry of all of them, and the loss made of some.
+"""What can be minimised: one declaration per objective, the registry of all of them, and the loss that adds some up.
 
-A declaration is in pairs.py, coupled.py, reference_free.py or lists.py. registry.py collects them. Only loss.py imports
-torch.
+Declarations are in pairs.py, coupled.py, reference_free.py, lists.py, labels.py and rewards.py; registry.py collects
+them. Only loss.py imports torch.
 """

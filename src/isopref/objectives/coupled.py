@@ -1,7 +1,7 @@
 """Objectives of a whole global batch, compared with a reference. Imports no torch; declare.py says how.
 
-The loss of a pair depends on the other pairs, so that a formula is given all of them at once, and what it has to know
-besides as a `Whole`. Still one value per pair. P: pairs.
+The loss of a pair depends on the other pairs of the batch. A formula is therefore given all pairs at once, with a
+`Whole` for everything else it needs, and still returns one value per pair. P: pairs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a coupled loss has to know of a global batch, beside the log-probabilities of its P pairs."""
+    """What a coupled loss needs to know about a global batch, besides the log-probabilities of its P pairs."""
 
-    share: Tensor  # P: what each pair counts for; they sum to one
+    share: Tensor  # P: coefficient of each pair; they sum to 1
     past: Tensor  # 2: over earlier batches, sums of (pairs * mean gain of an answer in nats) and of pairs
 
     @classmethod
     def first(cls, share: Tensor) -> Whole:
-        """A batch with none before it."""
+        """The `Whole` of a first batch, which has no past."""
         return cls(share, share.new_zeros(2))
 
     def with_this(self, policy: PairLogps, ref: PairLogps) -> Tensor:
-        """The past of the next batch."""
+        """`past` with this batch added: the past of the next one."""
         import torch
 
         chosen, rejected = gains(policy, ref)

@@ -1,8 +1,8 @@
 """How an objective is declared: everything about it in one place, beside its formula. Imports no torch.
 
-The config has to know what an objective takes, and neither `isopref --help` nor a report should wait for torch. A
-declaration holds its formula all the same: formulas are written with the operators and methods of tensors and with the
-functions of parts.py, so that torch is needed only once a formula is computed.
+The config needs the parameters of an objective, and neither `isopref --help` nor a report should wait for torch to be
+imported. A declaration can hold its formula all the same: formulas use only operators and methods of tensors and the
+functions of parts.py, so torch is needed only when one is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 @dataclass(frozen=True)
 class Param:
-    """A number, or one of a few words: what it means, what it may be, and what it is where it is not given."""
+    """A parameter, either a number or one of a few words: its default, its meaning and the values it may have."""
 
     default: float | str
     meaning: str
@@ -39,7 +39,7 @@ class Param:
     words: tuple[str, ...] = ()
 
     def at(self, default: float | str, **bounds: float) -> Param:
-        """The same with another default, and with other bounds where some are given."""
+        """A copy with another default, and with other bounds if some are given."""
         return replace(self, default=default, bounds=bounds or self.bounds)
 
     def accepts(self, value: Any) -> bool:
@@ -69,7 +69,7 @@ LABEL_SMOOTHING = Param(0.0, "Assumed share of flipped labels.", {"ge": 0, "lt":
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective: what it minimises, what it takes, and what to say of it. It is called as its formula is."""
+    """One objective: its formula, its parameters and its documentation. It is called like its formula."""
 
     name: str
     formula: Formula
@@ -77,15 +77,15 @@ class Objective:
     equation: str  # in the letters of the legend in docs/objectives.md
     use: str
     paper: str
-    gains: Gains  # the implicit rewards over beta, up to a constant: what it compares, or pushes up and down
-    needs_reference: bool  # without: nothing is scored for one
-    kind: Kind  # what its terms are, and so what it takes: PairLogps, ListLogps or LabelLogps
-    # It reads PairLogps.gap: the data must score both answers of every comparison. Or the parameter that makes it do so
-    # where it is not 0.
+    gains: Gains  # the implicit rewards divided by beta, up to a constant: what it compares, or raises and lowers
+    needs_reference: bool  # if False, no reference is scored
+    kind: Kind  # what its terms are, and so what the formula takes: PairLogps, ListLogps or LabelLogps
+    # Whether the formula reads PairLogps.gap, so that the data must score both answers of every comparison. A string
+    # names the parameter that makes it read the gap when it is not 0.
     needs_gaps: bool | str
-    coupled: bool  # a term depends on others of the global batch; what the formula needs of them is given as `whole`
-    readout: Reading  # what it takes of an answer: its log-probability, or the reward that a reward model gives it
-    anchor: Anchor | None  # of a loss of labels: which of `Anchors` the formula is given as `anchor`
+    coupled: bool  # whether a term depends on others of the global batch; the formula then takes `whole`
+    readout: Reading  # what it takes for each answer: a log-probability, or the reward given by a reward model
+    anchor: Anchor | None  # for a loss of labels: which of the `Anchors` the formula takes as `anchor`
 
     def __call__(self, policy: Any, ref: Any, **given: Any) -> Tensor:
         """One value for each term: T."""
@@ -110,7 +110,7 @@ def objective(
     readout: Reading = "logp",
     anchor: Anchor | None = None,
 ) -> Callable[[Formula], Objective]:
-    """Declare the function below as the formula of an objective, which has its name."""
+    """Decorator: declare a formula as an objective of the same name."""
 
     def declared(formula: Formula) -> Objective:
         return Objective(

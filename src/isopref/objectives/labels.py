@@ -1,8 +1,8 @@
 """Objectives of one labelled answer at a time, compared with a reference. Imports no torch; declare.py says how.
 
-An answer is good or bad, by itself: nothing has to be known of other answers to its prompt. A formula may ask for an
-anchor, a number of nats that a gain is measured against. It comes from the whole global batch, before the pass with
-gradients, and no gradient goes through it (engine/first_pass.py). A: labelled answers.
+An answer is good or bad by itself, whatever the other answers to its prompt. A formula may ask for an anchor: the
+number of nats that gains are measured against. It is computed from the whole global batch before the pass with
+gradients, and no gradient flows through it (engine/first_pass.py). A: labelled answers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def midpoint(past_22: Tensor) -> Tensor:
-    """Half the way between the mean gains of good and bad answers; the mean of one of them if that is all there is.
+    """Halfway between the mean gains of good and bad answers; if only one kind has been seen, its mean.
 
-    `past` has a row for good and one for bad answers: the sum of their gains, and the sum of what they count for.
+    `past` has a row for good and one for bad answers: the weighted sum of their gains, and the sum of their weights.
     """
     sums, counts = past_22.unbind(dim=1)
     seen = counts > 0

@@ -1,8 +1,8 @@
 """Objectives of a ranked list at a time, compared with a reference. Imports no torch; declare.py says how.
 
 A list is the answers of one prompt, each with a score. The loss of a list is a sum over its answers, and a formula
-gives what each answer adds to it. A tie says nothing: an answer is compared with those of its list that have a lower
-score. A: answers of all lists.
+returns what each answer adds to it. An answer is compared with those of its list that have a lower score, so a tie says
+nothing. A: answers of all lists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def softmax(policy: ListLogps, ref: ListLogps, *, beta: float) -> Tensor:
 
 RANK_TEMPERATURE = Param(
     0.1,
-    "How soft the ranks are that weight the pairs, in units of reward; close to 0, ranks are integers.",
+    "How soft the ranks that weight the pairs are, in units of reward; close to 0, ranks are integers.",
     {"ge": 0.01},
 )
 

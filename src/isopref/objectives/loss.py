@@ -38,7 +38,7 @@ class Summand:
         return self.weight * self.objective(policy, ref, **batch, **self.params)
 
     def anchor(self, anchors: Anchors | None) -> Tensor:
-        """What a gain is measured against: zero without an anchor."""
+        """What gains are measured against; zero for an objective without an anchor."""
         found = getattr(anchors, self.objective.anchor or "", None)
         return torch.zeros(()) if found is None else found
 
@@ -47,14 +47,14 @@ class Summand:
 class Loss:
     """A sum of objectives of one kind: (policy, reference) -> T.
 
-    What some have to know of the global batch is `whole` for those that couple pairs, `anchors` for labels.
+    Some need to know more about the global batch: those that couple pairs need `whole`, those of labels `anchors`.
     """
 
     summands: tuple[Summand, ...]
-    nll_weight: float = 0.0  # of the term that is added: the negative log-likelihood of chosen answers, per token
-    ld_alpha: float = 1.0  # what a token beyond the length of the pair's shorter answer counts for
-    wpo: bool = False  # whether a pair counts by how likely its answers are under the policy
-    balance_weight: float = 0.0  # of the term that is added for a mixture of experts: their balance
+    nll_weight: float = 0.0  # of an added term: the negative log-likelihood of chosen answers, per token
+    ld_alpha: float = 1.0  # weight of tokens beyond the length of the pair's shorter answer (LD-DPO)
+    wpo: bool = False  # whether to weight pairs by how likely their answers are under the policy (WPO)
+    balance_weight: float = 0.0  # of an added term: the load balance of a mixture of experts
 
     def __call__(
         self, policy: Logps, ref: Logps, *, whole: Whole | None = None, anchors: Anchors | None = None
@@ -66,17 +66,17 @@ class Loss:
 
     @property
     def kind(self) -> Kind:
-        """What its terms are. All its objectives have the same."""
+        """What its terms are, the same for all its objectives."""
         return self.summands[0].objective.kind
 
     @property
     def readout(self) -> Reading:
-        """What it takes of an answer: its log-probability, or a reward. The same for all its objectives."""
+        """What it takes for each answer: a log-probability, or a reward. The same for all its objectives."""
         return self.summands[0].objective.readout
 
     @property
     def needs(self) -> Needs:
-        """What it has to know of a microbatch besides log-probabilities."""
+        """What it needs from a microbatch besides log-probabilities."""
         return Needs(
             heads=self.ld_alpha != 1,
             confidence=self.wpo,
@@ -86,7 +86,7 @@ class Loss:
 
     @property
     def needs_reference(self) -> bool:
-        """Without: nothing is scored for one, and what stands for it is zero."""
+        """Whether a reference is scored. If not, its log-probabilities are zeros."""
         return any(one.objective.needs_reference for one in self.summands)
 
     @property
@@ -96,7 +96,7 @@ class Loss:
 
     @property
     def anchors(self) -> set[Anchor]:
-        """Numbers of the global batch that it measures gains against."""
+        """The numbers of the global batch that its objectives measure gains against."""
         return {one.objective.anchor for one in self.summands if one.objective.anchor is not None}
 
     @property
@@ -106,12 +106,12 @@ class Loss:
 
     @property
     def scores_twice(self) -> bool:
-        """Whether a step begins with a pass without gradient over all its examples."""
+        """Whether a step first scores all its examples without gradients."""
         return self.coupled or "midpoint" in self.anchors or self.balance_weight > 0
 
     @property
     def first_pass(self) -> bool:
-        """Whether anything is scored without gradient before a step's gradient is computed."""
+        """Whether a step first scores anything without gradients: its examples or mismatched pairs."""
         return self.scores_twice or self.needs_mismatched
 
     def view(self, readout: Readout, microbatch: Microbatch) -> Logps:
@@ -120,28 +120,28 @@ class Loss:
         return self.taken(logps) if isinstance(logps, PairLogps) else logps
 
     def taken(self, logps: PairLogps) -> PairLogps:
-        """Log-probabilities as this loss takes them: with `ld_alpha`, a discount on what is beyond the shorter answer.
+        """Log-probabilities as this loss takes them, of policy or reference: with `ld_alpha`, discounted.
 
-        LD-DPO, Liu et al. 2024. The policy's and the reference's alike.
+        The discount applies to tokens beyond the length of the pair's shorter answer (LD-DPO, Liu et al. 2024).
         """
         if self.ld_alpha == 1:
             return logps
-        assert logps.heads is not None, "not asked for"
+        assert logps.heads is not None, "heads were not requested"
         whole = torch.stack([logps.chosen, logps.rejected])
         chosen, rejected = logps.heads + self.ld_alpha * (whole - logps.heads)
         return replace(logps, chosen=chosen, rejected=rejected, whole_chosen=logps.chosen)
 
     def threshold(self, anchors: Anchors | None) -> Tensor:
-        """What the gain of a good answer should exceed, for a loss of labels. That of the first objective."""
+        """For a loss of labels, what the gain of a good answer should exceed, according to the first objective."""
         return self.summands[0].anchor(anchors)
 
     def gains(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
-        """The implicit rewards over beta, up to a constant: P, P. Where there are several objectives, of the first."""
+        """The implicit rewards divided by beta, up to a constant, as the first objective defines them: P, P."""
         first = self.summands[0]
         return first.objective.gains(policy, ref, **first.params)
 
     def rewards(self, policy: PairLogps, ref: PairLogps) -> tuple[Tensor, Tensor]:
-        """The implicit rewards: P, P. An answer that is as likely as under the reference has a reward of 0."""
+        """The implicit rewards: P, P. An answer that is as likely as under the reference has reward 0."""
         first = self.summands[0]
         beta = first.params.get("beta", 1.0)
         chosen, rejected = self.gains(policy, ref)
@@ -160,13 +160,13 @@ def pair_loss(
     balance_weight: float = 0.0,
     **params: Any,
 ) -> Loss:
-    """The objective of that name, or the sum of several with their weights: {"sigmoid": 1.0, "hinge": 0.5}.
+    """The objective named `loss`, or a weighted sum of several: {"sigmoid": 1.0, "hinge": 0.5}.
 
-    Parameters go to the objectives that take them; each has its defaults for those left out. Raises ConfigError for
-    values out of bounds and for parameters that none of them takes.
-    `nll_weight` adds that much of the negative log-likelihood of chosen answers, per token over the global batch.
-    `ld_alpha` is LD-DPO's (the reference's log-probabilities must have the same), `wpo` weighs pairs as WPO does.
-    `balance_weight` adds that much of the balance loss of a mixture of experts.
+    Parameters go to the objectives that take them; those left out have the objective's defaults. Raises ConfigError for
+    values out of bounds and for parameters that no objective takes.
+    `nll_weight` adds the negative log-likelihood of chosen answers, per token over the global batch, with that weight.
+    `ld_alpha` is LD-DPO's discount (score the reference with the same value), `wpo` weights pairs as WPO does.
+    `balance_weight` adds the balance loss of a mixture of experts with that weight.
     """
     if not isinstance(wpo, bool):
         raise ConfigError(f"pair_loss: wpo must be True or False; found {wpo!r}.")
@@ -186,5 +186,5 @@ def pair_loss(
 
 
 def log_likelihood(policy: PairLogps) -> Tensor:
-    """log pi(chosen), all its tokens alike: P."""
+    """log pi(chosen), without LD-DPO's discount: P."""
     return policy.chosen if policy.whole_chosen is None else policy.whole_chosen

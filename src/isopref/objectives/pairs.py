@@ -51,7 +51,7 @@ def sigmoid(
     needs_gaps=True,
 )
 def odpo(policy: PairLogps, ref: PairLogps, *, beta: float, alpha: float) -> Tensor:
-    assert policy.gap is not None, "declared above"
+    assert policy.gap is not None, "needs_gaps is declared"
     return -logsigmoid(beta * margin(policy, ref) - alpha * policy.gap.log())
 
 
@@ -97,7 +97,7 @@ def hinge(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
     gains=mean_gains,
 )
 def ipo(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
-    return (mean_margin(policy, ref) - 1 / (2 * beta)).square()  # its tau is beta
+    return (mean_margin(policy, ref) - 1 / (2 * beta)).square()  # the paper's tau is beta
 
 
 @objective(
@@ -130,7 +130,7 @@ def exo_pair(policy: PairLogps, ref: PairLogps, *, beta: float, label_smoothing:
     paper="NCA, Chen et al. 2024 (2402.05369)",
 )
 def nca_pair(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
-    chosen, rejected = (beta * gain for gain in gains(policy, ref))  # the chosen one has all the preference
+    chosen, rejected = (beta * gain for gain in gains(policy, ref))  # the paper's preferences are 1 and 0
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
@@ -141,7 +141,7 @@ def nca_pair(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
     paper="SPPO, Wu et al. 2024 (2405.00675), eq. 4.7 with preferences of 1 and 0",
 )
 def sppo_hard(policy: PairLogps, ref: PairLogps, *, beta: float) -> Tensor:
-    chosen, rejected = gains(policy, ref)  # its eta is 1 / beta
+    chosen, rejected = gains(policy, ref)  # the paper's eta is 1 / beta
     return (chosen - 1 / (2 * beta)).square() + (rejected + 1 / (2 * beta)).square()
 
 

@@ -1,6 +1,6 @@
 """What formulas have in common: gains and margins, and functions that tensors have no method for.
 
-Torch is imported where a function needs it, and not before, so that declarations can be read without it (declare.py).
+Torch is imported inside the functions that need it, so that declarations can be read without it (declare.py).
 All functions stay finite, with finite gradients, for log-ratios of +-1e4. P: pairs, A: answers.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXP_LIMIT = 30.0  # above, e^x is continued by its tangent
 
 
-# --- gains: what an objective makes of the answers. Parameters that one has no use for are left alone. -----------
+# --- gains: what an objective compares. Each function ignores the parameters that it does not need. ---------------
 
 
 def gains(policy: PairLogps, ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def gains(policy: PairLogps, ref: PairLogps, **_params: Any) -> tuple[Tensor, Te
 
 
 def mean_gains(policy: PairLogps, ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
-    """The same for each token of the answer, on the mean: P, P."""
+    """`gains` per trained token: P, P."""
     chosen, rejected = gains(policy, ref)
     return chosen / policy.num_chosen, rejected / policy.num_rejected
 
@@ -38,17 +38,17 @@ def slopes(policy: PairLogps, ref: PairLogps, *, divergence: str | float, **_par
 
 
 def logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
-    """Log-probability of chosen and rejected, whatever the reference: P, P."""
+    """Log-probability of chosen and rejected, without a reference: P, P."""
     return policy.chosen, policy.rejected
 
 
 def mean_logps(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
-    """The same for each token of the answer, on the mean: P, P."""
+    """`logps` per trained token: P, P."""
     return policy.chosen / policy.num_chosen, policy.rejected / policy.num_rejected
 
 
 def own_rewards(policy: PairLogps, _ref: PairLogps, **_params: Any) -> tuple[Tensor, Tensor]:
-    """What a reward model gives chosen and rejected: P, P."""
+    """A reward model's rewards of chosen and rejected: P, P."""
     return policy.chosen, policy.rejected
 
 
@@ -69,7 +69,7 @@ def margin(policy: PairLogps, ref: PairLogps) -> Tensor:
 
 
 def mean_margin(policy: PairLogps, ref: PairLogps) -> Tensor:
-    """The same between means over tokens. Returns P."""
+    """The margin between gains per trained token, in nats. Returns P."""
     chosen, rejected = mean_gains(policy, ref)
     return chosen - rejected
 
@@ -85,7 +85,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 
 
 def smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
-    """Cross-entropy of the preference for chosen with labels of which that share is taken to be swapped. Returns P."""
+    """Cross-entropy of the preference for chosen, assuming that this share of the labels is swapped. Returns P."""
     return -(1 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
 
 
@@ -108,7 +108,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log_odds(logp_P: Tensor) -> Tensor:
-    """log(p / (1 - p)). A certain answer (p = 1) is taken to be as certain as its number type can tell."""
+    """log(p / (1 - p)). For p = 1, log p is taken to be -eps of its dtype, so that the result is finite."""
     import torch
 
     logp = logp_P.clamp(max=-torch.finfo(logp_P.dtype).eps)
@@ -121,7 +121,7 @@ def beaten(lists: ListLogps) -> Tensor:
 
 
 def surprise(reward_A: Tensor, below_AA: Tensor) -> Tensor:
-    """-log of the share that each answer has of exp(reward) among itself and those below it. Returns A."""
+    """-log of each answer's share of exp(reward) among itself and the answers below it. Returns A."""
     import torch
 
     field = below_AA | torch.eye(len(reward_A), dtype=torch.bool, device=reward_A.device)
@@ -141,9 +141,9 @@ def relative_scores(lists: ListLogps) -> Tensor:
 def discount_gap(reward_A: Tensor, lists: ListLogps, temperature: float) -> Tensor:
     """How far the discounts 1 / log(1 + rank) of two answers of a list are apart, by their rewards. Returns A, A.
 
-    Which of two answers ranks higher is left to chance, with a probability of sigmoid(difference / temperature). The
-    result is the mean over its two outcomes, each with the ranks then to be expected. Before the first step all rewards
-    are equal but for rounding: whole ranks would follow the rounding, and so the layout, while these hardly move.
+    Ranks are soft: of two answers, one ranks higher with a probability of sigmoid(difference / temperature). The result
+    is the mean over both outcomes, each with the expected ranks. Soft ranks keep the loss independent of the layout:
+    before the first step, all rewards are equal up to rounding, and rounding would decide the order of integer ranks.
     """
     import torch
 
@@ -156,10 +156,10 @@ def discount_gap(reward_A: Tensor, lists: ListLogps, temperature: float) -> Tens
 
 
 def transported(x_P: Tensor, y_P: Tensor, share_P: Tensor, cost: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean of cost(x - y) for each x, where the mass of the x goes to that of the y in order: quantile to quantile.
+    """Mean of cost(x - y) for each x, when the x are transported to the y in order: quantile to quantile.
 
-    Both have the masses `share`. With equal ones this sorts the two and pairs them off; else a value may meet parts of
-    several. Returns P; its mean by `share` is the cost of the whole transport.
+    Both have the masses `share`. With equal masses, this sorts x and y and matches them one to one; otherwise an x may
+    be matched with parts of several y. Returns P; its mean weighted by `share` is the cost of the whole transport.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Every declared objective by name, and what a loss made of some of them takes. Imports no torch.
+"""Every declared objective by name, and the parameters of a loss that adds some of them up. Imports no torch.
 
-The config checks itself against it, and config/objectives_page.py makes docs/objectives.md of it. What raises here is
-an argument of `pair_loss`.
+The config is checked against the registry, and config/objectives_page.py makes docs/objectives.md from it. Functions
+that raise ConfigError do so for arguments of `pair_loss`; the others yield what is wrong, for the caller to report.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ OBJECTIVES: dict[str, Objective] = {
     if isinstance(one, Objective)
 }
 
-# Every parameter by name, as each of the objectives that take it declares it.
+# By the name of a parameter: each objective that takes it, with its declaration.
 PARAMS: dict[str, dict[str, Param]] = {
     param: {name: one.params[param] for name, one in OBJECTIVES.items() if param in one.params}
     for param in dict.fromkeys(param for one in OBJECTIVES.values() for param in one.params)
 }
 
-# What goes with any objective.
+# Modifiers of the loss, which do not belong to an objective.
 MODIFIERS: dict[str, Param] = {
     "nll_weight": Param(
         0.0,
@@ -51,7 +51,7 @@ MODIFIERS: dict[str, Param] = {
 
 
 def weights(loss: LossSpec) -> dict[str, float]:
-    """The objectives that are added, with their weights. Raises ConfigError for what cannot be added."""
+    """The objectives that are added up, with their weights. Raises ConfigError for an unknown name or a bad weight."""
     named = dict(loss) if isinstance(loss, Mapping) else {loss: 1.0}
     for name in named:
         if name not in OBJECTIVES:
@@ -62,23 +62,23 @@ def weights(loss: LossSpec) -> dict[str, float]:
 
 
 def takes(loss: LossSpec) -> list[str]:
-    """The parameters that one of the objectives of a loss takes."""
+    """The parameters of all objectives of a loss."""
     return list(dict.fromkeys(param for name in weights(loss) for param in OBJECTIVES[name].params))
 
 
 def resolve(loss: LossSpec, **given: Any) -> dict[str, dict[str, float | str]]:
-    """The parameters of each objective of a loss: those given that it takes, and its defaults for the others.
+    """The parameters of each objective of a loss: the given ones that it takes, and its defaults for the others.
 
-    None is as good as not given. Raises ConfigError for an unknown name, for what no objective can use, and for a value
-    out of its bounds.
+    None means not given. Raises ConfigError for an unknown objective, a parameter that no objective takes, and a value
+    out of bounds.
     """
-    told = {param: value for param, value in given.items() if value is not None}
-    for param, what in unused(loss, told):
+    given = {param: value for param, value in given.items() if value is not None}
+    for param, what in unused(loss, given):
         raise ConfigError(f"pair_loss: {param}: {what}")
     resolved = {}
     for name in weights(loss):
         own = OBJECTIVES[name]
-        found = {param: checked(param, told[param], own.params[param]) for param in own.params if param in told}
+        found = {param: checked(param, given[param], own.params[param]) for param in own.params if param in given}
         resolved[name] = {**own.defaults, **found}
     return resolved
 
@@ -90,32 +90,32 @@ def checked(name: str, value: Any, param: Param) -> float | str:
     return value if isinstance(value, str) else float(value)
 
 
-def unused(loss: LossSpec, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, what is wrong and the way out) for parameters that were told and that none of a loss takes."""
+def unused(loss: LossSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, what is wrong and the way out) for given parameters that no objective of a loss takes."""
     names, taken = ", ".join(weights(loss)), takes(loss)
-    for param, value in told.items():
+    for param, value in given.items():
         if param not in taken:
             others = ", ".join(PARAMS.get(param, ()))
             yield (
                 param,
-                f"{value} does nothing with the loss {names}, which takes {', '.join(taken)}. Remove {param}"
-                + (f", or use a loss that has it: {others}." if others else "."),
+                f"{value} does nothing with the loss {names}, which takes {', '.join(taken) or 'no parameters'}. "
+                f"Remove {param}" + (f", or use a loss that has it: {others}." if others else "."),
             )
 
 
-def out_of_bounds(loss: LossSpec, told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def out_of_bounds(loss: LossSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (parameter, what is wrong and the way out) for parameters whose value an objective of a loss refuses."""
     for name in weights(loss):
-        for param, of in OBJECTIVES[name].params.items():
-            if param in told and not of.accepts(told[param]):
-                yield param, f"must be {of.wanted} with the loss {name}; found {told[param]}."
+        for param, declared in OBJECTIVES[name].params.items():
+            if param in given and not declared.accepts(given[param]):
+                yield param, f"must be {declared.wanted} with the loss {name}; found {given[param]}."
 
 
 KIND_WORDS: dict[Kind, str] = {"pairs": "pairs", "lists": "lists", "labels": "labelled answers"}
 
 
 def kinds(loss: LossSpec) -> dict[Kind, list[str]]:
-    """The objectives of a loss by their kind. There should be one kind."""
+    """The objectives of a loss by their kind. A valid loss has one kind."""
     found: dict[Kind, list[str]] = {}
     for name in weights(loss):
         found.setdefault(OBJECTIVES[name].kind, []).append(name)
@@ -123,7 +123,7 @@ def kinds(loss: LossSpec) -> dict[Kind, list[str]]:
 
 
 def kind_problems(loss: LossSpec, *, ld_alpha: float) -> Iterator[str]:
-    """Yield what is wrong with the kinds of the objectives that are added, and with modifiers that they rule out."""
+    """Yield what is wrong if objectives of several kinds are added up, or if `ld_alpha` does not fit their kind."""
     found = kinds(loss)
     if len(found) > 1:
         each = ", ".join(f"{', '.join(names)} is a loss of {KIND_WORDS[kind]}" for kind, names in found.items())
@@ -137,7 +137,7 @@ def kind_problems(loss: LossSpec, *, ld_alpha: float) -> Iterator[str]:
 
 
 def gap_problems(loss: LossSpec) -> Iterator[str]:
-    """Yield what is wrong with weights by the gap between scores for a loss."""
+    """Yield what is wrong with weighting a loss by the gap between scores."""
     without = [name for name in weights(loss) if OBJECTIVES[name].kind != "pairs"]
     if without:
         yield (
@@ -147,20 +147,20 @@ def gap_problems(loss: LossSpec) -> Iterator[str]:
 
 
 def readout(loss: LossSpec) -> Reading:
-    """What a loss takes of an answer; that of its first objective."""
+    """What a loss takes for each answer, according to its first objective."""
     return OBJECTIVES[next(iter(weights(loss)))].readout
 
 
 def reward_problems(loss: LossSpec, *, nll_weight: float, ld_alpha: float, wpo: bool) -> Iterator[str]:
-    """Yield what is wrong with a loss of which some objectives train a reward model."""
+    """Yield what is wrong with a loss that trains a reward model: other objectives, or modifiers."""
     of_rewards = [name for name in weights(loss) if OBJECTIVES[name].readout == "reward"]
     if not of_rewards:
         return
     named = ", ".join(of_rewards)
     if others := ", ".join(name for name in weights(loss) if name not in of_rewards):
         yield f"{named} trains a reward model, {others} a language model. Only losses of one kind can be added."
-    told = {"nll_weight": nll_weight != 0, "ld_alpha": ld_alpha != 1, "wpo": wpo}
-    if modifiers := " and ".join(name for name, is_told in told.items() if is_told):
+    used = {"nll_weight": nll_weight != 0, "ld_alpha": ld_alpha != 1, "wpo": wpo}
+    if modifiers := " and ".join(name for name, is_used in used.items() if is_used):
         yield (
             f"{modifiers} needs log-probabilities, and {named} trains a reward model, which has none. Remove it, or "
             "use another loss."
@@ -168,7 +168,7 @@ def reward_problems(loss: LossSpec, *, nll_weight: float, ld_alpha: float, wpo: 
 
 
 def wpo_problems(loss: LossSpec) -> Iterator[str]:
-    """Yield what is wrong with WPO's weights for a loss."""
+    """Yield what is wrong with WPO's weights for a loss, which needs a value of its own for every pair."""
     without = [name for name in weights(loss) if OBJECTIVES[name].coupled or OBJECTIVES[name].kind != "pairs"]
     if without:
         yield (

@@ -1,6 +1,6 @@
 """Objectives of reward models: one scalar for each answer, no reference. Imports no torch; declare.py says how.
 
-Where others have a log-probability, `policy` has the reward r that the model gives an answer. P: pairs, A: answers.
+Instead of log-probabilities, `policy` holds the reward r that the model gives each answer. P: pairs, A: answers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     params={
         "margin": Param(
             0.0,
-            "Target difference of the two rewards per point of difference between the answers' scores in the data. "
-            "0: no scores needed.",
+            "Target difference between the two rewards, per point of difference between the answers' scores in the "
+            "data. 0: no scores needed.",
             {"ge": 0},
         ),
         "center": Param(0.0, "Weight of (r_c + r_r)^2, which keeps the rewards of a pair centered on zero.", {"ge": 0}),
@@ -39,7 +39,7 @@ def bradley_terry(policy: PairLogps, _ref: PairLogps, *, margin: float, center: 
     chosen, rejected = policy.chosen, policy.rejected
     apart = chosen - rejected
     if margin:
-        assert policy.gap is not None, "declared above"
+        assert policy.gap is not None, "needs_gaps is declared"
         apart = apart - margin * policy.gap
     return -logsigmoid(apart) + center * (chosen + rejected) ** 2
 

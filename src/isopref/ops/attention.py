@@ -17,7 +17,7 @@ from isopref.ops.sinks import attend_with_sinks
 from isopref.ops.take import take
 from isopref.types import Segments
 
-# torch 2.11 takes grouped key heads as they come; later versions want to be told.
+# torch 2.11 detects grouped key heads by itself; later versions need an argument.
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # FlashAttention 4, torch's FlashAttention 2 over packed rows, or torch's attention for one segment after another.
@@ -25,9 +25,9 @@ Kernel = Literal["flash-attn-4", "varlen_attn", "segments"]
 
 
 def kernel_for(query_width: int, value_width: int, *, half: bool, softcap: float | None, newer: bool) -> Kernel:
-    """The kernel that attends on a CUDA card, for a run and for `isopref plan`.
+    """The attention kernel to use on a CUDA card, for a run and for `isopref plan`.
 
-    `half`: in bfloat16 or float16; `newer`: flash-attn-4 can be used and knows the card.
+    `half`: in bfloat16 or float16; `newer`: flash-attn-4 can be used and supports the card.
     """
     if not half or softcap is not None:
         return "segments"
@@ -47,10 +47,10 @@ def segment_attention(
 ) -> Tensor:
     """Attend within segments. Returns T, H, E.
 
-    If ranks split the row, T is the number of this rank's tokens. They exchange tokens for heads and back.
+    If ranks split the row, T is the number of this rank's tokens; the ranks exchange tokens for heads and back.
     `window` is the number of keys a query sees at most, itself included; `softcap` bounds the scores by
-    softcap * tanh(score / softcap). `sinks` (H) are scores of one more key of each head that every query sees and whose
-    value is zero: they take a share of the attention and add nothing.
+    softcap * tanh(score / softcap). `sinks` (H) give each head one more key that every query sees, with this score and
+    a value of zero: it takes a share of the attention and adds nothing.
     """
     query, key, value = (x.transpose(0, 1) for x in (query_HTE, key_GTE, value_GTE))
     group = segments.context
@@ -96,7 +96,7 @@ def batch_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in a batch that is padded on the right, with the same options. Returns B, Q, H, E."""
+    """Causal attention in a right-padded batch, with the options of `segment_attention`. Returns B, Q, H, E."""
     groups = query_BHQE.shape[1] // key_BGQE.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key_BGQE, value_BGQE))
     out: Tensor = _one_segment(query_BHQE, key, value, scale, window, softcap, sinks)
@@ -151,7 +151,7 @@ def _portable(
         keys = slice(segments.key_bounds[s], segments.key_bounds[s + 1])
         part_HQE = _one_segment(q[None, :, queries], k[None, :, keys], v[None, :, keys], scale, window, softcap, sinks)
         parts.append(part_HQE[0].transpose(0, 1))
-    return torch.cat(parts)  # contiguous: some models take a view of it
+    return torch.cat(parts)  # contiguous, because some models call view() on the result
 
 
 def _one_segment(

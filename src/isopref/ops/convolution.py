@@ -1,10 +1,11 @@
-"""A causal depthwise convolution along the sequences of a packed row, also those that branch off from others.
+"""A causal depthwise convolution along the sequences of a packed row, including those that branch off from others.
 
 A token sees itself and those before it in its own sequence: the first tokens of an answer see the last ones of their
-prompt, wherever the row has them. Tables say where, so that a row of any tree is one pass, no token is computed twice,
-and the gradient needs no atomic additions (as in take.py). A compiled layer makes one kernel of each direction.
+prompt, wherever those are in the row. Tables of positions allow any prefix tree in one pass, in which no token is
+computed twice and the gradient needs no atomic additions (as in take.py). In a compiled layer, forward and backward are
+one kernel each.
 
-Dimensions: T tokens of the row, D channels, J taps, R times that a token is taken at most.
+Dimensions: T tokens of the row, D channels, J taps, R copies of a token at most.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +15,14 @@ from torch import Tensor
 
 
 class Taps(NamedTuple):
-    """Where each token finds those before it."""
+    """Positions in the row of the tokens before and after each token."""
 
     before: Tensor  # J, T: the token j places before each token, in its own sequence; -1 if there is none
-    after: Tensor  # J, R, T: the tokens that each token is j places before, copy by copy; -1 for one that is not there
+    after: Tensor  # J, R, T: the tokens j places after each token, copy by copy; -1 if there are fewer copies
 
 
 def tree_convolution(x_TD: Tensor, weight_DJ: Tensor, bias_D: Tensor | None, taps: Taps) -> Tensor:
-    """Of each token the sum over j of weight[:, J - 1 - j] * x[j tokens before], plus the bias. T, D.
+    """For each token, the sum over j of weight[:, J - 1 - j] * x[j tokens before], plus the bias: T, D.
 
     Summed in float32 or wider, in the order of the taps.
     """
@@ -67,5 +68,5 @@ class _TreeConvolution(torch.autograd.Function):
 
 
 def _pick(x_TD: Tensor, index_T: Tensor) -> Tensor:
-    """x[index], zero where that is -1."""
+    """x[index], zero where the index is -1."""
     return torch.where((index_T >= 0)[:, None], x_TD.index_select(0, index_T.clamp(min=0)), 0)

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) (I - beta_t k_t k_t') S_(t-1) + beta_t k_t v_t',    o_t = S_t' q_t / sqrt(width),    q, k of length 1
 
-Sequences that share a beginning share its state (levels.py). `chunk_rule` is the rule in plain torch and the
-specification. On CUDA in half precision the kernels of flash-linear-attention take its place, if that is installed.
+Sequences with a common prefix share its state (levels.py). `chunk_rule` is the rule in plain torch and the
+specification. On CUDA in half precision, the kernels of flash-linear-attention replace it if that package is installed.
 
 Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, K and V widths of a head's keys
 and values, C tokens of a chunk, M chunks.
@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
 
 CHUNK = 64
-EPSILON = 1e-6  # in the length of queries and keys, as all models with this rule have it
+EPSILON = 1e-6  # for normalising queries and keys, as in all models with this rule
 
 
 class Inputs(NamedTuple):
-    """What the rule has for each token. There may be fewer heads of queries and keys than of the others."""
+    """The rule's inputs for each token. Queries and keys may have fewer heads than the others."""
 
     q: Tensor  # T, H, K
     k: Tensor  # T, H, K
@@ -32,14 +32,14 @@ class Inputs(NamedTuple):
 
 
 def tree_delta_rule(inputs: Inputs, levels: Levels) -> Tensor:
-    """What each token of the row gets: T, H, V."""
+    """The rule's output for each token of the row: T, H, V."""
     fused = inputs.q.is_cuda and inputs.q.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
     rule = _fused if fused else _eager
     return over_levels(lambda given, level, state: rule(Inputs(*given), level, state), inputs, levels)
 
 
 def kernel() -> Any:
-    """flash-linear-attention's rule, or None if that is not installed."""
+    """flash-linear-attention's rule, or None if the package is not installed."""
     return fla_kernel("gated_delta_rule", "chunk_gated_delta_rule")
 
 
@@ -50,21 +50,21 @@ def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, 
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=level.offsets,
-        cu_seqlens_cpu=torch.tensor(level.bounds),  # else it would ask the device for them
+        cu_seqlens_cpu=torch.tensor(level.bounds),  # otherwise the kernel would copy them from the device
     )
     return out[0], final
 
 
 def _eager(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Padded: a token with beta and g of zero leaves the state as it is."""
+    """In padded batches: padding has beta = g = 0, which leaves the state unchanged."""
     return in_batches(lambda given, before: chunk_rule(Inputs(*given), before), inputs, level, state)
 
 
 def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rule for N sequences of L tokens, from their first states: what each token gets, and the last states.
+    """The rule for N sequences of L tokens, from their initial states: the output of each token, and the final states.
 
-    Inputs and output have N and L in the place of T. Within a chunk, the updates of the state are one triangular system
-    (the UT transform of Yang et al. 2024, sec. 3.3).
+    Inputs and output have N, L instead of T. Within a chunk, the updates of the state are one triangular system (the UT
+    transform of Yang et al. 2024, sec. 3.3).
     """
     _, length, heads, _ = inputs.v.shape
     chunk = min(CHUNK, length)
@@ -77,8 +77,8 @@ def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
 
     q, k, v, g, beta = (chunks(x) for x in inputs)
     q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    decay = g.cumsum(dim=-1)  # log of what is left at a token of the state before the chunk
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # at token i, of what token j added
+    decay = g.cumsum(dim=-1)  # log of the share of the chunk's initial state that is left at each token
+    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # the share of token j's update left at i
     system = (k * beta[..., None]) @ k.mT * between
     started = decay.exp()[..., None]
     solved = torch.linalg.solve_triangular(
@@ -87,7 +87,7 @@ def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
     added, removed = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = q @ k.mT * between
     from_state = q * started
-    left = (decay[..., -1:] - decay).exp()[..., None]  # at the end of the chunk
+    left = (decay[..., -1:] - decay).exp()[..., None]  # the share of each token's update left at the end of the chunk
     state = v.new_zeros(len(v), heads, k.shape[-1], v.shape[-1]) if state_NHKV is None else state_NHKV.to(wide)
     outputs = []
     for m in range(q.shape[2]):

@@ -1,11 +1,11 @@
-"""Tokens for heads: ranks that split a row give each other tokens, so that each has all tokens of some of the heads.
+"""Tokens for heads: ranks that split a row exchange tokens, so that each has all tokens of some of the heads.
 
 Outside of attention, rank r of N has tokens r, r + N, r + 2 N, ... of the row (batch/deal.py). Attention needs all
-tokens but takes heads one by one, as a convolution takes channels and a recurrent state its heads. So one all-to-all
-goes before such an operation and one after it, and the operation itself knows nothing of ranks. An all-to-all of equal
-parts is its own transpose, hence its own gradient.
+tokens but treats each head by itself, as a convolution does its channels and a recurrence its heads. So there is one
+all-to-all before such an operation and one after it, and the operation itself knows nothing about ranks. An all-to-all
+of equal parts is its own transpose, hence its own gradient.
 
-The collectives are functional ones, which a compiled layer can hold.
+The collectives are functional ones, which can be part of a compiled layer.
 
 Dimensions: N ranks, T tokens of the row, L = T / N tokens of a rank, H heads, E width of a head.
 """
@@ -25,8 +25,8 @@ from isopref.types import ContextGroup
 def to_heads(tensors_LHE: Sequence[Tensor], group: ContextGroup) -> list[Tensor]:
     """All tokens of this rank's heads, from this rank's tokens of all heads: each T, H / N, E.
 
-    Rank r gets the r-th of N equal blocks of heads. Tensors of one dtype travel in one message. Raises ModelError if N
-    does not divide a number of heads.
+    Rank r gets the r-th of N equal blocks of heads. Tensors of the same dtype are sent in one message. Raises
+    ModelError if N does not divide a number of heads.
     """
     for tensor in tensors_LHE:
         check_heads(tensor.shape[1], group)
@@ -43,7 +43,7 @@ def to_heads(tensors_LHE: Sequence[Tensor], group: ContextGroup) -> list[Tensor]
 
 
 def from_heads(x_THE: Tensor, group: ContextGroup) -> Tensor:
-    """The opposite: this rank's tokens of all heads, from all tokens of this rank's heads: L, N H, E."""
+    """The reverse of `to_heads`: this rank's tokens of all heads, from all tokens of this rank's heads: L, N H, E."""
     blocks_NLX = x_THE.flatten(1).unflatten(0, (-1, group.size)).transpose(0, 1)
     received_LNX = _exchange(blocks_NLX, group).transpose(0, 1)
     heads_LHE: Tensor = received_LNX.flatten(1).unflatten(1, (-1, x_THE.shape[2]))
@@ -51,22 +51,22 @@ def from_heads(x_THE: Tensor, group: ContextGroup) -> Tensor:
 
 
 def own_heads(x_H: Tensor, group: ContextGroup) -> Tensor:
-    """This rank's block of something that every rank has for all heads, such as weights: H / N, ..."""
+    """This rank's block of a tensor that all ranks have for all heads, such as weights: H / N, ..."""
     check_heads(x_H.shape[0], group)
     return x_H.chunk(group.size)[group.rank]
 
 
 def repeated(x: Tensor, dim: int, group: ContextGroup) -> Tensor:
-    """Heads that serve several others, such as key heads, each repeated so often that the ranks divide them.
+    """Repeat heads that serve several others, such as key heads, until the number of ranks divides their number.
 
-    Each rank's block then has those of its query heads, if the ranks divide the latter.
+    Each rank's block then has the key heads of its query heads, if the number of ranks divides that of query heads.
     """
     times = group.size // math.gcd(group.size, x.shape[dim])
     return x.repeat_interleave(times, dim=dim) if times > 1 else x
 
 
 def check_heads(heads: int, group: ContextGroup) -> None:
-    """Raise ModelError if the ranks cannot divide so many heads."""
+    """Raise ModelError if the ranks cannot divide the heads equally."""
     if heads % group.size:
         raise ModelError(
             f"layout.context_parallel: {group.size} does not divide {heads} heads (or channels) of a layer. Set it to "
@@ -75,19 +75,19 @@ def check_heads(heads: int, group: ContextGroup) -> None:
 
 
 def summed(x: Tensor, group: ContextGroup) -> Tensor:
-    """The sum over the ranks of what each has found of its tokens, for a loss that all of them compute alike.
+    """The sum over the group of each rank's result for its own tokens, for a loss that all of them compute alike.
 
-    Gradients are averaged over all ranks, these included, but each has the gradient of its own tokens alone: those of
-    a group must be added up. Hence the factor N.
+    DDP and FSDP average gradients over all ranks. The ranks of a group have the gradients of their own tokens only,
+    which must be added up instead. Hence the factor N in the gradient.
     """
-    if x.numel() == 0:  # of a filler
+    if x.numel() == 0:  # a filler has no answers
         return x
     total: Tensor = _Summed.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]
     return total
 
 
 def _exchange(x_NLX: Tensor, group: ContextGroup) -> Tensor:
-    """Send x[r] to rank r. Of what comes back, y[r] is from rank r."""
+    """Send x[r] to rank r. Part r of the result comes from rank r."""
     received: Tensor = _Exchange.apply(x_NLX, group.name)  # type: ignore[no-untyped-call]
     return received
 

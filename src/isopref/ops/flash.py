@@ -1,6 +1,6 @@
-"""FlashAttention 4 (the package flash-attn-4) over segments, as one op that a compiled layer can hold.
+"""FlashAttention 4 (the package flash-attn-4) over segments, as one custom op that can be part of a compiled layer.
 
-Torch has FlashAttention 2 built in; on a Hopper card these kernels take 0.6 of its time over rows of chat pairs.
+Torch has FlashAttention 2 built in; on a Hopper card, these kernels take 0.6 of its time over rows of chat pairs.
 """
 
 from functools import cache
@@ -14,18 +14,18 @@ from torch.autograd.function import FunctionCtx
 
 from isopref.types import Segments
 
-WIDTHS = (64, 128)  # of a head; those that tests/gpu has compared
+WIDTHS = (64, 128)  # of a head: the ones that tests/gpu compares
 CAPABILITIES = (9, 10)  # Hopper and data-centre Blackwell
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_flash(device: torch.device) -> bool:
-    """Whether the package can be used and knows this card."""
+    """Whether the package can be used and supports this card."""
     return knows(device) and load().kernels is not None
 
 
 class Package(NamedTuple):
-    """The package's kernels, where it is installed and can be imported; if it cannot, why."""
+    """The package's kernels, or None; if it is installed but cannot be imported, also why."""
 
     kernels: Any
     fault: str | None
@@ -33,14 +33,14 @@ class Package(NamedTuple):
 
 @cache
 def load() -> Package:
-    """Import the package, if it is installed. A broken one is no error: torch has a kernel of its own."""
+    """Import the package, if it is installed. A broken installation is not an error: torch has a kernel of its own."""
     try:
-        distribution("flash-attn-4")  # another FlashAttention has the same module, without what is used here
+        distribution("flash-attn-4")  # other FlashAttention packages have a module of this name without these kernels
     except PackageNotFoundError:
         return Package(None, None)
     try:
         return Package(import_module("flash_attn.cute.interface"), None)
-    except Exception as error:  # of libraries that do not fit each other: an AttributeError as well as an ImportError
+    except Exception as error:  # incompatible libraries may raise AttributeError as well as ImportError
         return Package(None, f"{type(error).__name__}: {error}")
 
 
@@ -71,7 +71,7 @@ def _masked(window: int | None) -> dict[str, Any]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    """`segment_attention` of keys and values that are gathered already. T, H, E in and out."""
+    """`segment_attention` of keys and values that are already gathered: T, H, E in and out."""
     out: Tensor = forward(q, k, v, segments.query_offsets, segments.key_offsets, segments.longest, scale, window)[0]
     return out
 

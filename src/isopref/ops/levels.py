@@ -1,9 +1,9 @@
-"""A packed row cut where its sequences part, and recurrences over it, level by level.
+"""A packed row cut into parts where its sequences branch, and recurrences over the parts, level by level.
 
-Sequences that share a beginning share its state: a part starts from the state in which the part before it ended. Parts
-of equal depth are one level and are computed together: all prompts, then all their answers.
+Sequences with a common prefix share its state: a part starts from the final state of the part that it continues. Parts
+of equal depth form a level and are computed together: all prompts, then all their answers.
 
-Dimensions: T tokens of the row, N parts of one depth, or of those in one batch, L tokens of the longest.
+Dimensions: T tokens of the row, N parts of one level or of one batch of it, L tokens of the longest part.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,29 +21,29 @@ from isopref.ops.take import take
 class Level(NamedTuple):
     """The parts of one depth, the longest first, one after the other in the order of `Levels`."""
 
-    bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this depth
+    bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this level
     offsets: Tensor  # N+1, int64: the same on the device
-    batches: tuple[tuple[int, int], ...]  # N, L of padded batches, which the parts fill in their order
-    slots: Tensor  # where each of these tokens is among the places of all batches
-    parent: Tensor | None  # N: which part of the depth before comes before each; None at depth 0
-    parent_copies: Tensor | None  # R, parts of the depth before: where each of those is in `parent` (see take.py)
+    batches: tuple[tuple[int, int], ...]  # (N, L) of each padded batch; the parts fill the batches in their order
+    slots: Tensor  # the slot of each of the level's tokens among the N * L slots of all batches
+    parent: Tensor | None  # N: the part of the previous level that each part continues; None at depth 0
+    parent_copies: Tensor | None  # R, parts of the previous level: where each of them is in `parent` (see take.py)
 
 
 class Levels(NamedTuple):
-    """A row cut where its sequences part."""
+    """A row cut where its sequences branch."""
 
-    order: Tensor  # T: the row's tokens, depth by depth
+    order: Tensor  # T: the row's tokens, level by level
     place: Tensor  # T: where each of the row's tokens is in that order
     levels: tuple[Level, ...]
 
 
-# Takes the inputs of one level's tokens and the state before each of its parts (None: zeros). Returns what each of the
-# tokens gets and the state after each part.
+# Takes the inputs of one level's tokens and the state before each of its parts (None: zeros). Returns the output for
+# each token and the state after each part.
 Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def over_levels(rule: Rule, inputs: Sequence[Tensor], levels: Levels) -> Tensor:
-    """What each token of the row gets from a recurrence: T, ...; in `inputs`, the row's tokens come first."""
+    """The output of a recurrence for each token of the row: T, ...; the first dimension of `inputs` is T, too."""
     counts = [level.bounds[-1] for level in levels.levels]
     by_level = zip(*(_reorder(x, levels.order, levels.place).split(counts) for x in inputs), strict=True)
     outputs: list[Tensor] = []
@@ -62,9 +62,9 @@ def in_batches(
     level: Level,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What a level's tokens get, and the state after each part, from a rule for batches of parts.
+    """The outputs for a level's tokens and the state after each part, from a rule for padded batches of parts.
 
-    The rule takes inputs padded with zeros (N, L, ...) and the state before each part; zeros must leave it as it is.
+    The rule takes inputs padded with zeros (N, L, ...) and the state before each part. Zeros must not change the state.
     """
     places = [count * longest for count, longest in level.batches]
     spread = [_spread(x, level.slots, sum(places)).split(places) for x in inputs]
@@ -80,7 +80,7 @@ def in_batches(
 
 @cache
 def fla_kernel(module: str, name: str) -> Any:
-    """A kernel of flash-linear-attention, or None if that is not installed."""
+    """A kernel of flash-linear-attention, or None if the package is not installed."""
     return None if find_spec("fla") is None else getattr(import_module(f"fla.ops.{module}"), name)
 
 
@@ -100,7 +100,7 @@ def _collect(places: Tensor, slots: Tensor) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order], where `place` undoes it."""
+    """x[order]; the gradient is grad[place], as `place` is the inverse of `order`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Zeros of a length, with x[i] at place slots[i]. No two slots are equal."""
+    """A tensor of `length` zeros, except for x[i] at slots[i]. No two slots are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, length: int) -> Tensor:
@@ -126,7 +126,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """x[slots], the reverse of `_Spread`. torch's own gradient of this adds with atomics on CUDA."""
+    """x[slots], the reverse of `_Spread`. torch's own gradient of indexing uses atomic additions on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:

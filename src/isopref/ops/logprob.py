@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from hidden states: the head, its softmax and their gradient in one operation.
 
 `token_logprobs_eager` is the specification. `token_logprobs` gives the same numbers with less memory: between forward
-and backward only logits are kept, `max_logits` of them at most, in the compute dtype, and the gradient is written over
-them. Where there are more, they are computed in chunks, and all but the last chunk again in the backward pass. On CUDA
+and backward, it keeps only logits, `max_logits` of them at most, in the compute dtype, and writes the gradient over
+them. If there are more, they are computed in chunks, and the backward pass recomputes all chunks but the last. On CUDA,
 the passes over the logits are Triton kernels.
 
 Dimensions: C completion tokens, D hidden width, V vocabulary.
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 MAX_LOGITS = 2**27  # elements held at once: 512 MiB in float32
-MAX_LOGITS_FUSED = 2**31  # the kernels make no wide copy of them: 4 GiB in bfloat16
+MAX_LOGITS_FUSED = 2**31  # the kernels make no float32 copy: 4 GiB in bfloat16
 
 
 def token_logprobs_eager(
@@ -41,7 +41,7 @@ def token_collisions_eager(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """log of the sum of the squares of the same softmax, C: that two tokens drawn from it are the same one."""
+    """log of the sum of the squares of that softmax, C: the log-probability that two tokens drawn from it are equal."""
     return torch.logsumexp(2 * _log_softmax(hidden_CD, weight_VD, bias_V, scale, softcap), dim=-1)
 
 
@@ -64,7 +64,7 @@ def token_logprobs(
     softcap: float | None = None,
     max_logits: int | None = None,
 ) -> Tensor:
-    """The same as `token_logprobs_eager`, holding at most `max_logits` logits at a time. Differentiable once."""
+    """The same as `token_logprobs_eager`, with at most `max_logits` logits in memory. Differentiable once."""
     return _apply(hidden_CD, weight_VD, target_C, bias_V, scale, softcap, max_logits, collisions=False)[0]
 
 
@@ -78,7 +78,7 @@ def token_logprobs_and_collisions(
     softcap: float | None = None,
     max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and `token_collisions_eager`, which has no gradient here: one more pass over the logits."""
+    """`token_logprobs`, and `token_collisions_eager` without a gradient, for one more pass over the logits."""
     return _apply(hidden_CD, weight_VD, target_C, bias_V, scale, softcap, max_logits, collisions=True)
 
 
@@ -104,22 +104,22 @@ def _apply(
 
 
 def reduce_logits(logits_CV: Tensor, target_C: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target, and the log of the sum it was divided by: C and C, float32 or wider."""
+    """Log-probability of the target, and the log of the softmax's denominator: C and C, float32 or wider."""
     finished = _finish(logits_CV, scale, softcap)
     lse_C = torch.logsumexp(finished, dim=-1)
     return finished.gather(1, target_C[:, None])[:, 0] - lse_C, lse_C
 
 
 def reduce_squares(logits_CV: Tensor, lse_C: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """log sum of squares of the softmax whose logarithm of the divisor is `lse`: C, float32 or wider."""
-    # The largest probability is at least 1/V: its square does not vanish.
+    """log of the sum of squares of the softmax, whose denominator has the logarithm `lse`: C, float32 or wider."""
+    # The largest probability is at least 1/V, so the sum of squares does not underflow.
     return _finish(logits_CV, scale, softcap).sub_(lse_C[:, None]).mul_(2).exp_().sum(dim=-1).log()
 
 
 def logits_gradient_(
     logits_CV: Tensor, target_C: Tensor, lse_C: Tensor, grad_C: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Gradient of sum(grad * logp) with respect to the logits: (onehot - softmax) * slope * grad. May reuse them."""
+    """Gradient of sum(grad * logp) in the logits, which it may overwrite: (onehot - softmax) * slope * grad."""
     finished = _finish(logits_CV, scale, softcap)
     slope = scale if softcap is None else scale * (1 - (finished / softcap) ** 2)
     grad = finished.sub_(lse_C[:, None]).exp_().neg_()
@@ -128,7 +128,7 @@ def logits_gradient_(
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
-    """The Triton twins of `reduce_logits`, `reduce_squares` and `logits_gradient_`, where they can run."""
+    """The Triton twins of `reduce_logits`, `reduce_squares` and `logits_gradient_`; None if they cannot run."""
     if not x.is_cuda or x.dtype == torch.float64:
         return None
     from isopref.ops import logprob_triton  # Triton comes with torch for CUDA, and only there
@@ -137,7 +137,7 @@ def _kernels(x: Tensor) -> ModuleType | None:
 
 
 def _chunks(count: int, size: int) -> list[slice]:
-    """All tokens in slices, the last ones first. Only that of the first tokens may be smaller than `size`."""
+    """All tokens in slices, the last tokens first. Only the slice of the first tokens may be smaller than `size`."""
     return [slice(max(0, end - size), end) for end in range(count, 0, -size)]
 
 
@@ -146,7 +146,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _finish(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """A new tensor, scaled and capped, in float32 or wider: the matmul's result is rounded once."""
+    """A new tensor, scaled and capped in float32 or wider, so that only the matmul's result is rounded."""
     wide = logits.to(_wide(logits[:0]).dtype, copy=True)
     if scale != 1.0:
         wide *= scale
@@ -174,7 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
         collision = torch.empty_like(logp if collisions else logp[:0])
         logits = None
         for at in reversed(_chunks(len(hidden), chunk)):
-            logits = None  # not two chunks at a time
+            logits = None  # free this chunk before the next one is computed
             logits = linear(hidden[at], weight, bias)
             logp[at], lse[at] = reduce(logits, target[at], scale, softcap)
             if collisions:
@@ -193,7 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
         gradient_ = getattr(_kernels(hidden), "logits_gradient_", logits_gradient_)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Chunks add up in float32: a bfloat16 sum would lose the small ones.
+        # Chunks are added up in float32: a bfloat16 sum would lose small ones.
         sum_dtype = weight.dtype if whole else _wide(weight[:0]).dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and not whole else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if need_bias and bias is not None else None

@@ -1,8 +1,8 @@
-"""The passes of the log-prob head over its logits, as Triton kernels: one read forward, one read and write back.
+"""The log-prob head's passes over its logits, as Triton kernels: forward reads them once, backward reads and writes.
 
-Where squares of the probabilities are asked for, one read more. Their specification is `reduce_logits`,
-`reduce_squares` and `logits_gradient_` in logprob.py, whose signatures they share. One program does one token (a row of
-V logits), so nothing depends on how many tokens there are, and no sum on their order.
+The sum of squared probabilities, if requested, takes one more read. The specification is `reduce_logits`,
+`reduce_squares` and `logits_gradient_` in logprob.py, whose signatures these functions share. One program handles one
+token (a row of V logits), so no result depends on how many tokens there are or on their order.
 """
 
 import torch
@@ -33,7 +33,7 @@ def _reduce(logits, target, logp, lse, V, SCALE: tl.constexpr, SOFTCAP: tl.const
         x = _finish(tl.load(start + at, mask=at < V, other=float("-inf")), SCALE, SOFTCAP)
         x = tl.where(at < V, x, float("-inf"))  # a softcap would make the padding finite
         higher = tl.maximum(highest, x)
-        # A lane that has seen nothing yet is at -inf on both sides, whose difference is not a number.
+        # A lane without a value so far has -inf for both, and -inf - -inf is NaN.
         total = total * tl.where(higher == highest, 1.0, tl.exp(highest - higher))
         total += tl.where(x == float("-inf"), 0.0, tl.exp(x - higher))
         highest = higher

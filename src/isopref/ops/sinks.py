@@ -1,9 +1,9 @@
-"""Attention sinks (gpt-oss and others) over segments, with the stock CUDA kernels, which know none.
+"""Attention sinks (gpt-oss and others) over segments, with the stock CUDA kernels, which do not support them.
 
-A sink is the score of one more key, whose value is zero. It takes a share of the attention, so what the kernel gives
+A sink is the score of one more key, whose value is zero. It takes a share of the attention, so the kernel's output
 shrinks by sigmoid(lse - sink), where lse is the logarithm of the kernel's sum of exponentials. The kernels' backward
-passes compute every weight from lse as exp(score - lse): handed the new output and the new lse, they give the exact
-gradients with the sink, too. The twin that defines this is in attention.py.
+passes compute every weight from lse as exp(score - lse): given the new output and the new lse, they return the exact
+gradients with the sink. The eager twin that defines this is in attention.py.
 
 Dimensions: H query heads, T tokens of the row, E width of a head.
 """
@@ -20,7 +20,7 @@ from isopref.types import Segments
 def attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """`segment_attention` of keys and values that are gathered already. T, H, E in and out."""
+    """`segment_attention` of keys and values that are already gathered: T, H, E in and out."""
     newer = flash.fits(q, v) and flash.has_flash(q.device)
     offsets = (segments.query_offsets, segments.key_offsets, segments.longest)
     out: Tensor = _Sinks.apply(q, k, v, sinks_H, *offsets, scale, window, newer)  # type: ignore[no-untyped-call]
@@ -75,9 +75,9 @@ def forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Torch's own kernel: what each query gets (T, H, E), and the logarithm of its sum of exponentials (H, T)."""
+    """Torch's own kernel: the output of each query (T, H, E), and the logarithm of its sum of exponentials (H, T)."""
     causal = window is None
-    # The operator below `varlen_attn`, so that forward and backward are of one kind; both take grouped key heads.
+    # The operator that `varlen_attn` calls, to match the one of `backward`. Both take grouped key heads.
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,

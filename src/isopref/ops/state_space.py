@@ -2,12 +2,12 @@
 
     S_t = exp(g_t) S_(t-1) + dt_t b_t x_t',    y_t = S_t' c_t
 
-Sequences that share a beginning share its state (levels.py). `chunk_scan` is the recurrence in plain torch and the
-specification. On CUDA in half precision the kernels of flash-linear-attention for simple gated linear attention take
-its place, if that is installed: the same recurrence with queries c, keys b and values dt x.
+Sequences with a common prefix share its state (levels.py). `chunk_scan` is the recurrence in plain torch and the
+specification. On CUDA in half precision, flash-linear-attention's kernels for simple gated linear attention replace it
+if that package is installed: the same recurrence with queries c, keys b and values dt x.
 
-Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, G groups of R heads that have b
-and c in common, K and V widths of a head's b and x, C tokens of a chunk, M chunks.
+Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, H heads, G groups of R heads that share
+b and c, K and V widths of a head's b and x, C tokens of a chunk, M chunks.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class Inputs(NamedTuple):
-    """What the recurrence has for each token."""
+    """The recurrence's inputs for each token."""
 
     c: Tensor  # T, G, K
     b: Tensor  # T, G, K
@@ -32,24 +32,24 @@ class Inputs(NamedTuple):
 
 
 def tree_state_space(inputs: Inputs, levels: Levels) -> Tensor:
-    """What each token of the row gets: T, H, V."""
+    """The recurrence's output for each token of the row: T, H, V."""
     fused = inputs.x.is_cuda and inputs.x.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
     scan = _fused if fused else chunk_scan
 
     def rule(given: tuple[Tensor, ...], level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Padded: a token with dt and g of zero leaves the state as it is."""
+        """In padded batches: padding has dt = g = 0, which leaves the state unchanged."""
         return in_batches(lambda batch, before: scan(Inputs(*batch), before), given, level, state)
 
     return over_levels(rule, inputs, levels)
 
 
 def kernel() -> Any:
-    """flash-linear-attention's simple gated linear attention, or None if that is not installed."""
+    """flash-linear-attention's simple gated linear attention, or None if the package is not installed."""
     return fla_kernel("simple_gla", "chunk_simple_gla")
 
 
 def _fused(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A padded batch, as with `cu_seqlens` the kernel would ask the device how many chunks there are."""
+    """Takes a padded batch: with `cu_seqlens`, the kernel would wait for the device to count the chunks."""
     share = inputs.x.shape[2] // inputs.b.shape[2]
     values = inputs.x * inputs.dt[..., None]
     out, last = kernel()(
@@ -65,10 +65,10 @@ def _fused(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def chunk_scan(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The recurrence for N sequences of L tokens, from their first states: what each token gets, and the last states.
+    """The recurrence for N sequences of L tokens, from their initial states: the outputs, and the final states.
 
-    Inputs and output have N and L in the place of T. Within a chunk, the recurrence is a product with a masked matrix
-    (Dao and Gu 2024, sec. 6), of which b and c have one for each group of heads.
+    Inputs and output have N, L instead of T. Within a chunk, the recurrence is a product with a masked matrix (Dao and
+    Gu 2024, sec. 6), whose factor from b and c is the same for all heads of a group.
     """
     length, groups = inputs.b.shape[1:3]
     chunk = min(CHUNK, length)
@@ -82,10 +82,10 @@ def chunk_scan(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
 
     c, b, x, dt, g = (chunks(one) for one in inputs)
     values = x * dt[..., None]
-    # At token i, what is left of what token j added: sums of g that begin after j, as a difference of longer sums
-    # would lose digits.
+    # The share of token j's update that is left at token i. Each sum of g starts after j, because a difference of two
+    # longer sums would lose digits.
     between = g[..., None].expand(*g.shape, chunk).tril(-1).cumsum(dim=-2).exp().tril()
-    started = g.cumsum(dim=-1).exp()[..., None]  # what is left at a token of the state before the chunk
+    started = g.cumsum(dim=-1).exp()[..., None]  # the share of the chunk's initial state that is left at each token
     within = c @ b.mT * between
     added = (b * between[..., -1, :, None]).mT @ values
     state = torch.zeros_like(added[:, :, :, 0])

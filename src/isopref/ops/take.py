@@ -1,8 +1,8 @@
-"""Taking rows of a tensor, any of them any number of times, with a gradient that needs no atomic additions.
+"""Taking rows of a tensor, each any number of times, with a gradient that needs no atomic additions.
 
 The keys of a prompt serve all its answers, and its last token predicts the first token of each. The gradient of a row
-is the sum of what its copies get, always added in the same order, so it comes out the same every time. More than two
-are added up in float32, so that a sum of many is as exact as a sum of two.
+is the sum over its copies, always in the same order, so the result is reproducible. More than two copies are added up
+in float32, so that a sum of many is as exact as a sum of two.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def take(x: Tensor, index_K: Tensor, copies_RT: Tensor) -> Tensor:
-    """x[index] along the first of x's dimensions, whose size is T.
+    """x[index] along the first dimension of x, whose size is T.
 
-    `copies`: where each row of x is in the result, copy by copy; -1 for a copy that does not exist.
+    `copies[r, t]` is the place in the result of copy r of x[t], or -1 if x[t] has no such copy.
     """
     taken: Tensor = _Take.apply(x, index_K, copies_RT)  # type: ignore[no-untyped-call]
     return taken
@@ -42,6 +42,6 @@ class _Take(torch.autograd.Function):
 
 
 def _pick(grad: Tensor, copy_T: Tensor) -> Tensor:
-    """grad[copy], zero where that is -1."""
+    """grad[copy], zero where the copy is -1."""
     there = (copy_T >= 0).view(-1, *(1 for _ in grad.shape[1:]))
     return torch.where(there, grad.index_select(0, copy_T.clamp(min=0)), 0)

@@ -1,7 +1,8 @@
-"""What a reference scores of a table: its answers, for LD-DPO prefixes ("heads") of them, for KTO mismatched pairs.
+"""What a reference scores of a table: answers; for LD-DPO, also prefixes of them ("heads"); for KTO, mismatched pairs.
 
-Each item is scored once, together with others of its prompt. A head is scored like an answer that ends there. It has
-the first trained tokens of the answer, as many as the comparison's other answer has.
+Each item is scored once, together with others of the same prompt. A head is the part of an answer that LD-DPO does not
+discount: it ends when it has as many trained tokens as the shorter answer of its comparison. It is scored like an
+answer that ends there.
 
 N: examples of a table, A: its answers, M: its comparisons, I: items, which are A answers, 2 M heads and N mismatches.
 """
@@ -29,7 +30,7 @@ MOST_TOGETHER = 16  # answers that are scored as one example
 
 @dataclass(frozen=True)
 class Items:
-    """The answers of a table, in order; if requested, the heads of all better and all worse answers; and mismatches."""
+    """The answers of a table, in order; if requested, heads of all better, then all worse answers; and mismatches."""
 
     table: ExampleTable
     heads: bool = False
@@ -74,7 +75,7 @@ class Items:
         return np.concatenate(parts)
 
     def _head_tokens(self) -> IntArray:
-        """Tokens of the heads: as many as hold the trained tokens that the comparison's shorter answer has: 2 M."""
+        """Tokens of the heads, context included: up to as many trained ones as the shorter answer has: 2 M."""
         lengths = self.table.lengths
         counts = np.tile(lengths.compared_tokens.min(axis=0), 2)
         has_context = lengths.trained < lengths.answer
@@ -86,7 +87,7 @@ class Items:
 
     @cached_property
     def ids(self) -> NDArray[np.uint8]:
-        """What each item is, by content: I, 16."""
+        """A digest of each item's content: I, 16 bytes."""
         matched = slice(0, self.num_answers + self.num_heads)
         found = self.table.answer_ids[self.answer[matched]]
         cut = np.flatnonzero(self.num_tokens[matched] < self.table.lengths.answer[self.answer[matched]])
@@ -101,7 +102,7 @@ class Items:
         return matched if self.others is None else np.append(matched, np.arange(len(self.table)))
 
     def num_examples(self, some: IntArray) -> int:
-        """How many examples some items are of."""
+        """How many examples some items belong to."""
         return len(np.unique(self.example[some]))
 
     def tokens(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
@@ -113,7 +114,7 @@ class Items:
         return prompt, answer[:end], weights
 
     def _whole(self, item: int) -> tuple[IntArray, IntArray, FloatArray | None]:
-        """The same with the full answer."""
+        """The same for the complete answer, if the item is a head."""
         number = int(self.example[item])
         if self.others is not None and item >= self.num_answers + self.num_heads:
             example, k = self.others.example(number), 0
@@ -133,9 +134,9 @@ def one_of_each(items: Items, some: IntArray) -> IntArray:
 
 
 class Unscored:
-    """Some items as examples: those of one prompt together, so that it is computed once. Nothing is compared.
+    """Some items as examples without comparisons. Items of one prompt form one example, so that it is computed once.
 
-    `budget`: what an example of several items may take.
+    `budget` limits the size of an example of several items.
     """
 
     def __init__(self, items: Items, some: IntArray, budget: Budget):
@@ -181,7 +182,7 @@ def _tokens(prompt: int, answers: list[int], kind: RowKind) -> int:
 
 
 def _lengths(items: Items, groups: Sequence[Sequence[int]]) -> Lengths:
-    """Their token counts, ignoring common prefixes."""
+    """Token counts of the groups as examples, ignoring common prefixes of answers."""
     flat = np.array([item for group in groups for item in group], np.int64)
     count = np.array([len(group) for group in groups], np.int64)
     first = np.array([group[0] for group in groups], np.int64)

@@ -1,6 +1,6 @@
 """The reference's log-probabilities of a table's answers: looked up if cached, scored otherwise.
 
-Ranks may share one folder or have one per machine; what any of them knows is shared with all.
+Ranks may share one folder or have one per machine; log-probabilities that any rank finds are shared with all.
 
 I: items, which are the answers of a table and, for LD-DPO, heads of them (answers.py).
 """
@@ -50,12 +50,12 @@ def find(store: Store, items: Items, *, device: torch.device, kept: Known | None
         first = int(np.flatnonzero(wrong)[0])
         raise CacheError(
             f"{store.folder}: {int(wrong.sum())} of {len(items)} answers differ in token count from the table, "
-            f"first in {items.origin(first)}: {found['num_tokens'][first]}, not {items.num_tokens[first]}. "
-            "Remove the folder."
+            f"first in {items.origin(first)}: {found['num_tokens'][first]} stored, {items.num_tokens[first]} in the "
+            "table. The store is wrong. Remove the folder."
         )
     logp_I = _known_anywhere(np.where(known_I, found["logp"], -np.inf), device)
     logp_I[~np.isfinite(logp_I)] = np.nan
-    if kept is not None:  # only now: a rank that cannot see another's kept values must not contribute the store's
+    if kept is not None:  # after the reduction, in which another rank's stored value could beat a kept one
         logp_I = np.where(np.isnan(kept.logps), logp_I, kept.logps)
     unknown = np.flatnonzero(np.isnan(logp_I))
     return Known(logp_I, one_of_each(items, unknown), tuple(sorted(set(_of_all_ranks(damage)))))
@@ -72,7 +72,7 @@ def fill(
     progress: Callable[[int], None] | None = None,
     shard_s: float = SHARD_S,
 ) -> Known:
-    """Score missing items and store results as they come. All ranks call this together; each writes what it scored.
+    """Score missing items and store the results as they come. All ranks call this together; each writes its own.
 
     `progress` is called with the number of answers done since the last call.
     """
@@ -105,7 +105,7 @@ def proven(known: Known, items: Items) -> TableLogps:
 
 @dataclass
 class _Shelf:
-    """Collects what this rank scores on the device and stores it periodically; only then does the host wait."""
+    """Collects this rank's scores on the device and stores them from time to time, so that the host rarely waits."""
 
     store: Store
     items: Items
@@ -141,15 +141,15 @@ def complete(store: Store, items: Items, logp_I: FloatArray) -> None:
 
 
 def _complete_this_machine(store: Store, items: Items, logp_I: FloatArray) -> None:
-    """One rank per machine stores what is known or was scored elsewhere and missing from its folder."""
+    """One rank per machine stores what other machines knew or scored, if its own folder lacks it."""
     if num_ranks() > 1:
-        dist.barrier()  # until everyone has written its share
+        dist.barrier()  # until every rank has written its own
         if os.environ.get("LOCAL_RANK", "0") == "0":
             complete(store, items, logp_I)
 
 
 def _known_anywhere(logp_I: FloatArray, device: torch.device) -> FloatArray:
-    """What at least one rank knows (-inf: unknown)."""
+    """The log-probabilities that at least one rank knows; -inf where none does."""
     if num_ranks() == 1:
         return logp_I
     values = torch.from_numpy(logp_I).to(device)

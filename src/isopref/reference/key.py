@@ -26,7 +26,7 @@ HASH_THREADS = 8
 NOT_NUMBERS = frozenset(
     {
         "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "tokenizer_class",
-        "dtype", "torch_dtype",  # the tensors have it
+        "dtype", "torch_dtype",  # part of the weights' digest
         "use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
         "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "prefix",
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
@@ -36,9 +36,9 @@ NOT_NUMBERS = frozenset(
 
 
 def identity(model: PreTrainedModel, *, compute_dtype: str, narrow: bool = False) -> dict[str, Any]:
-    """What the reference's key is made of, as plain data. `model` is whole; all ranks call this and share the work.
+    """What the reference's key is made of, as plain data. `model` is unsharded; all ranks call this and share the work.
 
-    A `narrow` one stands for itself in float32.
+    `narrow`: the weights are loaded in 16 bits and will be made float32 (`Policy.widen`). The key is that of float32.
     """
     return {
         "score_version": SCORE_VERSION,
@@ -59,12 +59,12 @@ def weights_digest(model: PreTrainedModel, *, narrow: bool = False) -> str:
         return torch.float32 if narrow and tensor.is_floating_point() else tensor.dtype
 
     state = dict(_plain_tensors(sorted(model.state_dict().items())))
-    # Tied tensors are one and the same memory, and are read once.
-    distinct = {_place(tensor): tensor for tensor in state.values()}
-    largest_first = sorted(distinct, key=lambda place: -distinct[place].nbytes)
+    # Tied tensors are in the same memory, which is read once.
+    distinct = {_memory(tensor): tensor for tensor in state.values()}
+    largest_first = sorted(distinct, key=lambda memory: -distinct[memory].nbytes)
     ranks = _ranks_here()
-    order = {place: number for number, place in enumerate(largest_first)}
-    mine = [distinct[place] for place in largest_first[ranks.index(own_rank()) :: len(ranks)]]
+    order = {memory: number for number, memory in enumerate(largest_first)}
+    mine = [distinct[memory] for memory in largest_first[ranks.index(own_rank()) :: len(ranks)]]
     with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing frees the interpreter lock
         digests = list(pool.map(lambda tensor: _content(tensor.to(dtype(tensor))), mine))
     shares: list[list[bytes]] = [digests]
@@ -75,7 +75,7 @@ def weights_digest(model: PreTrainedModel, *, narrow: bool = False) -> str:
         shares = [shares[rank] for rank in ranks]
     total = hashlib.blake2b(digest_size=16)
     for name, tensor in state.items():
-        number = order[_place(tensor)]
+        number = order[_memory(tensor)]
         about = f"{name}\0{dtype(tensor)}\0{tuple(tensor.shape)}\0".encode()
         total.update(about + shares[number % len(ranks)][number // len(ranks)])
     return total.hexdigest()
@@ -93,7 +93,7 @@ def _plain_tensors(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
 
 def _ranks_here() -> list[int]:
-    """The ranks of this machine, which share the hashing: every machine may have its own copy of the model."""
+    """The ranks of this machine, which share the hashing. Other machines may have another copy of the model."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
     if num_ranks() % count:
         return [own_rank()]
@@ -112,7 +112,7 @@ def _check_machines(shares: list[list[bytes]], count: int) -> None:
             )
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -122,7 +122,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without what cannot change a log-probability, as JSON has it."""
+    """The fields of a config that can change a log-probability, with plain JSON values."""
     kept = {str(name): value for name, value in config.items() if name not in NOT_NUMBERS}
     return {name: _plain(value) for name, value in kept.items()}
 
@@ -142,7 +142,7 @@ def _own_code(model: PreTrainedModel) -> str | None:
     module = sys.modules[type(model).__module__]
     if module.__name__.startswith("transformers."):
         return None
-    files = sorted(Path(inspect.getfile(module)).parent.glob("*.py"))  # what it imports from beside itself, too
+    files = sorted(Path(inspect.getfile(module)).parent.glob("*.py"))  # the module may import the others
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())

@@ -6,8 +6,8 @@ that are written atomically, once, and never changed. A shard is
     magic, 8 bytes | key of the store, 16 | number of records, 8 | records of 28 bytes:
     id of the answer, 16 | its log-probability, float64 | its tokens, uint32
 
-(little-endian) and its name is the digest of all of that. So any number of processes may write to one store at a time,
-a process may be killed at any moment, and no damaged byte goes undetected.
+(little-endian), named by the digest of its content. So any number of processes may write to one store at a time, a
+process may be killed at any moment, and no damaged byte goes undetected.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from isopref.errors import CacheError
 from isopref.places import write_whole
 
-FORMAT = 2  # 1 had records of pairs
+FORMAT = 2  # in format 1, a record was a pair
 MAGIC = b"isoprefA"
 HEADER = struct.Struct("<8s16sQ")
 RECORD = np.dtype([("id", "V16"), ("logp", "<f8"), ("num_tokens", "<u4")])
@@ -67,9 +67,9 @@ class Store:
     """The store of one reference."""
 
     folder: Path
-    repaired: tuple[str, ...] = ()  # what was damaged or outdated when it was opened, and what was done
-    identity: Identity = field(default_factory=dict)  # that it was opened by
-    setting: str = "ISOPREF_CACHE"  # what puts it elsewhere
+    repaired: tuple[str, ...] = ()  # what was damaged or outdated when the store was opened, and what was done
+    identity: Identity = field(default_factory=dict)  # as given to `open`
+    setting: str = "ISOPREF_CACHE"  # the variable or option that sets where the store is
 
     @property
     def key(self) -> str:
@@ -81,14 +81,14 @@ class Store:
 
     @classmethod
     def open(cls, root: Path, identity: Identity, hints: Mapping[str, str]) -> "Store":
-        """The store of an identity, made if there is none yet. `hints` are for people and take no part in the key.
+        """The store of an identity, created if needed. `hints` are for human readers and not part of the key.
 
-        Raises CacheError if it has to be written and cannot be.
+        Raises CacheError if the manifest must be written and cannot be.
         """
         store = cls(root / key_of(identity), identity=identity)
         problem = store.manifest_problem()
         if problem is None:
-            with suppress(OSError):  # someone else's, to read only; then its last use is not known
+            with suppress(OSError):  # a read-only store cannot record its last use
                 os.utime(store.manifest_file)
             return store
         repaired = (f"{problem}. Rewritten",) if store.manifest_file.exists() else ()
@@ -121,9 +121,12 @@ class Store:
         """What is wrong with the manifest, or None: it must be of this format, and its identity must give the key."""
         found = self.manifest()
         if found.get("format") == FORMAT and isinstance(found.get("identity"), dict):
-            return None if key_of(found["identity"]) == self.key else f"{self.manifest_file}: not of this store"
+            return None if key_of(found["identity"]) == self.key else f"{self.manifest_file}: belongs to another store"
         if self.is_outdated():
-            return f"{self.manifest_file}: of an earlier version of isopref; the next run that needs it scores it again"
+            return (
+                f"{self.manifest_file}: written by an earlier version of isopref; the next run that needs the store "
+                "scores its answers again"
+            )
         return f"{self.manifest_file}: {'damaged' if self.manifest_file.exists() else 'missing'}"
 
     def shards(self) -> list[Path]:
@@ -139,14 +142,14 @@ class Store:
             write_whole(self.folder / f"{_digest(content)}.shard", content)
 
     def read(self, *, repair: bool = False) -> tuple[Records, list[str]]:
-        """All records of intact shards, and what is wrong with the others. `repair` removes those."""
+        """All records of intact shards, and what is wrong with damaged ones. `repair` removes the damaged ones."""
         parts, damage = [np.empty(0, RECORD)], []
         for path in self.shards():
             try:
                 parts.append(self._read(path))
             except FileNotFoundError:  # another process repaired the store
                 continue
-            except OSError as error:  # it may be intact, and readable for others
+            except OSError as error:  # the shard may be intact, so it is not removed
                 damage.append(f"{path}: cannot be read ({error.strerror or error})")
             except ValueError as error:
                 damage.append(f"{path}: {error}")
@@ -165,9 +168,9 @@ class Store:
         return np.frombuffer(content, RECORD, offset=HEADER.size)
 
     def look_up(self, ids_A16: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], Records, list[str]]:
-        """Which of A answers are known, and their records (undefined for unknown ones). Removes damaged shards.
+        """Which of A answers are known, their records (undefined for unknown ones), and descriptions of damage.
 
-        Also returns descriptions of the damage.
+        Removes damaged shards.
         """
         found, damage = self.read(repair=True)
         wanted = as_keys(ids_A16)
@@ -237,8 +240,8 @@ def find_store(root: Path, key: str) -> Store:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CacheError(f"no store {key!r} in {root}, which has {len(every)}. To list them: isopref cache ls")
-    raise CacheError(f"{key!r} matches {len(found)} keys in {root}. Use a longer prefix.")
+        raise CacheError(f"no store {key!r} in {root}, which has {len(every)} stores. To list them: isopref cache ls")
+    raise CacheError(f"{key!r} is the beginning of {len(found)} keys in {root}. Use a longer prefix.")
 
 
 def _digest(content: bytes) -> str:

@@ -99,7 +99,7 @@ def test_the_seed_decides_which_pairs(load: Load) -> None:
 
 
 def test_a_count_that_the_source_cannot_give_is_refused(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"'a\.jsonl': count 21 of 20 pairs\. Use 1 to 20"):
+    with pytest.raises(ConfigError, match=r"'a\.jsonl': count must be 1 to 20, the number of its pairs; found 21"):
         load("data.train=[{path: a.jsonl, count: 21}]")
 
 
@@ -122,7 +122,7 @@ def test_sources_have_formats_shapes_and_columns_of_their_own(load: Load, folder
 
 def test_columns_the_wrong_way_round(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([{"question": row.pop("prompt"), **row} for row in records(0, 9)]))
-    with pytest.raises(ConfigError, match=r"no such names \['question'\].* Our name comes first.*\{prompt: question\}"):
+    with pytest.raises(ConfigError, match=r"no columns \['question'\].* name comes first.*\{prompt: question\}"):
         load("data.columns={question: prompt}")
     with pytest.raises(DataError, match=r"Set data\.columns=\{prompt: question\}\."):
         load()
@@ -255,7 +255,7 @@ def test_errors_about_too_few_pairs_say_what_was_dropped(load: Load, folder: Pat
     assert "Of 30 records 29 were dropped: 29 too_long. Raise data.max_length, or cut prompts" in str(caught.value)
     with pytest.raises(DataError, match=r"prompts of all 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
         load("data.eval=a.jsonl", "data.max_length=40")
-    with pytest.raises(ConfigError, match=r"count 9 of 1 pairs.*Of 30 records 29 were dropped: 29 too_long"):
+    with pytest.raises(ConfigError, match=r"1 to 1, the .* found 9\..*Of 30 records 29 were dropped: 29 too_long"):
         load("data.train=[{path: a.jsonl, count: 9}]", "data.max_length=40")
 
 

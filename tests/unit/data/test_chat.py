@@ -184,7 +184,9 @@ def test_a_prompt_of_which_no_token_is_left_is_bad() -> None:
 
 def test_a_conversation_the_template_refuses_is_a_bad_pair() -> None:
     prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
-    with pytest.raises(BadPairError, match=r"file:7: the chat template refuses it.*only user and assistant turns"):
+    with pytest.raises(
+        BadPairError, match=r"file:7: the chat template refuses the conversation.*only user and assistant turns"
+    ):
         encode(tokenizer_of("mistral"), pair_of(prompt, "yes", "no"))
 
 
@@ -195,7 +197,7 @@ def test_a_template_that_cannot_write_a_prompt_alone_is_a_bad_pair_too() -> None
     )
     # The generation prompt is not how an answer begins, so the prompt is also written without its answer.
     tokenizer.chat_template = refuse + TEMPLATES["merging"].replace("prompt %}A: ", "prompt %}A> ")
-    with pytest.raises(BadPairError, match="file:7: the chat template refuses it"):
+    with pytest.raises(BadPairError, match="file:7: the chat template refuses the conversation"):
         encode(tokenizer, pair_of("why?", "yes", "no"))
 
 

@@ -135,17 +135,17 @@ def test_a_pattern_that_matches_nothing_shows_what_is_there(folder: Path) -> Non
     with pytest.raises(DataError) as caught:
         read_source("data/*.parquet")
     assert str(caught.value) == (
-        f"data/*.parquet: no file matches this pattern. {folder} holds .10.jsonl, 10.jsonl, 2.jsonl, README.md."
+        f"data/*.parquet: no file matches this pattern. {folder} contains .10.jsonl, 10.jsonl, 2.jsonl, README.md."
     )
     with pytest.raises(DataError) as caught:
         read_source("date/x/*.jsonl")
     assert str(caught.value) == (
-        f"date/x/*.jsonl: no file matches this pattern. There is no folder date/x. {folder.parent} holds data/. There "
-        f"are data files in {folder}."
+        f"date/x/*.jsonl: no file matches this pattern. There is no folder date/x. {folder.parent} contains data/. "
+        f"There are data files in {folder}."
     )
     for number in range(9):
         (folder / f"a{number}").write_text("")
-    with pytest.raises(DataError, match=r"holds \.10\.jsonl, .* and 5 more\.$"):
+    with pytest.raises(DataError, match=r"contains \.10\.jsonl, .* and 5 more\.$"):
         read_source("data/*.parquet")
 
 
@@ -154,10 +154,10 @@ def test_a_folder_without_data_files_shows_what_is_there(folder: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_source(".")
     assert str(caught.value) == (
-        f".: a folder without data files in it. {folder.parent} holds data/. There are data files in data."
+        f".: the folder has no data files in it. {folder.parent} contains data/. There are data files in data."
     )
     (folder.parent / "empty").mkdir()
-    with pytest.raises(DataError, match=r"^empty: a folder without data files in it\. /.*/empty holds nothing\.$"):
+    with pytest.raises(DataError, match=r"^empty: the folder has no data files in it\. /.*/empty is empty\.$"):
         read_source("empty")
 
 
@@ -176,5 +176,5 @@ def test_a_saved_data_set_is_still_read_as_such(folder: Path) -> None:
     source = read_source("data/saved")
     assert source.format == "saved data set"
     assert [record.origin for record in source] == ["data/saved:row 0"]
-    with pytest.raises(DataError, match=r"^data:test: a folder, but not splits written by save_to_disk\. .* holds"):
+    with pytest.raises(DataError, match=r"^data:test: the folder has no splits written by save_to_disk\. .* contains"):
         read_source("data:test")

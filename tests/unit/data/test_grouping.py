@@ -136,7 +136,7 @@ def test_lists_stay_as_they_are(tmp_path: Path) -> None:
     table = build(tmp_path, lists, [pair("why?", "a", "b"), pair("why?", "c", "d")])
     assert [len(one.comparisons) for one in map(table.example, range(len(table)))] == [1, 1, 2]
     assert [source.grouped for source in table.stats.sources] == [0, 1]
-    with pytest.raises(ConfigError, match=r"data.group_by_prompt groups pairs and labelled answers, but the data"):
+    with pytest.raises(ConfigError, match=r"data.group_by_prompt groups pairs and labelled answers, but all data"):
         build(tmp_path, lists)
 
 

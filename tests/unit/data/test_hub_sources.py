@@ -84,9 +84,9 @@ def test_an_unreachable_hub_name_says_what_was_tried(monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError) as caught:
         read_source("owner/set:dev", name="fr", revision="v1")
     assert str(caught.value) == (
-        f"owner/set:dev (fr): there is no local path {Path('owner/set:dev').absolute()}, and the Hugging Face hub gave "
-        "no data set 'owner/set' with split 'dev', config 'fr', revision 'v1' (ValueError: Config name is missing. "
-        "Please pick one among the available configs: ['en', 'de']). Check the path or the name on the hub: "
+        f"owner/set:dev (fr): there is no local path {Path('owner/set:dev').absolute()}, and the Hugging Face hub "
+        "returned no data set 'owner/set' with split 'dev', config 'fr', revision 'v1' (ValueError: Config name is "
+        "missing. Please pick one among the available configs: ['en', 'de']). Check the path or the name on the hub: "
         "data.train: {path: OWNER/NAME, name: CONFIG, split: SPLIT, revision: REVISION}."
     )
 
@@ -116,7 +116,7 @@ def test_without_a_network_nothing_is_asked_for() -> None:
 def test_a_hub_that_answers_is_asked() -> None:
     with hub(answers=True) as (endpoint, asked):
         message = run_online(LOAD, endpoint)
-    assert "and the Hugging Face hub gave no data set 'nobody/nothing' with split 'dev' (" in message
+    assert "and the Hugging Face hub returned no data set 'nobody/nothing' with split 'dev' (" in message
     assert [one for one in asked if "nobody/nothing" in one[1]]
 
 
@@ -133,18 +133,18 @@ def test_what_only_the_hub_has_is_refused_of_files(
         with pytest.raises(ConfigError) as caught:
             read_source(spec, **asked_for)
         assert str(caught.value) == (
-            f"the source '{spec}': is {kind}, and {field}: x is for data sets of the hub. Remove {field}."
+            f"the source '{spec}': is {kind}, but {field}: x is for data sets of the hub. Remove {field}."
         )
     STORED.save_to_disk("saved")
     if field != "split":
-        with pytest.raises(ConfigError, match="is a folder written by save_to_disk, and "):
+        with pytest.raises(ConfigError, match="is a folder written by save_to_disk, but "):
             read_source("saved", **asked_for)
     assert asked == []
 
 
 def test_two_splits_are_refused(asked: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'owner/set:dev': its split is given twice, also as split: test"):
+    with pytest.raises(ConfigError, match="'owner/set:dev': its split is also set as split: test"):
         read_source("owner/set:dev", split="test")
     datasets.DatasetDict(train=STORED).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"is the split 'train' of a folder, and split: test is for"):
+    with pytest.raises(ConfigError, match=r"is the split 'train' of a folder, but split: test is for"):
         read_source(f"{tmp_path / 'saved'}:train", split="test")

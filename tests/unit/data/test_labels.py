@@ -53,17 +53,22 @@ def test_two_columns_that_may_hold_the_answer_are_not_chosen_from() -> None:
     ],
 )
 def test_data_without_a_judgement_is_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"one answer per record and no judgement of it.*isopref sample"):
+    with pytest.raises(DataError, match=r"one answer per record, without a judgement.*isopref sample"):
         detect_shape([Record(fields, "file:7")], raw=False)
 
 
 @pytest.mark.parametrize(
     ("base", "change", "reason", "says"),
     [
-        (LABELLED, {"label": "meh"}, "label", "'label' is str 'meh', which is no label: write true or false, 1 or 0"),
-        (LABELLED, {"label": []}, "label", "'label' is list \\[\\], which is no label"),
-        (LABELLED, {"label": 10**400}, "label", "which is no label"),
-        (LABELLED, {"label": float("nan")}, "label", "which is no label"),
+        (
+            LABELLED,
+            {"label": "meh"},
+            "label",
+            "'label' is str 'meh', which is not a label: write true or false, 1 or 0",
+        ),
+        (LABELLED, {"label": []}, "label", "'label' is list \\[\\], which is not a label"),
+        (LABELLED, {"label": 10**400}, "label", "which is not a label"),
+        (LABELLED, {"label": float("nan")}, "label", "which is not a label"),
         (LABELLED, {"label": None}, "missing", "'label' is missing"),
         (LABELLED, {"completion": None}, "shape", "the columns .*'completion': 'absent'"),
         (LABELLED, {"completion": 3}, "type", "'completion' is neither text nor messages but int 3"),

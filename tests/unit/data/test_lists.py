@@ -61,7 +61,7 @@ def test_a_pair_with_lists_beside_it_stays_a_pair() -> None:
 
 def test_answers_without_a_score_and_repeated_ones_are_left_out() -> None:
     fields = {"prompt": "why?", "responses": ["a", "b", "a", "c", "d"], "scores": [1, None, 5, "N/A", float("nan")]}
-    with pytest.raises(BadPairError, match="there are 1 different answers with a score in 'responses'") as refused:
+    with pytest.raises(BadPairError, match="'responses' has 1 different answers with a score") as refused:
         list_of(fields)
     assert refused.value.reason == "single"
     found = list_of(fields | {"scores": [1, 2, 5, "N/A", float("nan")]})
@@ -73,8 +73,8 @@ def test_answers_without_a_score_and_repeated_ones_are_left_out() -> None:
     ("change", "message"),
     [
         ({"scores": [1, 2]}, "'responses' has 3 entries and 'scores' has 2"),
-        ({"scores": [1, True, 2]}, "'scores' has bool True, which is no number"),
-        ({"scores": [1, "good", 2]}, "'scores' has .*good.*, which is no number"),
+        ({"scores": [1, True, 2]}, "'scores' has bool True, which is not a number"),
+        ({"scores": [1, "good", 2]}, "'scores' has .*good.*, which is not a number"),
         ({"responses": ["one", " ", "three"]}, "'answer 2' is empty"),
     ],
 )
@@ -159,5 +159,7 @@ def test_other_comparisons_are_another_table(tmp_path: Path) -> None:
 
 def test_no_two_scores_differ_enough(tmp_path: Path) -> None:
     record = {"prompt": "why?", "responses": ANSWERS, "scores": SCORES}
-    with pytest.raises(DataError, match=r"a.jsonl:1: no two answers differ in their scores by 5, as data.min_gap asks"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:1: no two answers differ in their scores by at least data.min_gap \(5\): "
+    ):
         build(tmp_path / "a.jsonl", record, min_gap=5.0, on_bad="error")

@@ -97,8 +97,8 @@ def test_other_columns_may_hold_what_prints_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("why?", "data.train[1]: a record must be a dict, this is a str. Convert it."),
-        ({"prompt": object()}, "data.train[1]: holds a builtins.object. A record in memory holds text, numbers,"),
+        ("why?", "data.train[1]: a record must be a dict, but this is a str. Convert it."),
+        ({"prompt": object()}, "data.train[1]: holds a builtins.object. A record in memory may hold text, numbers,"),
         ({"prompt": {1, 2}}, "data.train[1]: holds a builtins.set. A record"),
         ({0: "why?", "chosen": "yes"}, "data.train[1]: a column's name must be text, this is 0. Rename it."),
     ],

@@ -79,13 +79,13 @@ def test_the_draw_is_the_same_on_every_machine_and_version() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ([SourceSpec("s", count=4)], "count 4 of 3 pairs"),
-        ([SourceSpec("s", count=0)], "count 0 of 3 pairs"),
-        ([SourceSpec("s", weight=0.0)], "weight 0.0"),
-        ([SourceSpec("s", weight=float("nan"))], "weight nan"),
+        ([SourceSpec("s", count=4)], "count must be 1 to 3, the number of its pairs; found 4"),
+        ([SourceSpec("s", count=0)], "count must be 1 to 3, the number of its pairs; found 0"),
+        ([SourceSpec("s", weight=0.0)], "positive number; found 0.0"),
+        ([SourceSpec("s", weight=float("nan"))], "positive number; found nan"),
         ([SourceSpec("s", weight=1.0, count=1)], "both weight and count"),
         ([SourceSpec("s", weight=1.0), SourceSpec("t")], "some have none"),
-        ([SourceSpec("s", weight=9.0), SourceSpec("t", weight=1.0)], "'t': weight 1.0 gives not one pair"),
+        ([SourceSpec("s", weight=9.0), SourceSpec("t", weight=1.0)], "'t': weight 1.0 selects no pair"),
     ],
 )
 def test_a_mix_that_cannot_be_is_refused(bad: list[SourceSpec], message: str) -> None:

@@ -212,7 +212,7 @@ def test_pairs_that_the_template_leaves_something_out_of_are_counted(tmp_path: P
 def test_a_source_without_one_usable_pair_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "a.jsonl", [record(1)]), write(tmp_path / "b.jsonl", [record(0, rejected="yes ")])
     for specs in ([bad], [good, bad], [bad, good]):
-        with pytest.raises(DataError, match=r"b\.jsonl: none of 1 records gave a pair; dropped: 1 tie\."):
+        with pytest.raises(DataError, match=r"b\.jsonl: none of 1 records is usable; dropped: 1 tie\."):
             build(*specs, folder=tmp_path / "cache", options=DROP)
     assert not tables(tmp_path / "cache")
 
@@ -223,7 +223,7 @@ def test_a_column_name_we_do_not_have_is_refused(tmp_path: Path) -> None:
         build(spec, folder=tmp_path)
 
 
-TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
+TWO_ROLES = "is read as {} and as {}. Set another column for one of them."
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ TWO_ROLES = "is read as {} and as {}. Name another column for one of them."
         ({"chosen": "a", "rejected": "a"}, f"the column 'a' {TWO_ROLES.format('chosen', 'rejected')}"),
         (
             {"chosen": "prompt"},
-            "the column 'prompt' is read as chosen, so nothing is read as prompt. Name a column for that too, as in "
+            "the column 'prompt' is read as chosen, so nothing is read as prompt. Set a column for prompt, as in "
             "{chosen: prompt, prompt: COLUMN}, or remove chosen: prompt.",
         ),
     ],

@@ -90,8 +90,8 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
         build(path, columns={"prompt": "question", "input": "context"})
     assert str(caught.value) == (
         f"{path}:1: data.columns reads 'context' as input, but a source of shape 'text' has no such column (prompt, "
-        "chosen, rejected: text). Remove input from data.columns, or read the prompt's column as instruction, beside "
-        "which it is read."
+        "chosen, rejected: text). Remove input from data.columns, or read the prompt's column as instruction, which "
+        "input and history belong to."
     )
     with pytest.raises(ConfigError, match="the column 'chosen' is read as instruction, so nothing is read as chosen"):
         build(path, columns={"instruction": "chosen"})

@@ -64,7 +64,7 @@ def test_one_odd_text_decides_nothing() -> None:
     shape = detect_shape(records, raw=False)
     assert shape.name == "messages"
     assert to_pair(records[1], shape, raw=False).answers[0] == [GOOD]
-    with pytest.raises(BadPairError, match=r"f:1: '\w+' is messages written as text in this source, here it is str"):
+    with pytest.raises(BadPairError, match=r"f:1: '\w+' is messages written as text in this source, but here it is"):
         to_pair(records[0], shape, raw=False)
     cut = odd | {"chosen": odd["chosen"][:-9]}
     with pytest.raises(BadPairError, match=r"f:4: 'chosen' is messages written as text in this source"):

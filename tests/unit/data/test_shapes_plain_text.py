@@ -185,9 +185,9 @@ def test_without_a_common_start_the_error_says_what_to_do() -> None:
     with pytest.raises(DataError) as caught:
         detect_shape([*records, Record(COMMON_START, "f:3")], raw=False)
     assert str(caught.value) == (
-        "f:1: there is no prompt: 'chosen' and 'rejected' are text, and begin with no common line or sentence (str "
-        "'because'; str 'dunno'). Put what was asked into a column 'prompt', or name the column that has it: "
-        "data.columns={prompt: COLUMN}. Other columns: id."
+        "f:1: there is no prompt: 'chosen' and 'rejected' are text, but do not begin with a common line or "
+        "sentence (str 'because'; str 'dunno'). Put what was asked into a column 'prompt', or name the column that "
+        "has it: data.columns={prompt: COLUMN}. Other columns: id."
     )
 
 

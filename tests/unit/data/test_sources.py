@@ -98,8 +98,8 @@ BROKEN = [
     ("array.json", b"[]", "source has no records"),
     ("header.csv", b"prompt,chosen\n", "{path}: this csv source has no records"),
     ("cut.jsonl", GOOD + b'{"prompt": "x', "{path}:4: not valid JSON"),
-    ("list.jsonl", GOOD + b"[1, 2]\n", "{path}:4: a record must be a JSON object, this is a list"),
-    ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, this is a NoneType"),
+    ("list.jsonl", GOOD + b"[1, 2]\n", "{path}:4: a record must be a JSON object, but this is a list"),
+    ("null.json", b'[{"a": 1},\n null]', "{path}:[1]: a record must be a JSON object, but this is a NoneType"),
     ("broken.json", b'[{"a": 1},\n {"a": }]', "{path}:2: not valid JSON"),
     ("one_line.json", b'[{"a": 1}, {"a": }]', "{path}:1: not valid JSON"),
     ("pretty.json", b'{\n "a": 1\n}', "An object over several lines is not read: put each on one line, or all into"),
@@ -125,7 +125,7 @@ BROKEN = [
     ("twice.parquet", twice(), "{path}: duplicate column name in ['a', 'a']. Rename one of the columns."),
     ("late.parquet", parquet([{"a": 2**60}], pa.timestamp("ms")), "{path}:row 0: cannot be read"),
     ("zipped.parquet.gz", gzip.compress(parquet(ROWS)), "{path}: a gzipped .parquet file"),
-    ("photo.bin", b"\x89PNG\r\n", "{path}: the format is not known"),
+    ("photo.bin", b"\x89PNG\r\n", "{path}: unknown format. Supported: JSONL"),
 ]
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path: Path, m
 
 def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match=r"pipe: a pipe or a device.*Write it to a file\.$"):
+    with pytest.raises(DataError, match=r"pipe: a pipe or a device.*Write the data to a file\.$"):
         read_source(str(tmp_path / "pipe"))
 
 

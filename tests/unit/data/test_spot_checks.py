@@ -33,10 +33,10 @@ def test_a_table_has_both_kinds_with_empty_cells(tmp_path: Path) -> None:
     [
         ({"prompt": "a"}, r"has the fields \['prompt'\]"),
         ({"prompt": "a", "expect": "b", "text": "c"}, r"has the fields \['expect', 'prompt', 'text'\]"),
-        ({"text": " "}, "'text' is ' ', not text"),
-        ({"prompt": 3, "expect": "b"}, "'prompt' is 3, not text"),
-        ({"prompt": "a", "expect": []}, r"'expect' is \[\], not text"),
-        ({"prompt": "a", "expect": ["b", 4]}, "'expect' is 4, not text"),
+        ({"text": " "}, "'text' must be text; found ' '"),
+        ({"prompt": 3, "expect": "b"}, "'prompt' must be text; found 3"),
+        ({"prompt": "a", "expect": []}, r"'expect' must be text; found \[\]"),
+        ({"prompt": "a", "expect": ["b", 4]}, "'expect' must be text; found 4"),
     ],
 )
 def test_what_is_no_spot_check_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:

@@ -162,7 +162,7 @@ def test_a_table_has_one_value_for_every_pair(chosen: tuple[int, ...], rejected:
 
 def test_two_arrays_are_no_table_of_answers() -> None:
     """What made a table of pairs before must not be taken for answers and their heads."""
-    with pytest.raises(ConfigError, match=r"write TableLogps\.of_pairs\(chosen, rejected\)"):
+    with pytest.raises(ConfigError, match=r"use TableLogps\.of_pairs\(chosen, rejected\)"):
         TableLogps(np.zeros(3), np.zeros(3))
 
 

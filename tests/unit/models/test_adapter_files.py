@@ -100,7 +100,7 @@ def test_more_than_updates_of_layers_is_refused(
     bases: dict[str, Path], written: Written, settings: dict[str, Any]
 ) -> None:
     adapter = written(**settings)
-    message = f"of kind LORA with {{'{next(iter(settings))}'"
+    message = f"of type LORA with {{'{next(iter(settings))}'"
     with pytest.raises(ModelError, match=message):
         loaded(bases["llama"], adapter)
     with pytest.raises(ModelError, match=message):
@@ -110,7 +110,7 @@ def test_more_than_updates_of_layers_is_refused(
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_what_is_tied_cannot_be_merged(bases: dict[str, Path], written: Written, target: str) -> None:
     """The head's update would change the embedding too, and the other way round."""
-    with pytest.raises(ModelError, match="in which the two are one weight"):
+    with pytest.raises(ModelError, match="in which the two share one weight"):
         merged(written("llama_tied", target_modules=["q_proj", target]))
     adapter = written("llama", target_modules=["q_proj", target])
     expected = logits(PeftModel.from_pretrained(plain(bases["llama"]), adapter))
@@ -129,7 +129,7 @@ def test_tensors_that_have_no_place_are_refused(bases: dict[str, Path], written:
         "more": {**state, some.replace("q_proj", "o_proj"): state[some].clone()},
     }[change]
     save_file(changed, adapter / WEIGHTS_FILE)
-    message = "is not one of this model: they differ in"
+    message = "does not belong to this model: their tensors differ in"
     with pytest.raises(ModelError, match=message):
         loaded(bases["llama"], adapter)
     with pytest.raises(ModelError, match=message):

@@ -40,7 +40,7 @@ def test_without_a_network_no_file_is_asked_for() -> None:
 def test_a_hub_that_answers_is_asked() -> None:
     with hub(answers=True) as (endpoint, asked):
         message = run_online(LOAD, endpoint)
-    assert "and the hub gave nothing: cannot load nobody/nothing (" in message
+    assert "and nobody/nothing cannot be loaded from the hub (" in message
     assert ("HEAD", "/nobody/nothing/resolve/main/config.json") in asked
 
 

@@ -32,5 +32,5 @@ def test_degrees_that_a_layer_with_a_state_does_not_allow() -> None:
     with pytest.raises(ConfigError) as refusal:
         check_context(policy, 4, 4)
     assert str(refusal.value) == (
-        "layout.context_parallel: 4 does not divide the heads of the model, 2. What does: 1, 2."
+        "layout.context_parallel: 4 does not divide the heads of the model, 2. Use one of 1, 2."
     )

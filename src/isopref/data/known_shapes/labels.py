@@ -1,4 +1,4 @@
-"""Records with one answer and a label that says whether it is good or bad, as KTO takes them."""
+"""Records with one answer and a label that says whether it is good or bad, as for KTO."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from isopref.data.messages import (
 )
 
 LABELS = ("label", "kto_tag")  # the second is LLaMA-Factory's
-UNJUDGED = (  # what data for supervised fine-tuning lacks
-    "It has one answer per record and no judgement of it. Add a column rejected or label, or sample more answers with "
-    "isopref sample and judge them with isopref judge (docs/rounds.md)"
+UNJUDGED = (  # of data for supervised fine-tuning
+    "The data has one answer per record, without a judgement. Add a column rejected or label, or sample more answers "
+    "with isopref sample and judge them with isopref judge (docs/rounds.md)"
 )
 PROMPTS = ("prompt", "instruction")
 COMPLETION, OTHER_ANSWERS = "completion", ("response", "answer", "output")
@@ -61,7 +61,7 @@ class Label(Shape):
 
     def read_label(self, fields: Fields) -> Labelled:
         column = _label_column(fields)
-        assert column is not None, "it fits"
+        assert column is not None, "checked by fits"
         return Labelled(*_read_turns(fields), _is_good(fields[column], column))
 
     def lacks(self, fields: Fields) -> str | None:
@@ -77,7 +77,7 @@ def _prompt_column(fields: Fields) -> str | None:
 
 
 def _answer_column(fields: Fields) -> str | None:
-    """The column with the answer to a prompt: 'completion', or the only one of those with another name."""
+    """The column with the answer to a prompt: 'completion', or else the only one of OTHER_ANSWERS."""
     found = [name for name in (COMPLETION, *OTHER_ANSWERS) if kind(fields.get(name)) in ("text", "messages")]
     if _prompt_column(fields) is None or not found:
         return None
@@ -94,14 +94,14 @@ def _read_turns(fields: Fields) -> tuple[Turns, Turns]:
     if column is not None:
         return _read_prompt(fields), _read_either(fields[column], column)
     chat = _chat_column(fields)
-    assert chat is not None, "it fits"
+    assert chat is not None, "checked by fits"
     turns = read_messages(fields[chat], chat)
     return read_prompt(turns[:-1], chat), read_answer(turns[-1:], f"{chat}[-1]")
 
 
 def _read_prompt(fields: Fields) -> Turns:
     name = _prompt_column(fields)
-    assert name is not None, "it fits"
+    assert name is not None, "checked by fits"
     if isinstance(fields[name], str):
         return read_text(fields[name], name) if name == "prompt" else alpaca_prompt(fields)
     return read_prompt(fields[name], name)
@@ -112,7 +112,7 @@ def _read_either(value: Any, name: str) -> Turns:
 
 
 def _is_good(value: Any, name: str) -> bool:
-    """Raises WrongColumnError for a number that is no label: beside it, a 1 does not mean good."""
+    """Whether a label means good. Raises WrongColumnError for other numbers than 0 and 1: then a 1 is a rating, too."""
     number = read_number(value)
     if number is not None and number not in (0.0, 1.0):
         raise WrongColumnError(
@@ -123,7 +123,7 @@ def _is_good(value: Any, name: str) -> bool:
         )
     word = str(int(number)) if number is not None else _word(value)
     if word not in (*GOOD, *BAD):
-        raise DefectError("label", f"'{name}' is {shown(value)}, which is no label: write {ACCEPTED}")
+        raise DefectError("label", f"'{name}' is {shown(value)}, which is not a label: write {ACCEPTED}")
     return word in GOOD
 
 

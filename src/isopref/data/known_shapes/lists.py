@@ -41,8 +41,8 @@ class Responses(Shape):
 
     def read_list(self, fields: Fields) -> Ranked:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
-        assert answers is not None, "it fits"
-        assert values is not None, "it fits"
+        assert answers is not None, "checked by fits"
+        assert values is not None, "checked by fits"
         if len(fields[answers]) != len(fields[values]):
             raise DefectError(
                 "shape", f"'{answers}' has {len(fields[answers])} entries and '{values}' has {len(fields[values])}"
@@ -55,7 +55,7 @@ class Responses(Shape):
 
 
 class Completions(Shape):
-    """UltraFeedback's own records: an instruction, and completions that are each a record with a score."""
+    """UltraFeedback's own records: an instruction, and completions, each of which is a record with a score."""
 
     name = "completions"
     looks = "instruction: text; completions: records with response and overall_score"
@@ -82,25 +82,25 @@ class Completions(Shape):
 
 
 def _column(fields: Fields, names: Sequence[str]) -> str | None:
-    """The first of these columns that holds a list that is not empty."""
+    """The first of these columns that holds a non-empty list."""
     return next((name for name in names if isinstance(fields.get(name), list) and fields[name]), None)
 
 
 def _prompt_column(fields: Fields) -> str | None:
     if any(fields.get(side) is not None for side in SIDES):
-        return None  # a pair, whatever else is there
+        return None  # a pair, whatever other columns it has
     return next((name for name in PROMPTS if kind(fields.get(name)) in ("text", "messages")), None)
 
 
 def _read_prompt(fields: Fields) -> Turns:
     name = _prompt_column(fields)
-    assert name is not None, "it fits"
+    assert name is not None, "checked by fits"
     value = fields[name]
     return read_text(value, name) if isinstance(value, str) else read_prompt(value, name)
 
 
 def _score(value: Any, name: str, sign: float) -> float | None:
-    """A score; None where there is none. Text may hold a number, as distilabel's ratings sometimes do."""
+    """A score; None if there is none. Also reads numbers in text, which distilabel's ratings sometimes are."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -110,12 +110,12 @@ def _score(value: Any, name: str, sign: float) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
-        raise DefectError("type", f"'{name}' has {shown(value)}, which is no number")
+        raise DefectError("type", f"'{name}' has {shown(value)}, which is not a number")
     return None if math.isnan(value) else sign * value
 
 
 def _ranked(prompt: Turns, scored: Sequence[tuple[Any, float | None]], column: str) -> Ranked:
-    """Of equal answers the first, of the others those that have a score."""
+    """The answers that have a score; of equal answers, only the first."""
     left_out: Counter[str] = Counter()
     answers: list[Turns] = []
     scores: list[float] = []
@@ -131,6 +131,6 @@ def _ranked(prompt: Turns, scored: Sequence[tuple[Any, float | None]], column: s
     if len(answers) < 2:
         raise DefectError(
             "single",
-            f"there are {len(answers)} different answers with a score in '{column}', and two are needed to compare",
+            f"'{column}' has {len(answers)} different answers with a score, but a comparison needs two",
         )
     return Ranked(prompt, tuple(answers), tuple(scores), left_out)

@@ -1,4 +1,4 @@
-"""Shapes in which a column holds the prompt, and `chosen` and `rejected` hold the answers alone."""
+"""Shapes in which a column holds the prompt, and `chosen` and `rejected` hold only the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Text(Shape):
 
 
 class Alpaca(Shape):
-    """Records of the Alpaca kind, joined as LLaMA-Factory does: the parts that are not empty, one line each."""
+    """Records like Alpaca's, joined as in LLaMA-Factory: the non-empty parts, one line each."""
 
     name = "alpaca"
     looks = "instruction, chosen, rejected: text; input: text or empty; history: [user, assistant] turns or empty"
@@ -92,7 +92,7 @@ def alpaca_prompt(fields: Fields) -> Turns:
 
 
 def _whole_beside(column: str, fields: Fields) -> str | None:
-    """An objection to whole conversations beside a prompt: answers begin with the turn after it."""
+    """An objection to whole conversations in a record with a prompt: answers must begin with the turn after it."""
     if not all(is_long(fields[side]) and begins_whole(fields[side]) for side in SIDES):
         return None
     return (

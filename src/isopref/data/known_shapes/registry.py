@@ -1,4 +1,4 @@
-"""Every shape that is read. At most one fits a record, so their order does not matter.
+"""Every shape that isopref reads. At most one fits a record, so their order does not matter.
 
 To add one, write its class in a module of this package, and list it here.
 """

@@ -21,7 +21,7 @@ class Ranked(NamedTuple):
     prompt: Turns
     answers: tuple[Turns, ...]
     scores: tuple[float, ...]
-    left_out: Counter[str]  # answers of the record that are not among them, by reason
+    left_out: Counter[str]  # counts of the record's answers that were left out, by reason
 
 
 class Labelled(NamedTuple):
@@ -34,26 +34,26 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape(ABC):
-    """One form of record. `written` are the columns of a source whose messages are written as text, as in CSV."""
+    """One form of record. `written`: the columns of a source that hold messages written as text, as in CSV."""
 
     name: ClassVar[str]
-    looks: ClassVar[str]  # for errors
-    columns: ClassVar[tuple[str, ...]]  # that it reads, besides OPTIONAL
+    looks: ClassVar[str]  # a description, for errors
+    columns: ClassVar[tuple[str, ...]]  # the columns that it reads, besides OPTIONAL
     prompt_from: ClassVar[str]  # what is taken to be the prompt
     has_raw: ClassVar[bool] = False  # whether it can be read without a chat template
-    has_template: ClassVar[bool] = True  # whether it can be written with one
+    has_template: ClassVar[bool] = True  # whether a chat template can be applied to it
     holds: ClassVar[Kind] = "pairs"  # what a record holds
-    is_guess: ClassVar[bool] = False  # nothing proves where the prompt ends: only where no other shape fits a source
+    is_guess: ClassVar[bool] = False  # the end of the prompt is guessed, so only if no other shape fits a source
 
     written: frozenset[str] = frozenset()
 
     @property
     def reads(self) -> frozenset[str]:
-        """Every column that may be read of a record."""
+        """Every column of a record that may be read."""
         return frozenset((*self.columns, *OPTIONAL, *(GAPS if self.holds == "pairs" else ())))
 
     def used(self, fields: Fields) -> frozenset[str]:
-        """The columns that are read of a record that fits: some shapes read the first of several."""
+        """The columns that are read from this record, which fits: some shapes read only the first of several."""
         return self.reads
 
     @abstractmethod
@@ -62,10 +62,10 @@ class Shape(ABC):
 
     def split(self, fields: Fields) -> Parts:
         """The parts of a pair that fits. Raises DefectError."""
-        raise AssertionError(f"a record of shape '{self.name}' is no pair")
+        raise AssertionError(f"a record of shape '{self.name}' is not a pair")
 
     def split_raw(self, fields: Fields) -> Parts:
-        """The parts as text, where there is no chat template."""
+        """The parts as text, for use without a chat template."""
         assert self.has_raw
         return self.split(fields)
 
@@ -78,16 +78,16 @@ class Shape(ABC):
         return None
 
     def lacks(self, fields: Fields) -> str | None:
-        """A column that every record of this shape has and this one has not; None: none is known."""
+        """A column that every record of this shape must have and this one lacks; None if there is none."""
         return next((side for side in SIDES if side in self.columns and fields.get(side) is None), None)
 
     def objection(self, fields: Fields) -> str | None:
-        """What is wrong with a source most of whose records are like this one, and the way out; None: nothing."""
+        """What is wrong with a source if most of its records are like this one, and the way out; None: nothing."""
         return None
 
 
 class Kinds(NamedTuple):
-    """What the columns that tell shapes apart hold; sides is "" where chosen and rejected differ."""
+    """What the columns hold that tell shapes apart (see messages.kind); `sides` is "" if chosen and rejected differ."""
 
     prompt: str = "absent"
     conversations: str = "absent"
@@ -100,7 +100,7 @@ def kinds_of(fields: Fields) -> Kinds:
 
 
 def begins_whole(side: list[dict[str, Any]]) -> bool:
-    """Whether a side begins as a conversation does: with a turn of the system or a user."""
+    """Whether a side begins like a conversation: with a turn of the system or a user."""
     return bool(side) and side[0].get("role", side[0].get("from")) in ("system", "developer", "user", "human")
 
 

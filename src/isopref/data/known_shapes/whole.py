@@ -1,4 +1,4 @@
-"""Shapes in which `chosen` and `rejected` each hold the whole conversation: what is the prompt has to be found."""
+"""Shapes in which `chosen` and `rejected` each hold the whole conversation, so isopref must find the prompt in them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class UltraFeedback(Shape):
         asked = read_text(fields["prompt"], "prompt")
         users = [turn for turn in read_messages(fields["chosen"], "chosen") if turn["role"] == "user"]
         if not users or users[0]["content"] != asked:
-            raise DefectError("shape", "'prompt' is not the first user turn of 'chosen', as this shape has it")
+            raise DefectError("shape", "'prompt' is not the first user turn of 'chosen', as it must be in this shape")
         return _split_conversations(fields)
 
 
 class AnthropicHH(Shape):
-    """Anthropic's HH data. Some sets have the prompt apart, and of those some repeat it in each side.
+    """Anthropic's HH data. Some versions have a separate prompt, and some of these repeat it in each side.
 
-    Without a template, as in the DPO authors' code: the prompt is all up to the last "Assistant:", as it stands.
+    Without a template, as in the DPO authors' code: the prompt is everything up to the last "Assistant:", unchanged.
     """
 
     name = "hh"
@@ -76,7 +76,7 @@ class AnthropicHH(Shape):
 
 
 class Transcript(Shape):
-    """Dialogues as text with role marks of other kinds (see plain_text)."""
+    """Dialogues as text with role marks of other kinds (see plain_text.py)."""
 
     name = "transcript"
     looks = "chosen, rejected: text with marks of turns, as in 'User: ... Assistant: ...'"
@@ -103,7 +103,7 @@ class Transcript(Shape):
 
 
 class Templated(Shape):
-    """What a chat template wrote."""
+    """Text that a chat template has already written."""
 
     name = "templated"
     looks = "chosen, rejected: text with the marks of a chat template, as in '<|im_start|>assistant'"
@@ -124,7 +124,7 @@ class Templated(Shape):
 
 
 class CommonStart(Shape):
-    """Text without any mark: what both sides begin with is taken to be the prompt."""
+    """Text without any mark: the common beginning of both sides is taken to be the prompt."""
 
     name = "common_start"
     looks = "chosen, rejected: text, which begins with the prompt in both"
@@ -151,7 +151,7 @@ class CommonStart(Shape):
         if chosen == rejected or prompt_end(chosen, rejected) is not None:
             return None
         return (
-            f"there is no prompt: 'chosen' and 'rejected' are text, and begin with no common line or sentence "
+            f"there is no prompt: 'chosen' and 'rejected' are text, but do not begin with a common line or sentence "
             f"({shown(chosen)}; {shown(rejected)}). {_name_the_prompt(fields)}"
         )
 
@@ -162,12 +162,12 @@ class CommonStart(Shape):
             raise DefectError("tie", "'chosen' equals 'rejected', so the pair has no gradient")
         end = prompt_end(chosen, rejected)
         if end is None:
-            raise DefectError("missing", "there is no prompt, and both sides begin with no common line or sentence")
+            raise DefectError("missing", "there is no prompt: the sides do not begin with a common line or sentence")
         return chosen[:end], chosen[end:], rejected[end:]
 
 
 def _name_the_prompt(fields: Fields) -> str:
-    """The way out where no prompt is found in the sides."""
+    """The way out if no prompt is found in the sides."""
     others = ", ".join(key for key in fields if key not in SIDES) or "none"
     return (
         "Put what was asked into a column 'prompt', or name the column that has it: data.columns={prompt: COLUMN}. "
@@ -193,7 +193,7 @@ def _texts(fields: Fields) -> tuple[str, str]:
 
 
 def _common_marks(fields: Fields) -> Marks | None:
-    """The marks of turns that both sides have, if nothing else is a prompt. None: they have none, or different ones."""
+    """The kind of marks that both sides have, if no column is the prompt. None if they have none or different ones."""
     if kinds_of(fields) != Kinds(sides="text") or fields.get("instruction") is not None:
         return None
     chosen, rejected = (fields[key] for key in SIDES)
@@ -204,7 +204,7 @@ def _common_marks(fields: Fields) -> Marks | None:
 
 
 def _split_marked(fields: Fields) -> Parts:
-    """Two marked texts, as they stand."""
+    """Prompt and answers of two marked texts, unchanged."""
     chosen, rejected = _texts(fields)
     marks = find_marks(chosen)
     assert marks is not None
@@ -225,16 +225,16 @@ def _split_conversations(fields: Fields) -> Parts:
     prompt, answers = split_whole([chosen, rejected])
     for side, answer in zip(SIDES, answers, strict=True):
         if not any(turn["role"] == "assistant" for turn in answer):
-            raise DefectError("role", f"'{side}' has no assistant turn of its own, where it parts from the other side")
+            raise DefectError("role", f"'{side}' has no assistant turn after the turns that both sides share")
         if prompt[-1]["role"] == answer[0]["role"] == "assistant":
             raise DefectError("role", f"the prompt ends with an assistant turn, which '{side}' would continue")
     return prompt, answers[0], answers[1]
 
 
 def _split_whole(chosen: list[Message], rejected: list[Message]) -> Parts:
-    """Two dialogues in plain text: what comes before the last turn is the prompt, and must be the same.
+    """Two dialogues in plain text: the turns before the last one are the prompt, and must be the same.
 
-    A mark of a turn further up may be part of an answer, so that dialogues that part there are not taken apart.
+    Dialogues that differ earlier are refused, because the mark of an earlier turn may be part of an answer's text.
     """
     if chosen[:-1] != rejected[:-1]:
         raise DefectError("diverging", "'chosen' and 'rejected' differ before their last answer")
