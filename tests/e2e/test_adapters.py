@@ -278,7 +278,7 @@ def test_a_run_in_place_of_its_adapter_is_told_of_it(lora: tuple[Project, Path])
     project, _ = lora
     message = project.refused("again", "model.adapter={path: lora}")
     assert message.endswith(
-        "lora is not the folder of an adapter: it has no adapter_config.json. Did you mean lora/model?"
+        "lora is not an adapter's folder: it has no adapter_config.json. Did you mean lora/model?"
     )
 
 
