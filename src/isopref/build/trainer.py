@@ -28,7 +28,7 @@ from isopref.engine.callbacks.watch import WatchCallback
 from isopref.engine.checkpoints import (
     UNFINISHED,
     last_saved,
-    newest_whole,
+    newest_intact,
     outlook,
     sweep,
 )
@@ -101,7 +101,7 @@ def build_trainer(
 
 def _resume(run: Run, trainer: Trainer) -> None:
     """Resume from the last intact checkpoint, if there is one."""
-    checkpoint, damaged = newest_whole(Path(trainer.save_folder))
+    checkpoint, damaged = newest_intact(Path(trainer.save_folder))
     for path, problem in damaged.items():
         run.display.say(f"resume: skipping {path}: {problem}")
     if checkpoint is not None:

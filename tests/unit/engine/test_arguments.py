@@ -67,7 +67,7 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
     [
         (
             {"table": random_pairs(3)},
-            "table must be a ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
+            "table must be an ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
         ),
         ({"table": TABLE.select([])}, "the table has no pairs."),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1; found 0."),
