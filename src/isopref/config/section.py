@@ -12,7 +12,7 @@ PATH_BYTES = 3500  # Linux allows 4095; leave room for file names
 
 
 def path_must(text: str) -> str | None:
-    """What a path must be, if `text` cannot be one. None: it can."""
+    """What a path must be, if `text` cannot be one; None if it can."""
     if "\0" in text:
         return "a path without NUL characters"
     if len(text.encode(errors="surrogatepass")) > PATH_BYTES:
