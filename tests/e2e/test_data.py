@@ -94,7 +94,7 @@ def test_what_happened_is_counted_and_what_did_not_is_not_mentioned(no_weights: 
 def test_warnings_come_last(no_weights: Project) -> None:
     no_weights.write_pairs("train.jsonl", [{"prompt": "a?", "chosen": "yes", "rejected": "no"}])
     outcome = no_weights.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=4")
-    last = "\n\nwarning: optim.batch_size is 4, and there are 1 pairs to train on: an epoch is one step\n"
+    last = "\n\nwarning: optim.batch_size: 4 exceeds the number of pairs to train on, 1: an epoch is one step\n"
     assert outcome.out.endswith(f"[[rejected]]no<|im_end|>{last}")
     assert outcome.out.count("warning: ") == 1
 

@@ -174,9 +174,15 @@ def test_what_is_refused(project: Project) -> None:
         (("more.jsonl", "--by", "my_rewards:brevity"), "the judge would not read input"),
         (("train.jsonl", "--by", "my_rewards:brevity"), "expected prompt and responses"),
         (("answers.jsonl", "--by", str(project.model)), "is not a reward model"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: is for a judge that compares"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"), "--rubric: is for a judge at a URL"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
+        (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: applies only to a judge at a URL"),
+        (
+            ("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"),
+            "--rubric: applies only to a judge at a URL",
+        ),
+        (
+            ("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"),
+            "--skip-failed: applies only to a judge at a URL",
+        ),
     ):
         outcome = project.isopref("judge", *arguments)
         assert outcome.code == 1

@@ -332,9 +332,9 @@ def test_what_is_refused(ready: Project) -> None:
     for arguments, message in (
         ((*ROUNDS, "1", "data.eval=0.5"), "data.eval: prompts are read from one file"),
         ((*ROUNDS, "1", "model.reference=x/y"), "the rounds choose the reference"),
-        ((*ROUNDS, "1", "--judge-model", "m"), "--judge-model: is for a judge at a URL"),
-        ((*ROUNDS, "1", "--judge-parallel", "2"), "--judge-parallel: is for a judge at a URL"),
-        ((*ROUNDS, "1", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
+        ((*ROUNDS, "1", "--judge-model", "m"), "--judge-model: applies only to a judge at a URL"),
+        ((*ROUNDS, "1", "--judge-parallel", "2"), "--judge-parallel: applies only to a judge at a URL"),
+        ((*ROUNDS, "1", "--skip-failed"), "--skip-failed: applies only to a judge at a URL"),
         (("eval", "my.yaml", "--model", "m", "--win-rate"), "--win-rate: needs a judge"),
         (("eval", "my.yaml", "--model", "m", "--by", "x:y"), "--by: needs --win-rate"),
         (("eval", "my.yaml", "--model", "m", "--temperature", "0"), "--temperature: needs --win-rate"),

@@ -20,7 +20,7 @@ from isopref.runs.lock import locked
 Resume = Literal["no", "must", "auto"]  # auto: if the folder contains a run
 
 
-def goes_on(run: Run, resume: Resume) -> bool:
+def resumes(run: Run, resume: Resume) -> bool:
     """Whether a run resumes. A process restarted by its launcher does."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
     if resume == "must":

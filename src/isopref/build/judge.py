@@ -42,7 +42,7 @@ from isopref.remote import Server, server
 ANSWERS = ("responses", "generations", "answers", "completions")
 JUDGE_TOKENS = 512
 ASKS = 3  # attempts to get a verdict from a judge
-HOPELESS = 32  # comparisons without a verdict, and none with one, after which judging stops
+HOPELESS = 32  # judging stops if the first comparisons, this many, all end without a verdict
 NAMED = 5  # prompts named in a message
 
 Scores = list[float | None]
@@ -153,19 +153,21 @@ def open_judge(options: JudgeOptions) -> Judge:
     }
     for name, value in only_servers.items():
         if value is not None:
-            raise ConfigError(f"{name}: is for a judge at a URL, and --by is {options.by}. Remove it.")
+            raise ConfigError(f"{name}: applies only to a judge at a URL, but --by is {options.by}. Remove it.")
     if options.ties != "drop":
-        raise ConfigError(f"--ties: is for a judge that compares, and --by {options.by} gives scores. Remove it.")
+        raise ConfigError(f"--ties: applies only to a judge at a URL, but --by is {options.by}. Remove it.")
     if is_function(options.by):
         if options.overrides:
-            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a function.")
+            raise ConfigError(
+                f"{options.overrides[0]}: settings apply only to a reward model, but --by is a function. Remove it."
+            )
         return Function(options.by)
     if options.by.endswith(".py"):
         raise ConfigError(f"--by: {options.by} names a file, but no function in it. Write {options.by}:FUNCTION.")
     path = model_path(options.by)
     if not is_reward_model(path, trust_remote_code="model.trust_remote_code=true" in options.overrides, setting="--by"):
         raise ConfigError(
-            f"--by: {path} is not a reward model (a folder for sequence classification). Expected one, "
+            f"--by: {path} is not a reward model (the folder of a sequence-classification model). Pass one, "
             "module:function, or a URL."
         )
     return RewardModel(path, options.overrides)
@@ -229,7 +231,9 @@ class LanguageModel:
 
     def __init__(self, remote: Server, options: JudgeOptions):
         if options.overrides:
-            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a URL.")
+            raise ConfigError(
+                f"{options.overrides[0]}: settings apply only to a reward model, but --by is a URL. Remove it."
+            )
         self.remote, self.ties, self.rubric = remote, options.ties, read_rubric(options.rubric)
         self.parallel = options.parallel or REQUESTS
         self.skip_failed = options.skip_failed
@@ -310,7 +314,7 @@ class LanguageModel:
     def _hopeless(self, model: str, replies: Sequence[str]) -> NoVerdictError:
         return NoVerdictError(
             f"--by: {model} gave no verdict on any of the first {len(replies)} comparisons, in {ASKS} replies each; "
-            f"the last one ends with {replies[-1]}. Make --rubric plainer, or use another model."
+            f"the last one ends with {replies[-1]}. Simplify the question (--rubric), or use another model."
         )
 
     def _incomplete(

@@ -83,7 +83,7 @@ def test_rows_are_shared_by_a_group(project: Path) -> None:
     ("gpus", "size", "message"),
     [
         ("6", 4, "layout.context_parallel: 4 does not divide 6 GPUs. Change --gpus or layout.context_parallel."),
-        ("3", 3, "layout.context_parallel: 3 does not divide the heads of the model"),
+        ("3", 3, "layout.context_parallel: 3 does not divide 32, the number of parts into which ranks can divide the"),
     ],
 )
 def test_what_cannot_split_a_row_is_refused(project: Path, gpus: str, size: int, message: str) -> None:

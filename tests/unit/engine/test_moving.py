@@ -55,7 +55,7 @@ def test_another_shape_is_refused() -> None:
 
 def test_without_a_reference_there_is_none_to_move() -> None:
     policy, other = (Policy(tiny_model("gpt2")) for _ in range(2))
-    with pytest.raises(ConfigError, match="a moving reference does nothing"):
+    with pytest.raises(ConfigError, match="a moving reference has no effect"):
         DPOTrainModule(
             policy,
             torch.optim.SGD(policy.parameters()),
