@@ -330,7 +330,7 @@ def test_optimizers_and_adapters_are_planned_for(project: Path) -> None:
     assert tuned["run"]["memory"]["optimizer"] < 0.01 * plain["run"]["memory"]["optimizer"]
     assert tuned["run"]["flops"] < 0.7 * plain["run"]["flops"]
     assert packed["run"]["memory"]["weights"] / GIB == pytest.approx(0.516 * 6.98e9 / GIB + 1.96, rel=0.05)
-    assert "four bits" in packed["notes"][0]
+    assert "4-bit weights" in packed["notes"][0]
     assert any("adapter" in note for note in plan(project)["notes"])
 
 
