@@ -65,8 +65,8 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal -m "not ranks"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m ranks
 
-# Installs the lowest versions that pyproject.toml allows, except of torch: other versions than that of constraints.txt
-# bring gigabytes of CUDA packages. Runs a few tests of every part that uses one of the packages.
+# Installs the lowest versions that pyproject.toml allows, but torch as in constraints.txt: other versions of torch come
+# with gigabytes of CUDA packages. Runs a few tests of every part that uses one of the packages.
 lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(PYTHON) .ci/lowest.py > $(LOWEST)/constraints.txt

@@ -166,7 +166,7 @@ MEASUREMENTS = [
 
 
 class Worker:
-    """A process that runs jobs one after another (worker.py), in a process group of its own."""
+    """A process that runs jobs one after another (worker.py), in its own process group."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-u", str(FOLDER / "worker.py")]

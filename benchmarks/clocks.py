@@ -89,7 +89,7 @@ class EngineClock(Callback):
 
 
 class PeerClock(TrainerCallback):
-    """Times a peer's steps under each setting of cuDNN attention in turn; every setting has a warm-up of its own."""
+    """Times a peer's steps under each setting of cuDNN attention in turn; every setting has its own warm-up."""
 
     def __init__(self, cell: Cell, cudnn_settings: Sequence[bool]) -> None:
         self.clocks = {cudnn: Clock(cell) for cudnn in cudnn_settings}

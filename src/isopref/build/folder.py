@@ -29,7 +29,7 @@ def resumes(run: Run, resume: Resume) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the folder already contains the result of this run. Raises RunError if it is that of another run."""
+    """Whether the folder already contains the result of this run. Raises RunError if it has another run's result."""
     if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
         return False
     _refuse_other_math(run, ("model", "data", "objective", "optim"))

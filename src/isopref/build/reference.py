@@ -121,7 +121,7 @@ def of_other_model(
 ) -> Reference:
     """The log-probabilities of a model that is loaded only to score, and freed again.
 
-    `path` None: the starting model. `beginning`: that of the run that the log-probabilities are for, if there is one.
+    `path` None: the starting model. `beginning`: the beginning of the run that needs the log-probabilities, if any.
     """
     found = _load_and_look_up(run, tokenizer, tables, path, setting, beginning)
     gc.collect()

@@ -137,7 +137,10 @@ class ExampleLoader(DataLoaderBase):
         return plan_step(lengths, self.budget, num_ranks=self.dp_world_size, attention_share=self.attention_share)
 
     def get_mock_batch(self) -> dict[str, Any]:
-        """The longest pairs that fill one microbatch on every rank, to run out of memory early. On a CPU: one pair."""
+        """The longest pairs that fill one microbatch on every rank, so that running out of memory happens early.
+
+        On a CPU, one pair.
+        """
         tokens = tokens_alone(self.table.lengths, self.budget.kind)
         longest = np.argsort(-tokens, kind="stable")
         wanted = self.budget.tokens * self.dp_world_size if torch.cuda.is_available() else 1

@@ -69,7 +69,7 @@ class DataCollatorForSeq2SeqDPO:
                 "AutoTokenizer.from_pretrained returns."
             )
         if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
-            raise ConfigError(f"{COLLATOR}: model has a decoder of its own; isopref trains causal models. Pass None.")
+            raise ConfigError(f"{COLLATOR}: model is an encoder-decoder, but isopref trains causal models. Pass None.")
         honoured: dict[str, tuple[Any, ...]] = {
             "padding": (True, "longest"),
             "max_length": (None,),

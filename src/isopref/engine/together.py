@@ -11,7 +11,7 @@ class Together:
     """Lets ranks ask one another. All ranks create it, and call its methods, at the same points."""
 
     def __init__(self) -> None:
-        # A group of its own: the engine's threads use the others.
+        # A separate group, because the engine's threads use the others.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks() > 1 else None
 
     def any(self, *mine: bool) -> list[bool]:

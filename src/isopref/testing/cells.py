@@ -73,14 +73,14 @@ class Cell:
 
 @cache
 def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
-    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
+    """Pairs of very different lengths, up to 35 tokens per part, and their weights."""
     pairs = random_pairs(num_pairs, seed=3, longest=36)
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
 @cache
 def tree_batch() -> tuple[list[Example], list[float]]:
-    """Examples with any number of answers, and weights of their own."""
+    """Examples with any number of answers, and their weights."""
     examples = _with_gaps(tree_examples(seed=5))
     return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
 
