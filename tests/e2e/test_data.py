@@ -236,7 +236,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
             "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
             "no record has the columns ['ask']. Fix ",
         ),
-        ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
+        ("data.eval=train.jsonl", "data.eval: contains the prompts of all 23 pairs of data.train"),
         ("data.max_length=5", "train.jsonl: none of 23 records gave a pair; dropped: 23 too_long."),
         ("model.path=/nowhere/model", "model.path: there is no folder /nowhere/model"),
         ("data.train[0]=x", "data.train[0]: no such field. Did you mean data.train?"),

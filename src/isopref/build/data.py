@@ -104,8 +104,9 @@ def pair_tables(
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
-            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Use "
-            f"other held-out pairs, or a share of the prompts, as data.eval: 0.05.{mixed.stats.dropped_note}"
+            f"data.eval: contains the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. "
+            "Use other held-out pairs, or hold out a share of the prompts: data.eval: "
+            f"0.05.{mixed.stats.dropped_note}"
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
     return _tables(config, train, held_out, uses)

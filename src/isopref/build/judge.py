@@ -102,7 +102,10 @@ def _judge_file(file: str, out: Path, options: JudgeOptions, display: Display) -
         if count:
             display.say(f"judge {count} {what}")
     if not written:
-        raise DataError(f"{file}: no record has two answers with different scores, so there is nothing to compare.")
+        raise DataError(
+            f"{file}: no record has two answers with different scores, so there is nothing to train on. Sample more "
+            "answers per prompt, or use another judge."
+        )
     Ledger(out).finish(written)
     display.say(f"wrote {out}: {len(written)} of {len(records)} prompts, with scores by {options.by}")
 

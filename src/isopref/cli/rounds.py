@@ -94,7 +94,9 @@ def _executes(nproc: int) -> Callable[[Sequence[str]], None]:
             code = app(list(arguments), prog_name="isopref", standalone_mode=False) or 0
         if code:
             if nproc > 1 and code < 128:
-                raise ConfigError(f"isopref {arguments[0]} failed; its message is above. Run the command again.")
+                raise ConfigError(
+                    f"isopref {arguments[0]} failed; its message is above. Fix the cause and run the command again."
+                )
             raise typer.Exit(code)
 
     return execute

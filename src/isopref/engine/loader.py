@@ -73,7 +73,7 @@ class ExampleLoader(DataLoaderBase):
         check_choice(WHERE, "weighting", weighting, get_args(Weighting))
         check_kind(WHERE, "objective", objective, (Loss, NoneType), 'what pair_loss returns, as in pair_loss("kto")')
         if not len(table):
-            raise ConfigError(f"{WHERE}: the table has no pairs.")
+            raise ConfigError(f"{WHERE}: the table has no pairs. Pass a table with at least one.")
         super().__init__(
             work_dir=work_dir,
             global_batch_size=batch_size,

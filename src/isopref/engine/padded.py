@@ -169,7 +169,7 @@ def split_batch_dpo(batch: Mapping[str, Any], num_microbatch_instances: int) -> 
             )
     sizes = {key: len(value) for key, value in batch.items()}
     if len(set(sizes.values())) != 1:
-        raise DataError(f"split_batch_dpo: the batch's tensors differ in their number of pairs: {sizes}.")
+        raise DataError(f"split_batch_dpo: the tensors differ in their number of pairs: {sizes}. Make them equal.")
     pieces = {key: value.split(num_microbatch_instances) for key, value in batch.items()}
     return [{key: value[n] for key, value in pieces.items()} for n in range(len(pieces["chosen_input_ids"]))]
 
@@ -205,7 +205,7 @@ def padded_to_step(
         mine, [len(pieces), width], device
     )
     if not num_pairs:
-        raise DataError("the batch holds no pairs on any rank.")
+        raise DataError("the batch holds no pairs on any rank. Leave out empty batches.")
     if rank_microbatch_size < 2 * widest:  # after the exchange, so that all ranks stop alike
         raise ConfigError(
             f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} "

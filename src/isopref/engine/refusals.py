@@ -64,7 +64,10 @@ def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: 
     if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
         names = ", ".join(one.objective.name for one in objective.summands)
         wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
-        raise ConfigError(f"{WHERE}: the loss {names} needs a {wanted}, and the model is a {found}.")
+        raise ConfigError(
+            f"{WHERE}: the loss {names} needs a {wanted}, but the model is a {found}. Pass the other kind of model, or "
+            "use another loss."
+        )
     reshard(model)
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):
@@ -112,7 +115,8 @@ def check_loader(
     check_table(loader.table, objective)
     if objective.kind != "pairs" and weighting == "gap":
         raise ConfigError(
-            f"{WHERE}: weighting is 'gap', between two answers, but the objective is a loss of {objective.kind}."
+            f"{WHERE}: weighting 'gap' applies to comparisons of two answers, but the objective is a loss of "
+            f"{objective.kind}. Use another weighting."
         )
     if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)
@@ -164,7 +168,7 @@ def check_gaps(table: ExampleTable, where: str) -> None:
     count = f"of {len(table.gaps)} comparisons"
     if unknown.any():
         raise ConfigError(
-            f"{where}: {unknown.sum()} {count} have no score gap, which is needed; the first is "
+            f"{where}: {unknown.sum()} {count} have no score gap, but all need one; the first is "
             f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
             "lists with scores."
         )
