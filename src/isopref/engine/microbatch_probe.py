@@ -272,7 +272,7 @@ def _shortened(example: Example) -> Example:
 
 
 def _evenly(length: int, share: float) -> IntArray:
-    """This share of the indices below `length`, at least one. With a smaller length, they are a prefix of these."""
+    """This share of the indices below `length`, at least one. A smaller length gives a prefix of the same indices."""
     chosen: IntArray = np.flatnonzero(np.diff(np.floor(share * np.arange(length + 1))))
     return chosen if len(chosen) else np.arange(min(1, length))
 

@@ -27,7 +27,7 @@ BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
 ELEMENTWISE_PASSES = 3.5
 HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
 # Over inputs and outputs of linear layers with an adapter. Forward: its two thin products read the input, and read and
-# write the output. Backward: they read both for the adapter's gradient, and add to the gradient of the input.
+# write the output. Backward: they read both for the adapter's gradient, and one more for the input's.
 ADAPTER_PASSES = 4
 READ_PASSES = 2  # over the weights, per microbatch: products read them, forward and backward
 ACCUMULATE_PASSES = 4  # over the trained weights, per microbatch: gradients are written and accumulated
@@ -48,7 +48,7 @@ class StepTime:
     exchange: float  # between ranks that work on the same pairs; not overlapped with compute
     overhead: float
     imbalance: float
-    network: float  # communication between other ranks that compute does not hide
+    network: float  # gathers and reductions of weights and gradients that compute does not hide
 
     @property
     def forward(self) -> float:

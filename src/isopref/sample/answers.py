@@ -28,7 +28,7 @@ class Sampling:
     seed: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for NaN, which passes the parser's check of limits, and for logits that would overflow."""
+        """Raise ConfigError for NaN and Inf, which pass the parser's check of limits, and if logits would overflow."""
         if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf):
             raise ConfigError(
                 f"--temperature: must be 0 (always take the most likely token) or at least {LOWEST_TEMPERATURE:g}; "
