@@ -1,7 +1,7 @@
-"""Build the docs as a website that fetches nothing: python .ci/docs_site.py OUT. Needs mkdocs-material.
+"""Build the docs as a website that loads nothing from elsewhere: python .ci/docs_site.py OUT. Needs mkdocs-material.
 
-Pages are written for GitHub, where they link to each other and to files across the repository. `stage` copies them into
-one folder with the links changed to fit; mkdocs builds it, and a link to nowhere is an error.
+The pages are written for GitHub, where they link to each other and to files across the repository. `stage` copies them
+into one folder and rewrites the links; mkdocs builds the site, and a broken link is an error.
 """
 
 import os
@@ -55,7 +55,7 @@ use_directory_urls: false
 strict: true
 theme:
   name: material
-  font: false  # the reader's own: none is fetched
+  font: false  # use the reader's fonts instead of fetching some
   features: [navigation.tabs, navigation.indexes, toc.follow, content.code.copy]
   palette:
     - media: "(prefers-color-scheme: light)"
@@ -71,7 +71,7 @@ nav:{nav}"""
 
 
 def places() -> dict[Path, str]:
-    """Where each file of the repository is on the site."""
+    """The place on the site of each file of the repository that it shows."""
     found = {ROOT / "README.md": "index.md"}
     found |= {path: path.name for path in (ROOT / "docs").iterdir() if path.is_file()}
     found |= {ROOT / name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")}
@@ -81,7 +81,7 @@ def places() -> dict[Path, str]:
 
 
 def stage(pages: Path) -> list[str]:
-    """Copy every file to its place below `pages`, links changed to fit. Returns links that lead to no file."""
+    """Copy every file to its place below `pages`, with rewritten links. Returns links that lead to no file."""
     where, lost = places(), []
     for source, place in list(where.items()):
         target = pages / place
@@ -92,7 +92,7 @@ def stage(pages: Path) -> list[str]:
             text, missing = _relinked(source, place, where)
             lost += missing
             target.write_text(text, encoding="utf-8")
-    for source, place in where.items():  # with what pages link to beside each other
+    for source, place in where.items():  # now with the files that pages link to, which `_relinked` added
         if source.is_file() and source.suffix != ".md":
             (pages / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, pages / place)
@@ -123,7 +123,7 @@ def _listing(folder: Path) -> str:
 
 
 def fetched(site: Path) -> list[str]:
-    """What pages of a built site would load from elsewhere."""
+    """Everything that pages of a built site would load from elsewhere."""
     found = []
     for path in sorted(site.rglob("*")):
         if path.suffix in (".html", ".css"):
@@ -132,18 +132,18 @@ def fetched(site: Path) -> list[str]:
 
 
 def main(out: Path) -> None:
-    """Stage and build. Exits with a message if a link is broken or a page would fetch something."""
+    """Stage and build. Exits with a message if a link is broken or a page loads something from elsewhere."""
     work = out.parent / f"{out.name}-pages"
     shutil.rmtree(work, ignore_errors=True)
     lost = stage(work / "docs")
     if lost:
-        sys.exit("links that lead to no file of the site:\n" + "\n".join(lost))
+        sys.exit("broken links (they lead to no file of the site):\n" + "\n".join(lost))
     config = work / "mkdocs.yml"
     config.write_text(CONFIG.format(pages=(work / "docs").resolve(), out=out.resolve(), nav=NAV), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config)], check=True)
     elsewhere = fetched(out)
     if elsewhere:
-        sys.exit("pages that would fetch something:\n" + "\n".join(elsewhere))
+        sys.exit("pages that load something from elsewhere:\n" + "\n".join(elsewhere))
     print(f"Wrote {out / 'index.html'}.")
 
 

@@ -1,4 +1,4 @@
-"""Print constraints for the lowest versions that pyproject.toml allows; of torch, the version in constraints.txt."""
+"""Print constraints for the lowest versions that pyproject.toml allows; for torch, the version in constraints.txt."""
 
 import re
 import sys

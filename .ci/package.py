@@ -1,9 +1,9 @@
-"""Try a wheel as a user meets it: in an empty environment, with only what it declares.
+"""Try a wheel as a user would: in an empty environment, with only its declared dependencies.
 
     python .ci/package.py WHEEL FOLDER lowest|newest
 
-`lowest` installs the lowest versions that pyproject.toml allows, `newest` the newest; of torch, both take the version
-in constraints.txt. Then: `isopref init --demo`, and two steps of training with a tiny model. FOLDER must not exist.
+`lowest` installs the lowest versions that pyproject.toml allows, `newest` the newest; both use the torch version in
+constraints.txt. Then it runs `isopref init --demo` and two training steps with a tiny model. FOLDER must not exist.
 """
 
 import os
@@ -26,11 +26,11 @@ TRAIN = (
 
 
 def main(wheel: Path, folder: Path, versions: str) -> None:
-    """Install, then use. Raises CalledProcessError where a command fails."""
+    """Install the wheel and use it. Raises CalledProcessError if a command fails."""
     folder.mkdir(parents=True)
     venv.create(folder / "venv", with_pip=True)
     programs = (folder / "venv" / "bin").resolve()
-    # Nothing of this checkout, and nothing of the environment that runs this script.
+    # Without anything from this checkout or from the environment that runs this script.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env |= {
         "PATH": f"{programs}:{env['PATH']}",
@@ -52,7 +52,7 @@ def main(wheel: Path, folder: Path, versions: str) -> None:
     run(*TRAIN)
     for made in ("run/report.html", "run/model/config.json"):
         assert (folder / made).exists(), made
-    print(f"{wheel.name} works with the {versions} versions of what it needs.")
+    print(f"{wheel.name} works with the {versions} versions of its dependencies.")
 
 
 def constraints(versions: str) -> str:

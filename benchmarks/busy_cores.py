@@ -1,10 +1,11 @@
-"""Training speed on CPU cores, alone and beside busy programs, by how long OpenMP's waiting threads spin.
+"""Training speed on CPU cores, alone and next to busy programs, by how long OpenMP's waiting threads spin.
 
     python benchmarks/busy_cores.py                       # isopref's setting and OpenMP's default, on all cores
     python benchmarks/busy_cores.py --spins 0 3000 30000  # other settings and the default
 
-Each setting has a process of its own that trains the shape of SmolLM2-135M on hh lengths. The processes take turns,
-step by step, on the same pairs, so a machine whose speed drifts is fair to all. Busy programs: one per core.
+Each setting has its own process, which trains a model of SmolLM2-135M's shape on pairs with hh lengths. The processes
+take turns, step by step, on the same pairs, so a drift in the machine's speed affects all settings alike. There is one
+busy program per core.
 """
 
 import argparse
@@ -29,7 +30,7 @@ MARK = "seconds: "  # what a training process prints before the time of a step, 
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """So many processes that use as much of a core as they get, and end with this one."""
+    """Run `count` processes that use as much of a core as they get, and end if this process ends."""
     spin = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
     programs = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
     try:
@@ -63,7 +64,7 @@ class Training:
         self._process.wait()
 
     def step(self) -> float:
-        """Take the next step. Returns its seconds."""
+        """Take the next step. Returns how many seconds it took."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -78,7 +79,7 @@ class OnRequest(Callback):
 
     def pre_step(self, batch: object) -> None:
         del batch
-        if not sys.stdin.readline():  # whoever asked is gone
+        if not sys.stdin.readline():  # the process that asks for steps is gone
             os._exit(0)
         self.begun = time.perf_counter()
 
@@ -109,7 +110,7 @@ def report(busy: int, seconds: dict[int, list[float]], batch_size: int) -> None:
 
 
 def compare(settings: Sequence[int], threads: int, alone: int, beside: int) -> None:
-    """So many steps of every setting alone, and so many beside busy programs."""
+    """Time `alone` steps of every setting on an idle machine, then `beside` steps next to busy programs."""
     from vs_trl import CELLS
 
     batch_size = CELLS[CELL].batch_size
@@ -130,9 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spins", nargs="+", type=int, default=[SPINS])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of each setting, alone")
-    parser.add_argument("--busy-steps", type=int, default=4, help="timed steps of each setting, beside busy programs")
-    parser.add_argument("--train", action="store_true", help="in this process, on request, --steps steps")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each setting on an idle machine")
+    parser.add_argument("--busy-steps", type=int, default=4, help="timed steps of each setting next to busy programs")
+    parser.add_argument("--train", action="store_true", help="train --steps steps in this process, on request")
     args = parser.parse_args()
     if args.train:
         train(args.steps)

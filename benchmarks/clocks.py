@@ -1,4 +1,4 @@
-"""What times a step: of isopref's trainer, and of a peer's under several attention settings."""
+"""Clocks for the steps of isopref's trainer, and for a peer's steps under several attention settings."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 class Clock:
     """Times the steps after the warm-up. It waits for the device only before the first and after the last of them.
 
-    A step that compiles belongs to the warm-up, which then takes a step more, as long as the cell has spare steps.
+    A step that compiles counts as warm-up. The warm-up then lasts one step longer, as long as the cell has spare steps.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -35,7 +35,7 @@ class Clock:
         return len(self.ends) == 2
 
     def tick(self) -> None:
-        """A step is done; the first call comes before the first step."""
+        """Record that a step is done. Call it once before the first step, too."""
         self._watch_compiling()
         if self.ticks in (self.warmup, self.warmup + self.cell.steps):
             if torch.cuda.is_available():
@@ -50,7 +50,7 @@ class Clock:
             self.memory["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
 
     def _watch_compiling(self) -> None:
-        """Begin again after a step that compiled, and another one, if there are spare steps."""
+        """After a step that compiled, start timing again one step later, if there are spare steps."""
         before, self._graphs = self._graphs, _compiled()
         new = self._graphs - before
         later = min(self.ticks + 1, self.cell.warmup + self.cell.spare)
@@ -89,7 +89,7 @@ class EngineClock(Callback):
 
 
 class PeerClock(TrainerCallback):
-    """Times a peer's steps under each setting of cuDNN attention in turn; every setting has a warm-up of its own."""
+    """Times a peer's steps under each setting of cuDNN attention in turn; every setting has its own warm-up."""
 
     def __init__(self, cell: Cell, cudnn_settings: Sequence[bool]) -> None:
         self.clocks = {cudnn: Clock(cell) for cudnn in cudnn_settings}

@@ -1,8 +1,8 @@
 """Ways to split the tokens of one row over ranks, on two CPU ranks: python benchmarks/context_parallel.py
 
-Each case has a part of a row's queries, keys and values on each rank, and is compared with one process: what attention
-returns, and the gradients of queries, keys and values. The result is the reason for the decision in docs/decisions.md;
-the last line but one is what was built (layout.context_parallel).
+In each case, every rank has a part of a row's queries, keys and values. What attention returns, and the gradients of
+queries, keys and values, are compared with those of one process. The result led to the decision in docs/decisions.md:
+the last line but one was built (layout.context_parallel).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 def _row(tokens: int = TOKENS) -> tuple[Segments, list[Tensor]]:
-    """A row of pairs with shared prompts; its queries, keys and values, and a weight: the loss is the weighted sum."""
+    """A row of pairs with shared prompts; its queries, keys, values, and the weights with which the loss sums them."""
     (one,) = build_microbatch(examples(random_pairs(8)), "shared", row_tokens=tokens).passes
     assert one.segments is not None
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def _compare(
         with context():
             loss = (part(*(x.requires_grad_() for x in mine)) * here(weight)).sum()
             found = torch.autograd.grad(loss, mine)
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any failure is a finding, and goes into the table
         return f"{words} | {_short(error)}" if words else f"{_short(error)} | "
     return f"{words} | {', '.join(_off(x, here(y)) for x, y in zip(found, gradients, strict=True))}"
 
@@ -104,8 +104,8 @@ def _short(error: Exception) -> str:
 
 
 def _torchs() -> AbstractContextManager[None]:
-    cp._cp_options.enable_load_balance = False  # else tokens change places, and a mask's columns do not follow
-    return cp.context_parallel(_mesh(), buffers=[torch.arange(TOKENS)], buffer_seq_dims=[0])  # it must have some buffer
+    cp._cp_options.enable_load_balance = False  # otherwise tokens change places, but the columns of a mask do not
+    return cp.context_parallel(_mesh(), buffers=[torch.arange(TOKENS)], buffer_seq_dims=[0])  # a buffer is required
 
 
 def one_sequence() -> str:
@@ -117,7 +117,7 @@ def one_sequence() -> str:
 
 def by_mask(products: bool) -> str:
     segments, tensors = _row()
-    mask = _here(_seen(segments)[None, None])  # four dimensions, since torch takes the third for the queries
+    mask = _here(_seen(segments)[None, None])  # four dimensions: to torch, the third is that of the queries
     backends = [SDPBackend.MATH] if products else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def heads_exchanged() -> str:
 
 
 def _part(whole: Segments, start: int, stop: int) -> Segments:
-    """What the queries from start to stop see: of each segment, the keys up to those of its last query among them."""
+    """The segments of the queries from start to stop, each with the keys up to that of its last query in this range."""
     index, queries, keys, kept, follows = whole.key_index, [0], [0], [], []
     assert index is not None
     for s in range(len(whole.query_bounds) - 1):
@@ -194,7 +194,7 @@ CASES: list[tuple[str, Callable[..., str], tuple[object, ...]]] = [
     ("_ContextParallel FLEX, a BlockMask, 384 tokens", by_blocks, (384,)),
     ("keys and values gathered, our attention", keys_gathered, ()),
     ("tokens dealt, heads exchanged, our attention", heads_exchanged, ()),
-    ("context_parallel, a mask, attention as torch chooses", by_mask, (False,)),  # last, since the ranks are lost
+    ("context_parallel, a mask, attention as torch chooses", by_mask, (False,)),  # last: the ranks do not survive it
 ]
 
 

@@ -1,10 +1,10 @@
-"""What another layout changes, in float8 and in bfloat16: gradients of one batch, compared with the first layout's.
+"""How much the layout matters in float8 and in bfloat16: gradients of one batch, compared with the first layout's.
 
     python benchmarks/bench.py --only float8-layouts
     python benchmarks/bench.py --only 8b-chat-float8 8b-lora-float8     # speed
     python benchmarks/profile_step.py --cell 8b-chat --float8           # where the time of a step goes
 
-In bfloat16 the differences are rounding, and float8 is judged by them.
+In bfloat16 the differences are rounding; they are the yardstick for those in float8.
 """
 
 from contextlib import nullcontext

@@ -1,10 +1,10 @@
-"""Files of tests/gpu, as runs of bench.py: how many of their tests pass on this GPU, and which do not."""
+"""Files of tests/gpu as runs of bench.py: how many of their tests pass on this GPU, and which fail."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch  # noqa: F401 -- worker.py asks it for a GPU
+import torch  # noqa: F401 -- so that worker.py checks for a GPU
 
 
 class Outcomes:
@@ -29,7 +29,7 @@ class Outcomes:
 def measure(file: str, *, tiny: bool = False) -> dict[str, Any]:
     """The outcomes of a file of tests. `tiny` changes nothing: without a GPU, all of them are skipped."""
     outcomes = Outcomes()
-    # Without capture (-s), after which log handlers of the process would write to a closed file.
+    # With -s: pytest's capture would leave the process's log handlers writing to a closed file.
     status = pytest.main([file, "-q", "-s", "-p", "no:cacheprovider"], plugins=[outcomes])
     counts = {name: outcomes.counts[name] for name in ("passed", "failed", "skipped")}
     return {"exit_status": int(status), **counts, "failures": outcomes.failed}

@@ -1,4 +1,4 @@
-"""What the runs of hh_training.py say, in figures and as a picture."""
+"""Summarises the runs of hh_training.py, in figures and as a picture."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -14,7 +14,7 @@ LEFT, TOP, GAP_X, GAP_Y = 62, 52, 70, 66
 
 
 def summary(runs: Sequence[dict[str, Any]], batch_size: int) -> dict[str, Any]:
-    """Speed, start-up, how far the curves are apart, and when each system reaches the same accuracy."""
+    """Speed, start-up time, distance between the curves, and when each system reaches the same accuracy."""
     by_system = {
         name: [one for one in runs if one["system"] == name] for name in dict.fromkeys(r["system"] for r in runs)
     }
@@ -51,13 +51,13 @@ def _of_system(runs: Sequence[dict[str, Any]], batch_size: int) -> dict[str, Any
 
 
 def _steady(run: dict[str, Any], batch_size: int) -> float:
-    """Speed of the second half of the steps."""
+    """Pairs per second over the second half of the steps."""
     half = run["steps"][len(run["steps"]) // 2 - 1 :]
     return float((len(half) - 1) * batch_size) / float(half[-1]["seconds"] - half[0]["seconds"])
 
 
 def _difference(ours: Sequence[Any], theirs: Sequence[Any], what: str, figure: str) -> dict[str, float]:
-    """Of the same step and seed in both systems: mean and maximum of the absolute differences."""
+    """Mean and maximum of the absolute differences between both systems at the same step and seed."""
     apart = [
         abs(mine[figure] - other[figure])
         for one, two in zip(ours, theirs, strict=False)  # the last seeds may be missing
@@ -67,7 +67,7 @@ def _difference(ours: Sequence[Any], theirs: Sequence[Any], what: str, figure: s
 
 
 def _until(runs: Sequence[dict[str, Any]], accuracy: float) -> float:
-    """Seconds of training until the mean accuracy of all seeds is that high."""
+    """Seconds of training until the mean accuracy over all seeds reaches `accuracy`."""
     for evaluations in zip(*(one["evaluations"] for one in runs), strict=True):
         if mean(one["accuracy"] for one in evaluations) >= accuracy:
             return float(mean(one["seconds"] for one in evaluations))

@@ -1,18 +1,18 @@
-"""A real training beside TRL: SmolLM2-135M on Anthropic's HH pairs, the same batches in the same order in both systems.
+"""A real training run, compared with TRL: SmolLM2-135M on Anthropic's HH pairs, with the same batches in both systems.
 
     python benchmarks/bench.py --only hh --hh-data harmless-base/test.jsonl.gz
-    python benchmarks/hh_training.py benchmarks/measured_hh.json --picture docs/hh-training.svg   # what it found
+    python benchmarks/hh_training.py benchmarks/measured_hh.json --picture docs/hh-training.svg   # summarise results
 
-The pairs are in the repository anthropics/hh-rlhf (MIT). The first HELD_OUT pairs are held out and the others trained
+The pairs are in the repository anthropics/hh-rlhf (MIT). The first HELD_OUT pairs are held out; the others are trained
 on. Both systems take tokens from isopref's table, in the order of isopref's epochs, with the same hyperparameters:
-float32 weights, bfloat16 compute on a GPU, AdamW, linear schedule, every pair counting the same. So their curves over
-steps should coincide, and those over time should not. On a GPU isopref also trains in float8, which shows what that
-costs in loss and accuracy.
+float32 weights, bfloat16 compute on a GPU, AdamW, a linear schedule, all pairs with equal weight. So their curves over
+steps should coincide, but not those over time. On a GPU isopref also trains in float8, to show what float8 costs in
+loss and accuracy.
 
-TRL's settings are searched first: its microbatch, with and without cuDNN attention, on a few steps of the same data;
-the fastest is used. TRL and TRL with Liger are two systems. Times of steps exclude evaluation. What comes before the
-first step (loading, the reference, compilation) is start-up, which a process's later runs find partly warm; imports
-come on top, once.
+TRL's settings are searched first, on a few steps of the same data: its microbatch size, with and without cuDNN
+attention. The fastest setting is used. TRL and TRL with Liger count as two systems. Step times exclude evaluation.
+Everything before the first step (loading, the reference, compilation) is start-up, which is partly warm in a process's
+later runs; it does not include imports.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Plan:
     max_steps: int | None = None
 
     def config(self, seed: int, folder: Path, precision: str = "bfloat16") -> Config:
-        """As a user of isopref would write it; layout and microbatches are left to `auto`."""
+        """The config that a user would write; layout and microbatches are left to `auto`."""
         work, cuda = Path(self.work), torch.cuda.is_available()
         return Config.model_validate(
             {
@@ -90,7 +90,7 @@ class Plan:
         )  # fmt: skip
 
     def tables(self, seed: int, folder: Path) -> Tables:
-        """The tokenised pairs: those trained on make up whole batches."""
+        """The tokenised pairs, with a number of training pairs that fills complete batches."""
         config = self.config(seed, folder)
         found = pair_tables(config, hf.load_tokenizer(config.model.path), Display(quiet=True))
         whole = len(found.train) // self.batch_size * self.batch_size
@@ -103,7 +103,7 @@ class Plan:
 
 @dataclass
 class Course:
-    """One training: loss of every step, figures of every evaluation, and the seconds of training until then."""
+    """One training run: the loss of every step, the metrics of every evaluation, and seconds of training up to each."""
 
     system: str
     seed: int
@@ -124,7 +124,7 @@ class Course:
         return self._mark - before
 
     def start(self) -> None:
-        """The first step is next."""
+        """Record that start-up is over and the first step comes next."""
         self._lap()
         self.startup_s = self._mark - self.begun
 
@@ -138,7 +138,7 @@ class Course:
             self.peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30
 
     def brief(self) -> dict[str, float]:
-        """Where it went, on one line."""
+        """Times and final metrics, for one line."""
         last = self.evaluations[-1]
         times = {"startup_s": self.startup_s, "train_s": self.train_s, "eval_s": self.eval_s}
         return {**times, "loss": last["loss"], "accuracy": last["accuracy"]}
@@ -172,7 +172,7 @@ class EvaluationEnd(Callback):
 
 
 def train_isopref(plan: Plan, seed: int, begun: float, precision: str = "bfloat16") -> Course:
-    """What `isopref train` does, stage by stage, but for its cache, its checkpoints and its export."""
+    """Train as `isopref train` does, stage by stage, but without cache, checkpoints and export."""
     course = Course("isopref-float8" if precision == "float8" else "isopref", seed, begun)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -200,7 +200,7 @@ def train_isopref(plan: Plan, seed: int, begun: float, precision: str = "bfloat1
 
 
 def prepared(data: list[str], model: str, held_out: int) -> Path:
-    """The model as a folder that loads at once, and the records in two files; made once per machine."""
+    """A folder with the model, in a form that loads quickly, and the records in two files; made once per machine."""
     digest = hashlib.sha256(repr((data, model, held_out)).encode()).hexdigest()[:12]
     work = Path(tempfile.gettempdir()) / f"isopref-hh-{digest}"
     if not work.exists():
@@ -233,7 +233,7 @@ def tiny_plan() -> Plan:
 
 @cache
 def best_settings(plan: Plan, liger: bool) -> dict[str, Any]:
-    """The fastest of TRL's settings, and the speed of all that were tried, once per process."""
+    """The fastest of TRL's settings, and the speed of all settings tried. Searched once per process."""
     from hh_trl import search
 
     tried = search(plan, [min(batch, plan.batch_size) for batch in TRL_BATCHES], liger)
@@ -244,7 +244,7 @@ def best_settings(plan: Plan, liger: bool) -> dict[str, Any]:
 def measure(system: str, seed: int, *, data: list[str], model: str | None = None, tiny: bool = False) -> dict[str, Any]:
     """One training of one system: its curves, and what it took."""
     if not data and not tiny:
-        raise UnavailableError("no pairs to train on: give bench.py --hh-data")
+        raise UnavailableError("no pairs to train on. Pass --hh-data to bench.py")
     plan = tiny_plan() if tiny else Plan(str(prepared(data, model or MODEL, HELD_OUT)))
     if system.startswith("trl"):
         from hh_trl import train_trl
@@ -263,7 +263,7 @@ def measure(system: str, seed: int, *, data: list[str], model: str | None = None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="what bench.py wrote")
+    parser.add_argument("results", type=Path, help="file of results from bench.py")
     parser.add_argument("--picture", type=Path, help="draw the curves to this SVG file")
     args = parser.parse_args()
     runs = json.loads(args.results.read_text())["results"]

@@ -1,4 +1,4 @@
-"""TRL's side of hh_training.py: its DPO trainer on the same tokens, batches, order, schedule and weights."""
+"""TRL's part of hh_training.py: its DPO trainer with the same tokens, batches, order, schedule and weights."""
 
 import itertools
 import tempfile
@@ -24,7 +24,7 @@ SEARCH_STEPS, SEARCH_WARMUP = 6, 2
 
 
 class Pairs(NamedTuple):
-    """What TRL gets: pairs, the order in which it trains on them (all epochs), and held-out pairs."""
+    """TRL's data: pairs, the order in which it trains on them (over all epochs), and held-out pairs."""
 
     train: Any
     order: list[int]
@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
 
 
 class CourseCallback(TrainerCallback):
-    """Writes a course as the trainer reports it. Losses are logged at every step."""
+    """Fills in a Course from what the trainer reports. Losses are logged at every step."""
 
     def __init__(self, course: "Course") -> None:
         self.course = course
@@ -56,7 +56,7 @@ class CourseCallback(TrainerCallback):
 
 
 def train_trl(plan: "Plan", seed: int, begun: float, *, batch: int, liger: bool, cudnn: bool) -> "Course":
-    """`batch`: pairs of a microbatch."""
+    """Train with TRL. `batch`: pairs per microbatch."""
     from hh_training import Course
 
     course = Course("trl", seed, begun)
@@ -75,7 +75,7 @@ def train_trl(plan: "Plan", seed: int, begun: float, *, batch: int, liger: bool,
 
 
 def search(plan: "Plan", batches: list[int], liger: bool) -> list[dict[str, Any]]:
-    """Pairs per second of a few steps under each setting: the first epoch's pairs of seed 0, without evaluation."""
+    """Pairs per second under each setting, over a few steps on seed 0's first epoch, without evaluation."""
     from hh_training import Course
 
     found = []
@@ -111,15 +111,16 @@ def _fit(
     callback: CourseCallback,
 ) -> None:
     if liger:
-        import liger_kernel  # noqa: F401 -- to say so early if it is missing
+        import liger_kernel  # noqa: F401 -- fails early if it is missing
     from trl import DPOTrainer
     from trl.trainer import dpo_trainer
 
-    dpo_trainer.hash_module = lambda _model: uuid4().hex  # it names a cache file; no part of training
+    # TRL hashes all weights to name a cache file, which is not part of training.
+    dpo_trainer.hash_module = lambda _model: uuid4().hex
     schedule = LinearWithWarmup(alpha_f=0.0, warmup=max(1, round(plan.warmup * steps)), t_max=steps + 1)
 
     class Prepared(DPOTrainer):  # type: ignore[misc]
-        """Takes tokens, in isopref's order; its learning rates are those of isopref's schedule."""
+        """Takes tokens in isopref's order, and learning rates from isopref's schedule."""
 
         def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
             return dataset

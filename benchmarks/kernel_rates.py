@@ -1,10 +1,10 @@
-"""Rates of the kernels that a step consists of, on this card: what isopref/plan/speed.py takes its shares from.
+"""Rates of the kernels that make up a step, on this card. isopref/plan/speed.py takes its constants from them.
 
     python benchmarks/kernel_rates.py --out kernel_rates.json
 
-Matrix products of decoder layers and heads of several widths (forward and both backward products, not compiled), and
-attention over packed rows with either kernel, for heads of 64 and 128 and two kinds of lengths. No shape here is one
-that the plan is then compared with as a whole: `plan_check.py` does that.
+Measures matrix products of decoder layers and output heads of several widths (forward and both backward products, not
+compiled), and attention over packed rows with either kernel, for head widths 64 and 128 and two kinds of lengths. None
+of these is a complete step; `plan_check.py` compares the plan with complete steps.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HEADS = {"1b": (2048, 128256), "qwen": (2048, 151936), "8b": (4096, 128256)}
 
 
 def seconds(work: Callable[[], Any], *, repeat: int) -> float:
-    """Of one call, after two to warm up."""
+    """Seconds of one call, after two warm-up calls."""
     if not torch.cuda.is_available():
         work()
         return 1.0
@@ -51,7 +51,7 @@ def seconds(work: Callable[[], Any], *, repeat: int) -> float:
 
 
 def products(shapes: list[tuple[int, int]], device: torch.device, tokens: int, *, repeat: int = 10) -> float:
-    """Operations a second over matrices of `shapes`, forward and backward."""
+    """Operations per second of products with matrices of `shapes`, forward and backward."""
     work: list[tuple[Tensor, Tensor, Tensor]] = [
         tuple(torch.randn(size, device=device, dtype=torch.bfloat16) for size in ((tokens, i), (o, i), (tokens, o)))  # type: ignore[misc]
         for i, o in shapes
@@ -71,7 +71,7 @@ def layer_shapes(width: int, keys: int, inner: int) -> list[tuple[int, int]]:
 
 
 def attention(data: str, head_width: int, device: torch.device, tokens: int, *, repeat: int = 10) -> float:
-    """Operations a second, counted in whole tiles as the plan does, forward and backward."""
+    """Operations per second, forward and backward, counted in full tiles as the plan does."""
     examples = workload.examples(data, tokens // 100, answers=2, vocabulary=1000)
     lengths = Lengths.of(examples)
     group = plan_step(lengths, Budget("shared", tokens), num_ranks=1)[0][0]

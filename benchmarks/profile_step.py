@@ -1,9 +1,9 @@
-"""Where a step's time goes: the GPU's kernels by kind, and what the engine adds to the bare computation.
+"""Where a step's time goes: GPU kernels by kind, and what the engine adds to the bare computation.
 
     python benchmarks/profile_step.py --cell 1b-chat [--mixed] [--float8] [--layout microbatch_tokens=8192]
 
-The engine's share is the step's time in the whole trainer, over that of a loop which only does forward, backward and
-the optimizer on microbatches that are on the device already: same process, same steps.
+The engine's overhead is the time of a step in the complete trainer divided by that of a loop that does only forward,
+backward and optimizer on microbatches already on the device, in the same process and for the same steps.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class StepProfile(Callback):
 
 
 def bare_seconds(ready: Ready, first: int, last: int) -> float:
-    """Seconds of a step that is nothing but forward, backward and optimizer, over steps `first` to before `last`."""
+    """Mean seconds of a step with only forward, backward and optimizer, over the steps from `first` to `last` - 1."""
     module: Any = ready.trainer.train_module
     loader: Any = ready.trainer.data_loader
     loader.reshuffle(epoch=1)
@@ -102,7 +102,8 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=6, help="how many of the longest kernels of each kind to list")
     args = parser.parse_args()
     cell = CELLS[args.cell]
-    logging.getLogger("olmo_core").setLevel(logging.ERROR)  # the bare loop repeats steps, and so their metrics
+    # The bare loop repeats steps, and the engine would warn about repeated metrics.
+    logging.getLogger("olmo_core").setLevel(logging.ERROR)
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}
     with ready_trainer(cell, mixed=args.mixed, float8=args.float8, layout=layout) as ready:
         clock, spy = Clock(replace(cell, steps=cell.steps - 1)), StepProfile(cell.warmup + cell.steps)

@@ -1,4 +1,4 @@
-"""The trainer that `isopref train` makes of a config, ready to fit; only its weights and pairs are made up."""
+"""The trainer that `isopref train` builds from a config, ready to fit, but with random weights and made-up pairs."""
 
 import json
 import math
@@ -41,11 +41,11 @@ class Cell:
     trl_batch: int  # pairs, or labelled answers, of one of TRL's microbatches
     dtype: str = "bfloat16"
     warmup: int = 3
-    spare: int = 0  # steps that the warm-up may take longer, until none compiles
+    spare: int = 0  # additional warm-up steps allowed, until a step compiles nothing
     steps: int = 8
-    adapter: dict[str, Any] | None = None  # as model.adapter takes it
+    adapter: dict[str, Any] | None = None  # the value of model.adapter
     loss: str = "sigmoid"
-    answers: int = 2  # of an example
+    answers: int = 2  # per example
 
     @property
     def unit(self) -> str:
@@ -109,9 +109,10 @@ def ready_trainer(
     layout: dict[str, Any] | None = None,
     make: Callable[..., PreTrainedModel] = workload.model,
 ) -> Iterator[Ready]:
-    """`mixed`: float32 master weights, bfloat16 compute. `float8`: products of linear layers in that.
+    """A run of a cell, just before its first step.
 
-    `layout`: other values of that section. `make`: the model.
+    `mixed`: float32 master weights, bfloat16 compute. `float8`: linear layers multiply in float8. `layout`: overrides
+    of the config's section. `make` builds the model.
     """
     precision = {"dtype": "float32", "compute_dtype": "bfloat16"} if mixed else {"dtype": cell.dtype}
     precision |= {"compute_dtype": "float8"} if float8 else {}
@@ -138,6 +139,6 @@ def ready_trainer(
             run = settle_layout(run, model, table)
             reference = score_all(run, model, table, "reference")
             trainer = build_trainer(run, model, table, reference, None, False)
-            del trainer.callbacks["checkpointer"]  # a checkpoint of many GiB at the end is not what is measured
+            del trainer.callbacks["checkpointer"]  # it would write a checkpoint of many GiB at the end
             yield Ready(run, policy, table, trainer)
             del trainer

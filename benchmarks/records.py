@@ -1,7 +1,7 @@
-"""What bench.py has measured: one file of all runs, and the measured*.json files that the pages quote.
+"""The results of bench.py: a file of all runs, and the measured*.json files that the docs quote.
 
-A run is one system, setting or file of a measurement; it has a repeat number from 1. The file is written after every
-run, atomically, so a benchmark that is killed loses at most the run under way.
+A run is one system, setting or file of a measurement; its repeats are numbered from 1. The file is written atomically
+after every run, so a benchmark that is killed loses at most the current run.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Record = dict[str, Any]  # run, repeat, given, code, about, wall_s, and one of r
 
 
 def code_version() -> str:
-    """A digest of everything a figure depends on here: the library and the benchmarks."""
+    """A digest of the code that a figure depends on: the library and the benchmarks."""
     digest = hashlib.sha256()
     for file in sorted([*(FOLDER.parent / "src").rglob("*.py"), *FOLDER.glob("*.py")]):
         digest.update(file.read_bytes())
@@ -40,7 +40,7 @@ class UnavailableError(Exception):
 
 
 class Records:
-    """The runs of one folder, in a file of that name."""
+    """The recorded runs, in a file `name` of a folder."""
 
     def __init__(self, folder: Path, name: str = "bench.json"):
         self.folder = folder
@@ -49,12 +49,12 @@ class Records:
         self._code = code_version()
 
     def done(self, run: str, repeat: int) -> bool:
-        """Whether this code has measured it. What failed or was skipped is tried again."""
+        """Whether this code has measured the run. Failed and skipped runs do not count, so they are retried."""
         found = self._find(run, repeat)
         return found is not None and "result" in found and found["code"] == self._code
 
     def add(self, record: Record) -> None:
-        """Keep a record in place of an earlier one of the same run, and write the file."""
+        """Add a record, replacing an earlier one of the same run and repeat, and write the file."""
         old = self._find(record["run"], record["repeat"])
         self.all = [one for one in self.all if one is not old]
         self.all.append(record | {"code": self._code})
@@ -62,16 +62,16 @@ class Records:
         _write(self.path, {"runs": self.all})
 
     def of(self, run: str) -> list[Record]:
-        """The results of a run by the code that measured it last."""
+        """The results of a run from the code that last measured it."""
         results = [one for one in self.all if one["run"] == run and "result" in one]
         return [one for one in results if one["code"] == results[-1]["code"]]
 
     def medians(self, runs: Iterable[str]) -> list[Record]:
-        """Of each run the repeat of median step time (of two, the slower); `repeats_s` are those of all."""
+        """For each run, the repeat with the median step time (of two, the slower). `repeats_s`: all step times."""
         return [_median(some) for some in map(self.of, runs) if some]
 
     def write_measured(self, name: str, runs: Iterable[str]) -> Path | None:
-        """Update a file that pages quote with the medians of runs. Entries that were not measured stay."""
+        """Update a file that the docs quote with the medians of runs. Entries that were not measured stay."""
         new = self.medians(runs)
         if not new:
             return None
@@ -85,9 +85,9 @@ class Records:
 
 
 def merged(before: dict[str, Any], new: Sequence[Record]) -> dict[str, Any]:
-    """A measured file with new entries in the place of those they repeat. `about` is that of the newest.
+    """The content of a measured file, with new entries replacing those they repeat.
 
-    An entry that was measured otherwise, on another day, machine or commit, has its own.
+    `about` describes the newest entry. An entry measured on another day, machine or commit has its own `about`.
     """
     about = new[-1]["about"]
     kept = []
@@ -112,7 +112,7 @@ def _median(some: list[Record]) -> Record:
 
 
 def ratios(entries: Iterable[Record]) -> str:
-    """One line per run: its step time, memory, and how much longer a step takes than in the first run."""
+    """One line per run: its step time, its memory, and its step time relative to that of the first run."""
     lines, first = [], None
     for one in entries:
         result = one["result"]
@@ -135,7 +135,7 @@ def _write(path: Path, content: Any) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits of every figure."""
+    """The value with every figure rounded to five significant digits."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

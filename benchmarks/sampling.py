@@ -1,12 +1,12 @@
-"""Speed of `isopref sample` beside transformers' `generate` with padding, on one GPU.
+"""Speed of `isopref sample`, compared with transformers' `generate` with padding, on one GPU.
 
     python benchmarks/bench.py --only sampling
     python benchmarks/sampling.py generate sorted/cudnn        # one system, in one setting
 
-A Llama shape with random weights in bfloat16 answers prompts with the lengths of a chat data set, four answers to each.
-The data's own answer lengths say where answers end, so both systems write the same number of tokens. `generate` gets
-batches of as many answers as isopref writes at a time, prompts padded on the left, in the order of the data (file) or
-sorted by length, without and with cuDNN attention, which plans for every new length.
+A Llama shape with random bfloat16 weights writes four answers to each of some prompts with the lengths of a chat data
+set. Answers end at the lengths of the data's answers, so both systems write the same number of tokens. `generate` gets
+batches of as many answers as isopref writes at a time, with prompts padded on the left, in the order of the data (file)
+or sorted by length, with and without cuDNN attention, which builds a plan for every new length.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from isopref.models.writer import Choice, Request, write
 ANSWERS = 4
 SETTINGS = {"generate": ("file", "sorted", "file/cudnn", "sorted/cudnn"), "isopref": ("128", "256")}
 ROWS = 128  # answers that generate writes at a time
-PROMPTS, LONGEST, SECONDS = 128, 512, 25  # prompts of a run, most tokens of a part, most time for generate
+PROMPTS, LONGEST, SECONDS = 128, 512, 25  # prompts per run, maximum tokens of prompt or answer, time limit of generate
 
 
 def make_requests(num_prompts: int, vocabulary: int, longest: int) -> list[Request]:
@@ -56,7 +56,7 @@ class AtLimits(StoppingCriteria):  # type: ignore[misc,unused-ignore]
 
 
 def run_generate(model: Any, requests: list[Request], rows: int, until: float) -> tuple[int, float]:
-    """Tokens that count and seconds, for as many batches as fit into the time."""
+    """Tokens written (without padding) and seconds, for as many batches as fit into the time limit."""
     device, tokens, started = model.device, 0, time.perf_counter()
     each = rows // ANSWERS
     for start in range(0, len(requests), each):
@@ -94,7 +94,7 @@ def run_isopref(policy: Policy, requests: list[Request], rows: int, *, graphs: b
 
 
 def measure(system: str, setting: str, *, tiny: bool = False) -> dict[str, Any]:
-    """Tokens per second. `setting`: of generate the order of prompts, of isopref how many answers at a time."""
+    """Tokens per second. `setting`: for generate, the order of prompts; for isopref, the answers at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = workload.model("tiny" if tiny else "1b", dtype=dtype, device=device).eval()

@@ -1,4 +1,4 @@
-"""A run on many ranks, on paper: the real planner on real lengths, and the performance model of `isopref plan`.
+"""A run on many ranks, on paper: the run's planner on real lengths, and the performance model of `isopref plan`.
 
     python benchmarks/scaling.py            # writes docs/scaling.md and its plots
 
@@ -108,7 +108,7 @@ def on_ranks(shape: ModelShape, ranks: int, pairs: int, *, shard: int) -> Foreca
 
 
 def balance(shape: ModelShape, pairs: int, ranks: int) -> float:
-    """Of tokens: mean over the slowest, microbatch by microbatch."""
+    """Balance by tokens: the mean over ranks divided by the maximum, microbatch by microbatch."""
     share = resolve.attention_share(shape.width)
     lengths = Lengths.of_pairs(workload.lengths("chat", pairs))
     loads = step_loads(lengths, Budget("shared", TOKENS), ranks=ranks, attention_share=share)

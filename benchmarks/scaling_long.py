@@ -1,6 +1,6 @@
-"""Pairs too long for one GPU, on paper: a section of docs/scaling.md, by the performance model of `isopref plan`.
+"""Pairs too long for one GPU, on paper: a section of docs/scaling.md, from the performance model of `isopref plan`.
 
-scaling.py writes it; python benchmarks/scaling_long.py prints it.
+scaling.py writes the section into the page; `python benchmarks/scaling_long.py` prints it.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def eight_b() -> ModelShape:
 
 
 def of(shape: ModelShape, gpus: int, tokens: int, context: int, pairs: int = PAIRS) -> Forecast:
-    """Steps of pairs of so many tokens, `context` ranks to a row."""
+    """A forecast for pairs of `tokens` tokens, with rows split over `context` ranks."""
     layers = shape.layers
     layout = replace(FSDP, ranks=gpus, shard=gpus, context=context, recompute=layers, offloaded=layers - 1)
     return forecast(

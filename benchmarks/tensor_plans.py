@@ -1,8 +1,8 @@
-"""What transformers' tensor-parallel plans give, on CPU ranks: python benchmarks/tensor_plans.py
+"""How exact transformers' tensor-parallel plans are, on CPU ranks: python benchmarks/tensor_plans.py
 
-Each line compares a tiny model that ranks compute together with one process: its outputs, and its gradient of one
-batch, at once and in two microbatches, which FSDP2 reduces after the second or after each. The result is the reason for
-the decision in docs/decisions.md.
+Each line compares a tiny model that several ranks compute together with the same model in one process: its outputs, and
+its gradient for one batch, in one piece and in two microbatches, with FSDP2 reducing after the second or after each.
+The result led to the decision in docs/decisions.md.
 """
 
 import logging
@@ -76,7 +76,7 @@ def applied(folder: Path) -> Policy:
 
 
 def _outputs(model: nn.Module, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """What the model says of some sequences (of pairs, where it is a policy), and its loss for them."""
+    """The model's outputs for some sequences (for pairs, if it is a policy), and its loss."""
     if isinstance(model, Policy):
         some = examples(random_pairs(SEQUENCES)[first : first + count])
         logps = model(build_microbatch(some, "shared")).logp
@@ -107,8 +107,8 @@ def _off(found: Tensor, expected: Tensor) -> float:
 
 
 def _worst(model: nn.Module, found: dict[str, Tensor], expected: dict[str, Tensor], data_size: int) -> str:
-    """The largest error of a parameter's gradient, and which one it is where that is no rounding."""
-    # FSDP takes the mean over the groups, and the loss is a sum over them.
+    """The largest error of a parameter's gradient, and the parameter if the error is more than rounding."""
+    # FSDP averages over the groups, but the loss is a sum over them.
     scale = data_size if isinstance(model, FSDPModule) else 1
     errors = {name: _off(found[name] * scale, gradient) for name, gradient in expected.items()}
     name = max(errors, key=lambda name: errors[name])
@@ -116,7 +116,7 @@ def _worst(model: nn.Module, found: dict[str, Tensor], expected: dict[str, Tenso
 
 
 def measure(build: Callable[[Path], nn.Module], folder: Path, data_size: int) -> str:
-    """One line. The ranks of `data_size` groups have each their part of the batch."""
+    """One line of the table. The batch is divided over `data_size` groups of ranks."""
     _quiet()
     one: nn.Module = Policy(_load(folder)) if build is applied else _load(folder)
     expected, gradient = _gradient(one, 0, SEQUENCES)

@@ -1,7 +1,7 @@
 """TRL's trainers on the examples of a cell: DPO (lists as the pairs they expand to), KTO and reward models.
 
-TRL gets tokens, precomputed references and its best plain settings (see vs_trl.py). What it does besides training, such
-as hashing all weights to name a cache file, is left out.
+TRL gets tokens, precomputed references and its best plain settings (see vs_trl.py). Work that is not training, such as
+hashing all weights to name a cache file, is left out.
 """
 
 import tempfile
@@ -24,11 +24,11 @@ from isopref.testing.models import byte_tokenizer
 def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True)) -> dict[str, Any]:
     """`attention`: on a GPU, whether torch may use cuDNN's; with several settings, the fastest counts."""
     if cell.quantised:
-        raise UnavailableError("TRL takes its four-bit weights from bitsandbytes, which is not measured here")
+        raise UnavailableError("TRL's 4-bit weights come from bitsandbytes, which is not measured here")
     if cell.terms_per_step % cell.trl_batch:
         raise UnavailableError(f"microbatches of {cell.trl_batch} do not divide the {cell.terms_per_step} of a step")
     if liger:
-        import liger_kernel  # noqa: F401 -- to say so early if it is missing
+        import liger_kernel  # noqa: F401 -- fails early if it is missing
     from datasets import Dataset
     from trl.trainer import dpo_trainer, kto_trainer
 
@@ -75,7 +75,7 @@ def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True
 
 @contextmanager
 def own_attention() -> Iterator[None]:
-    """What TRL sets of torch's attention is as before afterwards."""
+    """Restore torch's attention setting when the context ends."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         yield
@@ -91,7 +91,7 @@ def _model(cell: Cell, device: torch.device) -> PreTrainedModel:
 
 
 def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
-    """TRL's trainer for the cell's loss, its config, and what only that config takes."""
+    """TRL's trainer for the cell's loss, its config class, and the arguments that only this config takes."""
     import trl
 
     reference = {"precompute_ref_log_probs": True}
@@ -103,7 +103,7 @@ def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _tokenised(trainer: Any) -> Any:
-    """The trainer, taking examples as tokens in the order they have."""
+    """The trainer, changed to take tokenised examples as they are."""
 
     class Tokenised(trainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -113,10 +113,10 @@ def _tokenised(trainer: Any) -> Any:
 
 
 def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
-    """An example as TRL's trainer for the cell's loss takes it: one record per comparison or labelled answer."""
+    """An example in the format of TRL's trainer for the cell's loss: one record per comparison or labelled answer."""
     prompt, *answers = (part.tolist() for part in example.parts)
     if cell.loss == "kto":
-        # The mismatched answer that TRL scores for its KL term is one of another example; any one takes as long.
+        # For its KL term, TRL scores an answer of another example. This example's other answer takes as long.
         return [
             {
                 "prompt_ids": prompt,
@@ -133,7 +133,7 @@ def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
 
 
 def _peft_config(cell: Cell) -> Any:
-    """The cell's adapter as TRL takes it: on all linear layers, like isopref's."""
+    """The cell's adapter in TRL's format: on all linear layers, like isopref's."""
     if cell.adapter is None:
         return None
     from peft import LoraConfig

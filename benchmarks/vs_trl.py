@@ -1,16 +1,16 @@
-"""isopref and TRL side by side: the same examples in the same global batches, both through their complete trainers.
+"""isopref and TRL side by side: the same examples in the same global batches, each through its complete trainer.
 
-    python benchmarks/bench.py --only 1b-chat                       # medians of three, the systems taking turns
+    python benchmarks/bench.py --only 1b-chat                       # medians of three; the systems take turns
     python benchmarks/vs_trl.py 1b-chat trl --trl-batch 4           # one system once, in another setting
     python benchmarks/vs_trl.py 1b-chat isopref --layout microbatch_tokens=8192
 
 Speed is pairs (comparisons of lists, labelled answers) per second over the timed steps, including optimizer, clipping,
-logging and data loading; references are computed beforehand. TRL gets lists as the pairs they expand to, and its best
-plain settings: no padding beyond its own, fused AdamW, precomputed references, no gradient checkpointing, the largest
+logging and data loading; references are precomputed. TRL gets lists as the pairs they expand to, and its best plain
+settings: no padding beyond its own, fused AdamW, precomputed references, no gradient checkpointing, the largest
 microbatch that runs fast (half of it if memory runs out). On a GPU it runs the same batches twice, without and with
-cuDNN attention, and the faster run counts: cuDNN builds an execution plan for every new sequence length, and the GPU
-waits meanwhile. Both systems use expandable segments (PYTORCH_ALLOC_CONF): with varying lengths, torch's allocator
-otherwise fragments the card's memory (`alloc_retries`).
+cuDNN attention, and the faster run counts, because cuDNN builds an execution plan for every new sequence length while
+the GPU waits. Both systems use expandable segments (PYTORCH_ALLOC_CONF): otherwise, varying lengths fragment the card's
+memory (`alloc_retries`).
 """
 
 import argparse
@@ -38,7 +38,7 @@ CELLS = {
     "8b-lora": Cell(
         "8b", "chat", 64, microbatch_tokens=16384, trl_batch=2, warmup=1, steps=3, adapter={"rank": 16, "alpha": 32}
     ),
-    "8b-qlora": Cell(  # isopref alone
+    "8b-qlora": Cell(  # only for isopref
         "8b", "chat", 64, microbatch_tokens=16384, trl_batch=1, warmup=1, steps=3,
         adapter={"rank": 16, "alpha": 32, "quantize": "nf4"},
     ),
@@ -64,13 +64,13 @@ CELLS = {
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_batch=4, dtype="float32", warmup=1, steps=2),
 }  # fmt: skip
 # isopref-small: microbatches of 8,192 tokens; isopref-mixed: float32 master weights, bfloat16 compute; isopref-float8:
-# products of linear layers in that; isopref-auto: microbatches and recomputing layers as `auto` chooses them here.
+# linear layers multiply in float8; isopref-auto: `auto` chooses the microbatch size and the recomputing layers.
 SYSTEMS = ("isopref", "isopref-small", "isopref-mixed", "isopref-float8", "isopref-auto", "trl", "trl-liger")
 AUTO = {"microbatch_tokens": "auto", "checkpointing": "auto"}
 
 
 def tiny_cell(cell: Cell) -> Cell:
-    """The same in a size that trains on a CPU in a second."""
+    """The cell with a tiny model and batch, which train on a CPU in a second."""
     adapter = None if cell.adapter is None else {**cell.adapter, "rank": 4}
     return replace(
         cell, shape=workload.TINY.get(cell.shape, "tiny"), batch_size=2, microbatch_tokens=8192, trl_batch=2,
@@ -103,7 +103,7 @@ def run_isopref(cell: Cell, *, mixed: bool, float8: bool, overrides: dict[str, A
 
 
 def run_peer(cell: Cell, *, liger: bool) -> dict[str, Any]:
-    """TRL, with half the microbatch as long as memory runs out."""
+    """TRL, halving its microbatch as long as memory runs out."""
     while True:
         try:
             return run_trl(cell, liger=liger)
@@ -135,8 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cell", choices=CELLS)
     parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="isopref's layout")
-    parser.add_argument("--trl-batch", type=int, help="pairs, or labelled answers, of a TRL microbatch")
+    parser.add_argument("--layout", nargs="*", default=[], metavar="FIELD=VALUE", help="overrides of isopref's layout")
+    parser.add_argument("--trl-batch", type=int, help="pairs, or labelled answers, per TRL microbatch")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
     args = parser.parse_args()
     layout = {key: json.loads(value) for key, value in (one.split("=", 1) for one in args.layout)}

@@ -1,8 +1,8 @@
-"""One process in which runs of bench.py are measured, one after another, with imports and kernels kept warm.
+"""A process that measures runs of bench.py one after another, keeping imports and kernels warm.
 
 bench.py writes one job per line to its standard input: a function of a module in this folder, its arguments, and the
-file for the answer. When the input ends, because bench.py is done or was killed, this process ends at once, and all
-processes that it started with it.
+file for the answer. When the input ends, because bench.py is done or was killed, this process and all processes that it
+started end immediately.
 """
 
 import gc
@@ -25,13 +25,14 @@ OPTIONAL = ("trl", "liger_kernel", "datasets", "peft", "torchao", "fla", "llm_sm
 
 
 def environment() -> dict[str, str]:
-    """Of a process that measures: torch's memory grows in place there, and is not left in pieces too small to use."""
-    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}  # it would win
+    """The environment of a process that measures. Torch's memory grows in place, so that it does not fragment."""
+    # This variable would take precedence over PYTORCH_ALLOC_CONF.
+    others = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
     return {**others, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def perform(call: str, given: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """Run a job: its result, why it was skipped, or its error; and what it took."""
+    """Run a job. Returns its result, why it was skipped, or its error; and how long it took."""
     begun = time.perf_counter()
     module, _, function = call.partition(".")
     answer: dict[str, Any]
@@ -52,12 +53,12 @@ def perform(call: str, given: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU, as far as the job at hand uses torch."""
+    """Whether there is a GPU; True for a job that has not imported torch, which needs none."""
     return "torch" not in sys.modules or sys.modules["torch"].cuda.is_available()
 
 
 def cleared() -> float:
-    """Free memory and compiled code, so the next run meets neither. GiB that could not be freed."""
+    """Free memory and compiled code, so that the next run starts clean. Returns the GiB that could not be freed."""
     gc.collect()
     if "torch" not in sys.modules:
         return 0.0
@@ -71,7 +72,7 @@ def cleared() -> float:
 
 
 def listen(jobs: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    """Hand on jobs; at the end of the input, end this process and all that it started."""
+    """Pass on jobs from the input. When it ends, kill this process and all processes that it started."""
     for line in sys.stdin:
         jobs.put(json.loads(line))
     os.killpg(os.getpgrp(), signal.SIGKILL)

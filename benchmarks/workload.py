@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 LENGTHS = Path(__file__).parent / "lengths"
 EVEN = (512, 256, 256)  # prompt, chosen and rejected of every pair of "even"
 LONGEST = 1024  # prompt, chosen and rejected are each clipped to this
-TURNS, SHARED, LONGEST_RUN = 3, 0.9, 3500  # of "agents": earlier turns, share of a trajectory, tokens of what is shared
+TURNS, SHARED, LONGEST_RUN = 3, 0.9, 3500  # for "agents": earlier turns, shared part of a trajectory, its most tokens
 
 _COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {  # of Llamas, unless they name another `model_type`
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of Llamas, unless they name another `mo
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
-    "3b": {  # for checks of `isopref plan`, which was not fitted to it
+    "3b": {  # to check `isopref plan`, which was not fitted to this shape
         **_COMMON, "num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 8192,
         "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "tie_word_embeddings": True,
@@ -67,27 +67,27 @@ SHAPES: dict[str, dict[str, Any]] = {  # of Llamas, unless they name another `mo
         "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-TINY = {"olmoe": "tiny-olmoe"}  # what takes the place of a shape on a CPU; of others, "tiny"
+TINY = {"olmoe": "tiny-olmoe"}  # shapes that replace others on a CPU; all others are replaced by "tiny"
 
 
 def model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model of that shape with random weights, made on the device."""
+    """A model of this shape with random weights, built on the device."""
     return causal_lm({"model_type": "llama", **SHAPES[shape]}, dtype=dtype, device=device)
 
 
 def causal_lm(config: dict[str, Any], *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The same from the fields of a config, of which one names its `model_type`."""
+    """A model with random weights from the fields of a config, which include its `model_type`."""
     return made(AutoModelForCausalLM.from_config, AutoConfig.for_model(**config), dtype=dtype, device=device)
 
 
 def reward_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The same with a head that gives one score."""
+    """A model of this shape with random weights and a head that gives one score."""
     config = LlamaConfig(**{**SHAPES[shape], "num_labels": 1})
     return made(LlamaForSequenceClassification, config, dtype=dtype, device=device)
 
 
 def made(kind: Any, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """What `kind` makes of a config, with random weights, on the device."""
+    """The model that `kind` builds from a config, with random weights, on the device."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -100,9 +100,9 @@ def made(kind: Any, config: PreTrainedConfig, *, dtype: torch.dtype, device: tor
 
 
 def lengths(name: str, count: int, *, seed: int = 0) -> IntArray:
-    """Lengths of `count` pairs of a real data set ("chat" or "hh"), again from its start where it ends: count, 3.
+    """Lengths of `count` pairs of a real data set ("chat" or "hh"), which is repeated if it is too short: count, 3.
 
-    Of "even", all pairs are as long as one another. Of "agents", two runs of an agent diverge late.
+    In "even", all pairs have the same length. In "agents", a pair is two runs of an agent that diverge late.
     """
     if name == "even":
         return np.tile(np.array(EVEN), (count, 1))
@@ -125,9 +125,9 @@ def _late_divergence(count: int, seed: int) -> IntArray:
 
 
 def examples(name: str, count: int, *, answers: int, labelled: bool = False, vocabulary: int) -> list[Example]:
-    """Examples of that many answers, as long as those of a real data set. Labels of single answers take turns.
+    """Examples with this many answers and the lengths of a real data set. Single answers are good and bad in turn.
 
-    Two answers are a pair. Of more, every two are compared; their lengths are those of several pairs.
+    Two answers make a pair. Of more answers, all pairs are compared, and their lengths come from several pairs.
     """
     random = np.random.RandomState(1)
     of_pairs = lengths(name, count * -(-answers // 2)).reshape(count, -1, 3)
@@ -142,12 +142,12 @@ def examples(name: str, count: int, *, answers: int, labelled: bool = False, voc
 
 
 def in_order(every: list[Item]) -> list[Item]:
-    """The pairs as isopref's first epoch (seed 0) takes them, so that a peer gets the same global batches."""
+    """The pairs in the order of isopref's first epoch (seed 0), so that a peer gets the same global batches."""
     return [every[i] for i in epoch_order(len(every), seed=0, epoch=1)]
 
 
 def versions() -> dict[str, str]:
-    """Date, hardware and versions: what a figure means nothing without."""
+    """Date, hardware and versions, without which a figure means nothing."""
     cuda = torch.cuda.is_available()
     wanted = (
         "torch",
@@ -172,7 +172,7 @@ def versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Its name where Linux tells it: a trainer that waits for its host is as fast as that is."""
+    """The CPU's name, if Linux reports it. It matters for a trainer that waits for its host."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

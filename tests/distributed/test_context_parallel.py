@@ -124,9 +124,9 @@ def test_every_pair_is_scored_and_stored_once(four_ranks: Ranks) -> None:
             "context_with_states",
             "MambaForCausalLM has layers whose sequences cannot be split (backbone.layers.0.mixer)",
         ),
-        ("padded_batch_split", "tensor and context parallelism need packed rows, and the batch is padded."),
+        ("padded_batch_split", "tensor and context parallelism need packed rows, but the batch is padded."),
         ("padded_row_split", "context parallelism needs packed rows (layout.rows: shared or packed)"),
-        ("loader_of_all_ranks", "the ExampleLoader splits batches 2 ways, but the model's ranks divide pairs among 1"),
+        ("loader_of_all_ranks", "the ExampleLoader's dp_world_size is 2, but it must be 1"),
     ],
 )
 def test_what_cannot_work_is_refused(two_ranks: Ranks, mistake: str, message: str) -> None:

@@ -126,7 +126,7 @@ def test_ranks_exchange_what_a_plan_counts(two_ranks: Ranks, architecture: str) 
     [
         ("tensor_of_transformers", "is for OLMo-core's own modules. Set model.native: true"),
         ("tensor_with_ddp", "needs layout.parallel: fsdp or hsdp, not ddp"),
-        ("padded_batch_in_parts", "tensor and context parallelism need packed rows, and the batch is padded."),
+        ("padded_batch_in_parts", "tensor and context parallelism need packed rows, but the batch is padded."),
         ("tensor_of_three", "layout.tensor_parallel: 3 does not divide the number of processes, 2"),
     ],
 )

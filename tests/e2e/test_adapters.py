@@ -277,9 +277,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(project: Project, overr
 def test_a_run_in_place_of_its_adapter_is_told_of_it(lora: tuple[Project, Path]) -> None:
     project, _ = lora
     message = project.refused("again", "model.adapter={path: lora}")
-    assert message.endswith(
-        "lora is not an adapter's folder: it has no adapter_config.json. Did you mean lora/model?"
-    )
+    assert message.endswith("lora is not an adapter's folder: it has no adapter_config.json. Did you mean lora/model?")
 
 
 def test_an_adapter_of_another_model_is_refused(lora: tuple[Project, Path], make_project: MakeProject) -> None:

@@ -94,7 +94,7 @@ def test_what_happened_is_counted_and_what_did_not_is_not_mentioned(no_weights: 
 def test_warnings_come_last(no_weights: Project) -> None:
     no_weights.write_pairs("train.jsonl", [{"prompt": "a?", "chosen": "yes", "rejected": "no"}])
     outcome = no_weights.isopref("data", "my.yaml", "data.eval=null", "optim.batch_size=4")
-    last = "\n\nwarning: optim.batch_size is 4, and there are 1 pairs to train on: an epoch is one step\n"
+    last = "\n\nwarning: optim.batch_size: 4 exceeds the number of pairs to train on, 1: an epoch is one step\n"
     assert outcome.out.endswith(f"[[rejected]]no<|im_end|>{last}")
     assert outcome.out.count("warning: ") == 1
 
@@ -243,7 +243,7 @@ def test_a_model_without_a_context_length(no_weights: Project) -> None:
             "data.train=[{path: train.jsonl, columns: {prompt: ask}}]",
             "no record has the columns ['ask']. Fix ",
         ),
-        ("data.eval=train.jsonl", "data.eval: it has the prompts of all 23 pairs of data.train"),
+        ("data.eval=train.jsonl", "data.eval: contains the prompts of all 23 pairs of data.train"),
         ("data.max_length=5", "train.jsonl: none of 23 records is usable; dropped: 23 too_long."),
         ("model.path=/nowhere/model", "model.path: there is no folder /nowhere/model"),
         ("data.train[0]=x", "data.train[0]: no such field. Did you mean data.train?"),

@@ -13,9 +13,7 @@ from support.project import Project
 
 SIDES = ("chosen", "rejected")
 PROMPT = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-GUESS = (
-    "warning: train.jsonl: there is no column 'prompt', so the prompt is guessed to be what 'chosen' and 'rejected' "
-)
+GUESS = "warning: train.jsonl: there is no column 'prompt', so the prompt is guessed: the text that 'chosen' and "
 
 
 def shown(project: Project, *arguments: str) -> str:

@@ -173,7 +173,7 @@ def test_a_checkpoint_that_holds_code_is_refused(project: Project, whole: Path, 
     seal[file] = hashlib.blake2b((folder / file).read_bytes(), digest_size=16).hexdigest()
     (folder / "seal.json").write_text(json.dumps(seal))
     message = project.refused("run", *SETTINGS, "--resume")
-    assert message.startswith("run/checkpoints/step10: holds more than data (")
+    assert message.startswith("run/checkpoints/step10: holds more than plain data (")
     assert not list(project.folder.rglob("evil was here"))
 
 

@@ -211,9 +211,15 @@ def test_what_is_refused(project: Project) -> None:
         (("answers.jsonl", "--by", str(project.model)), "is not a reward model"),
         (("answers.jsonl", "--by", "~no_such_user/a"), "--by: must be a path in a home folder that exists"),
         (("roles.jsonl", "--by", "my_rewards:brevity"), "roles.jsonl:1: prompt[0] has the role 'critic'"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: is for a judge that compares"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"), "--rubric: is for a judge at a URL"),
-        (("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"), "--skip-failed: is for a judge at a URL"),
+        (("answers.jsonl", "--by", "my_rewards:brevity", "--ties", "keep"), "--ties: applies only to a judge at a URL"),
+        (
+            ("answers.jsonl", "--by", "my_rewards:brevity", "--rubric", "r.txt"),
+            "--rubric: applies only to a judge at a URL",
+        ),
+        (
+            ("answers.jsonl", "--by", "my_rewards:brevity", "--skip-failed"),
+            "--skip-failed: applies only to a judge at a URL",
+        ),
     ):
         outcome = project.isopref("judge", *arguments)
         assert outcome.code == 1

@@ -63,7 +63,7 @@ def test_an_edited_card_is_used_as_it_is(hub: Hub, run: Path) -> None:
     assert hub.files["me/mine"]["README.md"] == card.read_bytes()
     again = push(hub, str(run), "me/mine", "--license", "apache-2.0")
     assert again.returncode == 1
-    assert again.stderr == f"error: --license: {card} exists already. Edit its license there, or remove it.\n"
+    assert again.stderr == f"error: --license: {card} already exists. Edit its license there, or remove it.\n"
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:

@@ -122,7 +122,7 @@ def test_what_is_refused(project: Project) -> None:
     (project.folder / "there.jsonl").write_text("")
     model = ("--model", str(project.model))
     for arguments, message in (
-        (("eval.jsonl", *model, "--out", "there.jsonl"), "there.jsonl exists already"),
+        (("eval.jsonl", *model, "--out", "there.jsonl"), "there.jsonl already exists"),
         (
             ("eval.jsonl", *model, "--out", "no/folder/out.jsonl"),
             "does not exist or is not writable. Create it, or choose another --out.",

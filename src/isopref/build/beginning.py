@@ -1,7 +1,8 @@
 """What a run started with, kept in its folder for resuming: its models and their log-probabilities.
 
-`reference.json` names the models by content. `reference/` holds the reference's log-probabilities: for the same pairs
-the cache may have others by then, off by rounding, which a run in another layout scored at the same time; or none.
+`reference.json` names the models by content. `reference/` holds the reference's log-probabilities, because the cache
+may no longer have the same ones: it may have been cleared, or hold values from a concurrent run in another layout,
+which differ by rounding.
 """
 
 import json
@@ -25,7 +26,7 @@ from isopref.score import TableLogps
 
 
 class Models(NamedTuple):
-    """What must not change unnoticed, by content: the reference, and the model under an adapter (None: none)."""
+    """Models that must be the same on resume, identified by content: the reference, and the model under an adapter."""
 
     reference: Identity | None
     frozen: Identity | None = None
@@ -40,14 +41,14 @@ class NamedTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginning:
-    """The beginning of one run. `resumed`: it is already in the folder; otherwise it is yet to be written."""
+    """The beginning of one run. `resumed`: it is already in the folder; otherwise it has yet to be written."""
 
     run: Run
     resumed: bool
 
     @property
     def folder(self) -> Path:
-        """Where the values are."""
+        """Where the log-probabilities are kept."""
         return self.run.folder / VALUES_FOLDER
 
     def check(self, models: Models) -> None:
@@ -56,7 +57,7 @@ class Beginning:
         self._check("frozen", f"the model under the adapter, {self.run.config.model.path},", models.frozen)
 
     def check_reference(self, identity: Identity | None) -> None:
-        """The same for the reference alone, which may be known first."""
+        """Like `check`, for the reference alone: a separate reference model is known before the policy is loaded."""
         model = self.run.config.model
         self._check("reference", f"the reference {model.reference or model.path}", identity)
 
@@ -113,7 +114,7 @@ class Beginning:
 
 
 def items_of(run: Run, table: ExampleTable) -> Items:
-    """What the reference of a run scores of a table."""
+    """The parts of a table that a run's reference scores."""
     return Items(table, heads=run.loss.needs.heads, mismatched=run.loss.needs_mismatched)
 
 
@@ -136,7 +137,7 @@ def _key(identity: Identity | None) -> str | None:
 def _difference(before: Identity, now: Identity, folder: Path) -> str:
     """How a model's content differs, and what to do. Code comes first: it may read the same files differently."""
     then = f"when the run in {folder} began"
-    now = json.loads(json.dumps(now))  # as it is read back
+    now = json.loads(json.dumps(now))  # in the form in which `before` was read
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if not before:
         return (

@@ -1,4 +1,4 @@
-"""`isopref cache`: the reference of all pairs of a config, scored ahead of a run."""
+"""`isopref cache`: scores all pairs of a config with its reference, ahead of a run."""
 
 from isopref.build import reference
 from isopref.build.data import pair_tables, read_tokenizer, say_tables

@@ -104,8 +104,9 @@ def pair_tables(
     train = mixed.select(without(mixed, held_out))
     if len(train) == 0:
         raise DataError(
-            f"data.eval: it has the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. Use "
-            f"other held-out pairs, or a share of the prompts, as data.eval: 0.05.{mixed.stats.dropped_note}"
+            f"data.eval: contains the prompts of all {len(mixed)} pairs of data.train, so none is left to train on. "
+            "Use other held-out pairs, or hold out a share of the prompts: data.eval: "
+            f"0.05.{mixed.stats.dropped_note}"
         )
     uses = _uses("data.train", mixed, train, None) + _uses("data.eval", held_out, None, held_out)
     return _tables(config, train, held_out, uses)
@@ -174,15 +175,16 @@ def _tables(config: Config, train: ExampleTable, held_out: ExampleTable | None, 
     ]
     if len(train) < (batch := config.optim.batch_size):
         warnings.append(
-            f"optim.batch_size is {batch}, and there are {len(train)} {train.unit}s to train on: an epoch is one step"
+            f"optim.batch_size: {batch} exceeds the number of {train.unit}s to train on, {len(train)}: an epoch is one "
+            "step"
         )
     if config.data.group_by_prompt and not any(source.found.grouped for source in sources):
-        warnings.append("data.group_by_prompt: no two records of a source have the same prompt, so it changes nothing")
+        warnings.append("data.group_by_prompt: no two records of a source have the same prompt, so it has no effect")
     if not any(source.found.holds == "lists" for source in sources):
         if config.data.compare != "all":
-            warnings.append("data.compare: there are no lists of answers, so it changes nothing")
+            warnings.append("data.compare: there are no lists of answers, so it has no effect")
         if config.data.min_gap and all(np.isnan(table.gaps).all() for table in (train, held_out) if table is not None):
-            warnings.append("data.min_gap: the data has no scores, so it changes nothing")
+            warnings.append("data.min_gap: the data has no scores, so it has no effect")
     if config.data.eval_share is not None and held_out is not None:
         warnings += _share_warning(config.data.eval_share, len(held_out), len(train) + len(held_out), train.unit)
     return Tables(train, held_out, sources, warnings)
@@ -322,9 +324,9 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
     warnings = []
     if special := sum(stats.special_tokens.values()):
         way_out = (
-            "if they are templated already, set data.template: none"
+            "if a template was already applied, set data.template: none"
             if SHAPES[stats.shape].has_raw
-            else "the template writes them around each message, so take them out of the text"
+            else "the template writes them around each message, so remove them from the text"
         )
         warnings.append(
             f"{special} of {stats.read} records contain the tokenizer's special tokens, such as "
@@ -336,13 +338,13 @@ def source_warnings(stats: SourceStats, *, cut: bool) -> list[str]:
         ]
         warnings.append(
             f"in {stats.repeated_prompts} of {stats.read} records {every} with the prompt, which would be learnt as "
-            "part of the answer: take it out of them"
+            "part of the answer: remove it there"
         )
     if SHAPES[stats.shape].is_guess:
         warnings.append(
-            "there is no column 'prompt', so the prompt is guessed to be what 'chosen' and 'rejected' both begin with, "
-            "up to the end of a line or else a sentence. Look at the pairs that isopref data shows. A column 'prompt' "
-            "leaves nothing to guess"
+            "there is no column 'prompt', so the prompt is guessed: the text that 'chosen' and 'rejected' both begin "
+            "with, up to the end of a line or else of a sentence. Check the pairs that isopref data shows, or add a "
+            "column 'prompt'"
         )
     if stats.unused_inputs:
         warnings.append(

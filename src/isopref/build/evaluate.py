@@ -37,8 +37,8 @@ def evaluate_model(
         if run.loss.readout == "reward" and not is_reward_model(model, trust_remote_code=trust, setting="--model"):
             names = ", ".join(weights(config.objective.loss))
             raise ConfigError(
-                f"--model: {model} is not a reward model, and objective.loss: {names} trains one. Give the folder of a "
-                "model for sequence classification."
+                f"--model: {model} is not a reward model, but objective.loss: {names} needs one. Pass the folder of a "
+                "sequence-classification model."
             )
         tokenizer = hf.load_tokenizer(model, trust_remote_code=trust, setting="--model")
         pairs = held_out_table(config, tokenizer, run.display, is_first=run.env.is_first)
@@ -73,4 +73,4 @@ def _check_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another place.") from error
+        raise ConfigError(f"--json: {path} cannot be written ({error}). Choose another location.") from error

@@ -18,7 +18,7 @@ from isopref.models.parallel import unwrap
 
 
 def export_model(run: Run, model: nn.Module, tokenizer: Any) -> None:
-    """Gather the trained weights and write them as a Hugging Face folder, or as that of an adapter.
+    """Gather the trained weights and write them as a Hugging Face folder, or as an adapter folder.
 
     A native model is written as an OLMo-core checkpoint too.
     """
@@ -57,9 +57,8 @@ def export_best(run: Run, trainer: Trainer, model: nn.Module, tokenizer: Any) ->
         return
     run.display.say(f"best  {checkpoint.name} has the lowest eval/loss; exporting it to {folder}")
     with weights_of(trainer.train_module, checkpoint):
-        if bad := bad_weights(
-            unwrap(model).model, trained_only=True
-        ):  # from a version that did not check before saving
+        # Earlier versions did not check weights before saving a checkpoint.
+        if bad := bad_weights(unwrap(model).model, trained_only=True):
             raise RunError(
                 f"run.keep_best: the weights in {checkpoint} contain NaN or Inf ({bad[0]}). Remove that checkpoint and "
                 "use --resume again."

@@ -20,7 +20,7 @@ from isopref.runs.lock import locked
 Resume = Literal["no", "must", "auto"]  # auto: if the folder contains a run
 
 
-def goes_on(run: Run, resume: Resume) -> bool:
+def resumes(run: Run, resume: Resume) -> bool:
     """Whether a run resumes. A process restarted by its launcher does."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or StartAgainError.variable in os.environ
     if resume == "must":
@@ -29,7 +29,7 @@ def goes_on(run: Run, resume: Resume) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the folder already contains the result of this run. Raises RunError if it is that of another run."""
+    """Whether the folder already contains the result of this run. Raises RunError if it has another run's result."""
     if not (run.config.run.export and run.model_folder.exists() and holds_run(run.folder)):
         return False
     _refuse_other_math(run, ("model", "data", "objective", "optim"))

@@ -43,7 +43,7 @@ from isopref.remote import Server, server
 ANSWERS = ("responses", "generations", "answers", "completions")
 JUDGE_TOKENS = 512
 ASKS = 3  # attempts to get a verdict from a judge
-HOPELESS = 32  # comparisons without a verdict, and none with one, after which judging stops
+HOPELESS = 32  # judging stops if the first comparisons, this many, all end without a verdict
 NAMED = 5  # prompts named in a message
 
 Scores = list[float | None]
@@ -103,7 +103,10 @@ def _judge_file(file: str, out: Path, options: JudgeOptions, display: Display) -
         if count:
             display.say(f"judge {count} {what}")
     if not written:
-        raise DataError(f"{file}: no record has two answers with different scores, so there is nothing to compare.")
+        raise DataError(
+            f"{file}: no record has two answers with different scores, so there is nothing to train on. Sample more "
+            "answers per prompt, or use another judge."
+        )
     Ledger(out).finish(written)
     display.say(f"wrote {out}: {len(written)} of {len(records)} prompts, with scores by {options.by}")
 
@@ -163,19 +166,21 @@ def open_judge(options: JudgeOptions) -> Judge:
     }
     for name, value in only_servers.items():
         if value is not None:
-            raise ConfigError(f"{name}: is for a judge at a URL, and --by is {options.by}. Remove it.")
+            raise ConfigError(f"{name}: applies only to a judge at a URL, but --by is {options.by}. Remove it.")
     if options.ties != "drop":
-        raise ConfigError(f"--ties: is for a judge that compares, and --by {options.by} gives scores. Remove it.")
+        raise ConfigError(f"--ties: applies only to a judge at a URL, but --by is {options.by}. Remove it.")
     if is_function(options.by):
         if options.overrides:
-            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a function.")
+            raise ConfigError(
+                f"{options.overrides[0]}: settings apply only to a reward model, but --by is a function. Remove it."
+            )
         return Function(options.by)
     if options.by.endswith(".py"):
         raise ConfigError(f"--by: {options.by} names a file, but no function in it. Write {options.by}:FUNCTION.")
     path = model_path(options.by)
     if not is_reward_model(path, trust_remote_code="model.trust_remote_code=true" in options.overrides, setting="--by"):
         raise ConfigError(
-            f"--by: {path} is not a reward model (a folder for sequence classification). Expected one, "
+            f"--by: {path} is not a reward model (the folder of a sequence-classification model). Pass one, "
             "module:function, or a URL."
         )
     return RewardModel(path, options.overrides)
@@ -239,7 +244,9 @@ class LanguageModel:
 
     def __init__(self, remote: Server, options: JudgeOptions):
         if options.overrides:
-            raise ConfigError(f"{options.overrides[0]}: settings are for a reward model, and --by is a URL.")
+            raise ConfigError(
+                f"{options.overrides[0]}: settings apply only to a reward model, but --by is a URL. Remove it."
+            )
         self.remote, self.ties, self.rubric = remote, options.ties, read_rubric(options.rubric)
         self.parallel = options.parallel or REQUESTS
         self.skip_failed = options.skip_failed
@@ -320,7 +327,7 @@ class LanguageModel:
     def _hopeless(self, model: str, replies: Sequence[str]) -> NoVerdictError:
         return NoVerdictError(
             f"--by: {model} gave no verdict on any of the first {len(replies)} comparisons, in {ASKS} replies each; "
-            f"the last one ends with {replies[-1]}. Make --rubric plainer, or use another model."
+            f"the last one ends with {replies[-1]}. Simplify the question (--rubric), or use another model."
         )
 
     def _incomplete(

@@ -38,7 +38,9 @@ def check_loggers(run: Run) -> None:
     if run.env.is_first and "wandb" in packages:
         _check_wandb(packages["wandb"])
     if run.env.is_first and "comet" in packages and "COMET_API_KEY" not in os.environ:
-        raise ConfigError("run.loggers: comet needs the environment variable COMET_API_KEY, which is not set.")
+        raise ConfigError(
+            "run.loggers: comet needs the environment variable COMET_API_KEY, which is not set. Set it or remove comet."
+        )
 
 
 def logger_callbacks(run: Run) -> dict[str, Callback]:

@@ -94,7 +94,7 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
 
 
 def _allowed(run: Run, policy: Policy) -> LongRows:
-    """What the config leaves to `auto` for pairs that would not fit otherwise."""
+    """What `auto` may do for pairs that would not fit otherwise."""
     return LongRows(
         offload=run.config.layout.offload_activations == "auto" and can_offload(policy),
         tile=resolve.may_tile(run.config) and can_tile(policy),

@@ -43,7 +43,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
         policy = kind(_load_adapted(run, model.path, asked.path, "model.adapter.path"))
     elif asked is not None and path is not None and adapter.is_adapter(Path(path)):
         policy = kind(_load_adapted(run, adapter.base_of(path, setting=setting), path, setting))
-    elif asked is not None and asked.quantize is not None and _same(path, model.path):  # what the reference is
+    elif asked is not None and asked.quantize is not None and _same(path, model.path):  # the 4-bit reference
         policy = kind(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
@@ -185,7 +185,7 @@ def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:
     """Make transformers read rewards where this run does: at the last token of an answer. Raises ModelError."""
     model, stops = run.config.model, hf.stop_tokens(tokenizer.name_or_path)
     if adapter.is_adapter(Path(model.path)):
-        reward.adopt_padding(policy.model, tokenizer)  # that was set for the head, not for the base
+        reward.adopt_padding(policy.model, tokenizer)  # the one that the adapter was saved with
     elif reward.is_reward_model(model.path, trust_remote_code=model.trust_remote_code):
         reward.check_padding(policy.model, {*stops, tokenizer.eos_token_id}, name=f"model.path: {model.path}")
     elif not reward.set_padding(policy.model, tokenizer, stops):

@@ -1,4 +1,4 @@
-"""What `isopref plan` says besides its figures: why nothing fits, what was assumed, and what is not counted."""
+"""The notes that `isopref plan` prints with its figures: why nothing fits, what is assumed, and what is not counted."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ from isopref.plan.scale import Forecast
 
 
 def way_out(config: Config, layout: Layout, why_not: str) -> Iterator[str]:
-    """Why no step fits, and what else would."""
+    """Why no step fits, and what would."""
     yield why_not
     if layout.quantised:
         yield "a 4-bit model is replicated on every rank; without model.adapter.quantize, FSDP shards it"
     elif not layout.offload:
-        yield "slower, with less memory on the GPU: layout.offload=true"
+        yield "slower, but with less GPU memory: layout.offload=true"
     if config.model.adapter is None:
-        yield "other math, with much less memory: an adapter, as in model.adapter.rank=16"
+        yield "different math, but with much less memory: an adapter, as in model.adapter.rank=16"
 
 
 def host_memory(hardware: Hardware, shape: ModelShape, layout: Layout, run: Forecast) -> Iterator[str]:
@@ -29,14 +29,17 @@ def host_memory(hardware: Hardware, shape: ModelShape, layout: Layout, run: Fore
     if layout.from_host:
         ranks = min(layout.ranks, hardware.network.ranks_per_node)
         size = ranks * whole_bytes(shape, layout) / GIB
-        yield f"while loading, {ranks} ranks of a machine share files of 16 bits; others take up to {size:,.0f} GiB"
+        yield (
+            f"while loading, the {ranks} ranks of a machine share one copy of the weights if the files have 16 bits; "
+            f"otherwise, loading takes up to {size:,.0f} GiB of host memory"
+        )
     if layout.offloaded:
         size = layout.offloaded * run.largest_tokens / layout.context * shape.width * layout.compute_bytes / GIB
         yield f"offloaded activations take {size:,.1f} GiB of host memory for each rank"
 
 
 def kernels(hardware: Hardware, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """How far the attention kernel is an assumption."""
+    """What is assumed about the attention kernel."""
     if layout.rows not in ("shared", "packed") or layout.kernel == "segments" or not shape.heads:
         return
     could = flash.covers(hardware.card.capability) and flash.takes(shape.head_width, shape.value_width)
@@ -46,7 +49,10 @@ def kernels(hardware: Hardware, shape: ModelShape, layout: Layout) -> Iterator[s
             "imported. With it, attention takes about 0.6 of the time: pip install 'isopref[flash]'"
         )
     if not is_measured(layout.kernel, shape.head_width):
-        yield f"attention: no rate was measured for heads of {shape.head_width}, so that of other heads is assumed"
+        yield (
+            f"attention: its speed was not measured for heads of width {shape.head_width}; that of another width is "
+            "assumed"
+        )
 
 
 def left_out(config: Config, layout: Layout) -> Iterator[str]:
@@ -61,8 +67,8 @@ def left_out(config: Config, layout: Layout) -> Iterator[str]:
     if layout.context > 1:
         yield "layout.context_parallel has not run on GPUs yet"
     if layout.offload:
-        yield "layout.offload: copying to the host and stepping there is not in the time"
+        yield "layout.offload: the time does not include copies to the host and optimizer steps there"
     if layout.quantised:
-        yield "model.adapter.quantize: unpacking four bits is not in the time"
+        yield "model.adapter.quantize: the time does not include unpacking 4-bit weights"
     if config.optim.kind == "muon":
-        yield "optim.kind: muon's own products are not in the time"
+        yield "optim.kind: the time does not include muon's own products"

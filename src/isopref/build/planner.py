@@ -48,7 +48,7 @@ from isopref.plan.scale import Forecast, forecast
 from isopref.plan.together import check_context, check_tensor, contexts
 from isopref.types import IntArray
 
-STEPS_LOOKED_AT = 20  # spread over the first epoch
+FORECAST_STEPS = 20  # spread over the first epoch
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -124,7 +124,7 @@ class Planner:
         order = schedule.epoch_order(len(self.lengths), seed=optim.seed, epoch=1)
         count = schedule.num_batches(len(self.lengths), optim.batch_size)
         # The last batch may be short, so it is used only if there is no other.
-        numbers = np.unique(np.linspace(0, max(0, count - 2), STEPS_LOOKED_AT).astype(int))
+        numbers = np.unique(np.linspace(0, max(0, count - 2), FORECAST_STEPS).astype(int))
         return [schedule.batch(order, optim.batch_size, int(number)) for number in numbers]
 
     def forecast(self, layout: Layout, tokens: int) -> Forecast:
@@ -260,7 +260,7 @@ class Planner:
             offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
             tile=resolve.may_tile(self.config),
             input_bytes=self.shape.width * layout.compute_bytes / layout.context,
-            host_room=math.inf,  # a note says how much it is
+            host_room=math.inf,  # not known here; a note says how much is needed
         )
         tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
         return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted, sharing=layout.context)
@@ -276,7 +276,10 @@ class Planner:
         return step_loads(every, budget, ranks=1, attention_share=0.0).summed
 
     def _line(self, layout: Layout) -> StepMemory:
-        """Between its ends, the line overestimates: of two parts that peak at different times, the larger counts."""
+        """A step's memory as a line in its tokens.
+
+        Between its ends, the line overestimates: parts peak at different times, and only the largest counts.
+        """
         least, most = LEAST_TOKENS * layout.context, max(MOST_TOKENS * layout.context, self._longest)
         few, many = (self._memory(layout, tokens).of_step for tokens in (least, most))
         return StepMemory.through((least, few), (most, many))
@@ -312,7 +315,7 @@ class Planner:
         return bisect_right(range(1, 2**32), self.usable, key=lambda tokens: self._memory(layout, tokens).total)
 
     def _largest_fit(self, layout: Layout, fit: Fit, run: Forecast) -> int:
-        """At least what the run's linear fit would accept, and at least what fits."""
+        """Tokens of the largest microbatch that fits: by the run's linear fit or by the plan, whichever allows more."""
         known = (fit.tokens if fit.why else int(run.largest_tokens)) if run.fits else 0
         return max(known, self._largest(layout))
 
@@ -356,7 +359,7 @@ class Planner:
                     yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
 
     def _sizes(self, layout: Layout) -> list[int]:
-        """Tokens of a large and a small microbatch if they fit; else, recomputing, of the largest, or of a pair."""
+        """Tokens of a large and a small microbatch if they fit; else, if layers recompute, of the largest or a pair."""
         longest, most = self._longest, self._largest(layout)
         sizes = dict.fromkeys(max(size * layout.context, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
         fitting = [size for size in sizes if size <= most]
@@ -386,12 +389,12 @@ class Planner:
 
 
 def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
-    """Tokens scored before the pass with gradients, per token of the batch in such rows."""
+    """Tokens scored before the pass with gradients, per token of the batch in rows of this kind."""
     matched = int(tokens_alone(lengths, rows).sum())
     mismatched = int(lengths.prompt.sum() + lengths.answer.mean() * len(lengths))
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
 
 
 def _more(gpus: int, together: int) -> list[int]:
-    """This many GPUs, and then more: 8, 16, 32, ..., as far as groups of `together` divide them."""
+    """This many GPUs, then 8, 16, 32, ... if that is more and groups of `together` ranks divide it."""
     return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % together == 0)]

@@ -17,7 +17,7 @@ def write_card(run: RunRecord, repo: str, license_id: str | None) -> Path:
     """Write the card to the run folder. An existing card is kept: it may have been edited."""
     path = run.folder / CARD_FILE
     if path.exists() and license_id is not None:
-        raise RunError(f"--license: {path} exists already. Edit its license there, or remove it.")
+        raise RunError(f"--license: {path} already exists. Edit its license there, or remove it.")
     if not path.exists():
         write_whole(path, model_card(run, repo, license_id).encode())
     return path
@@ -79,7 +79,7 @@ def upload(files: dict[str, Path], repo: str, *, private: bool, message: str) ->
         why = error.server_message or " ".join(str(error).split())
         code = error.response.status_code
         raise RunError(
-            f"{repo}: {constants.ENDPOINT} refused it ({code}: {why}). "
+            f"{repo}: {constants.ENDPOINT} refused the upload ({code}: {why}). "
             + (
                 "Log in with an account that may write there: hf auth login"
                 if code in (401, 403)

@@ -37,7 +37,7 @@ class Reference(NamedTuple):
 
     @property
     def key(self) -> str | None:
-        """The key of the store they are in."""
+        """The key of the store that holds the log-probabilities."""
         return None if self.identity is None else key_of(self.identity)
 
 
@@ -75,7 +75,7 @@ def frozen_identity(run: Run, policy: Policy) -> Identity | None:
 
 
 def policy_identity(run: Run, policy: Policy) -> dict[str, Any]:
-    """What a model that is whole on this rank is, by content."""
+    """The content identity of a model that is complete on this rank."""
     with policy.plain() as model:  # its config must not name our attention
         return identity(model, compute_dtype=run.compute_dtype, narrow=policy.narrow)
 
@@ -119,9 +119,9 @@ def of_other_model(
     setting: str,
     beginning: Beginning | None = None,
 ) -> Reference:
-    """The log-probabilities of a model that is loaded for nothing else, and gone when this returns.
+    """The log-probabilities of a model that is loaded only to score, and freed again.
 
-    `path` None: of the model that the run starts from. `beginning`: what is there of the run that they are for.
+    `path` None: the starting model. `beginning`: the beginning of the run that needs the log-probabilities, if any.
     """
     found = _load_and_look_up(run, tokenizer, tables, path, setting, beginning)
     gc.collect()
@@ -149,7 +149,7 @@ def _load_and_look_up(
         )
     store = open_store(run, policy, name)
     if beginning is not None:
-        beginning.check_reference(store.identity)  # before an hour is spent on the wrong one
+        beginning.check_reference(store.identity)  # before hours are spent on scoring with the wrong model
     model = cache(lambda: spread(run, policy))
     return in_store(run, store, tables, model, beginning)
 
@@ -161,7 +161,7 @@ def in_store(
     model: Callable[[], nn.Module],
     beginning: Beginning | None,
 ) -> Reference:
-    """The reference of some tables, in the store of the model that `model` makes ready to score."""
+    """The reference's log-probabilities of some tables, from its store. `model` returns it ready to score the rest."""
     logps = [look_up_or_score(run, store, table, model, beginning) for table in tables]
     return Reference(store.identity, logps)
 

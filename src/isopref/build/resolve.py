@@ -31,7 +31,7 @@ def num_references(config: Config) -> int:
 
 
 def training_bytes(config: Config, *, trained: float, whole: float) -> float:
-    """Bytes of weights, gradients and two averages, from those of the trained weights and of all weights."""
+    """Bytes of weights, gradients and two averages. `trained` and `whole` are the bytes of trained and all weights."""
     return 3 * trained + (1 + num_references(config)) * whole
 
 

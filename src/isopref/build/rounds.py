@@ -1,4 +1,4 @@
-"""`isopref rounds`: sample, judge, train, n times. Every stage is an isopref command whose result is in a folder.
+"""`isopref rounds`: sample, judge and train, n times. Each stage is an isopref command that leaves its result on disk.
 
 A stage is skipped if its result exists, so the command resumes wherever it was stopped, and a result edited by hand is
 used as it is. To repeat a stage, remove its result and the results of later stages.
@@ -95,9 +95,9 @@ def run_rounds(plan: Plan, execute: Execute) -> None:
 
 
 def _check_settings(plan: Plan) -> None:
-    """Raise RunError if the folder holds rounds with different settings. Adding rounds is allowed.
+    """Raise RunError if the folder holds rounds with different settings.
 
-    So is turning on --skip-failed, which changes no verdict that is there already.
+    Adding rounds is allowed, and so is adding --skip-failed, which does not change existing verdicts.
     """
     content = {
         "config": plan.config.model_dump(mode="json", exclude={"layout": True, "run": True}),
@@ -146,7 +146,7 @@ def _sample(
 
 
 def _judged(plan: Plan, number: int, name: str) -> str:
-    """The answers of a file with scores."""
+    """The file with the scored answers of file `name`, which is judged if it has not been yet."""
     folder = plan.round_folder(number)
     if not (folder / JUDGED).exists():
         judge_file(str(folder / name), folder / JUDGED, plan.judge)
@@ -154,7 +154,7 @@ def _judged(plan: Plan, number: int, name: str) -> str:
 
 
 def _train(plan: Plan, number: int, train: str, held_out: str, execute: Execute) -> None:
-    """Train the model of the round before on this round's answers."""
+    """Train the previous round's model on this round's answers."""
     folder = plan.round_folder(number) / RUN
     if (folder / MODEL_FOLDER).exists():
         return
@@ -173,16 +173,19 @@ def _train(plan: Plan, number: int, train: str, held_out: str, execute: Execute)
     execute(["train", "--resume=auto", str(plan.config_file), *plan.overrides, *words])
     gc.collect()
     if not (folder / MODEL_FOLDER).exists():
-        raise RunError(f"{folder}: the run has no model (run.export: false?), so the next round cannot start.")
+        raise RunError(
+            f"{folder}: the run exported no model, so the next round cannot start. Set run.export: true and run the "
+            "command again."
+        )
 
 
 def _ours(plan: Plan, file: str) -> Any:
-    """A file with isopref's own column names, whatever those of the config's files are."""
+    """A source with isopref's own column names, even if the config's files have others."""
     return {"path": file, "columns": {}} if plan.config.data.columns else file
 
 
 def _figures(plan: Plan, number: int, compared: str) -> Round:
-    """Metrics of the model after a round; for the start model, those it is compared by."""
+    """Metrics of the model after a round; for the start model, only those that need no comparison."""
     folder, start = plan.round_folder(number), plan.round_folder(0)
     records = read_records(folder / ANSWERS)
     if not (folder / FIGURES_FILE).exists():

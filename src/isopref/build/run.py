@@ -34,7 +34,7 @@ class Run:
     folder: Path
     env: Environment
     display: Display
-    longest: int = 0  # tokens of the longest pair, as a microbatch of its own
+    longest: int = 0  # tokens of the longest pair, alone in its microbatch
     # What `auto` in the layout resolved to, once the model is loaded (settle_layout).
     microbatch_tokens: int | None = None
     grad_sync: GradSync = "last"

@@ -77,7 +77,7 @@ def _prompts(run: Run, job: Job) -> list[Prompt]:
         read_source(job.prompts, columns=columns), raw=data.template == NO_TEMPLATE, on_bad=data.on_bad
     )
     if not found.prompts:
-        raise DataError(f"{job.prompts}: no usable prompts: {found.dropped} records dropped. Name another file.")
+        raise DataError(f"{job.prompts}: no usable prompts: {found.dropped} records dropped. Pass another file.")
     repeated = f", {found.repeated} repeated ones left out" if found.repeated else ""
     dropped = f", {found.dropped} dropped" if found.dropped else ""
     run.display.say(f"data  {job.prompts}: {len(found.prompts)} prompts{repeated}{dropped}")
@@ -96,11 +96,11 @@ class _Out:
             self.known.update(read_answers(job.out))
             if self.known.keys() - wanted:
                 raise RunError(
-                    f"--out: {job.out} has answers of another model, to other prompts, or with other settings. It is "
-                    "not overwritten: choose another name, or remove it."
+                    f"--out: {job.out} has answers of another model, to other prompts, or with other settings, and "
+                    "will not be overwritten. Choose another name, or remove it."
                 )
         self.known.update(self.ledger.read(wanted))
-        run.env.barrier()  # ranks share out what is missing: none may add to it before all have seen it
+        run.env.barrier()  # ranks divide the missing answers among them, so all must read before any adds to the file
         if self.known:
             run.display.say(f"resume: {len(self.known)} of {len(asked)} answers are already sampled")
 
@@ -190,7 +190,7 @@ def _load(run: Run, path: str, setting: str) -> Policy:
     """A model in the dtype of the forward pass, on this rank's device. An adapter is merged into its base."""
     trust, dtype = run.config.model.trust_remote_code, getattr(torch, run.config.model.pass_dtype)
     if is_reward_model(path, trust_remote_code=trust, setting=setting):
-        raise ConfigError(f"{setting}: {path} is a reward model, which writes no text. Name a language model.")
+        raise ConfigError(f"{setting}: {path} is a reward model, which writes no text. Pass a language model.")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust, "setting": setting}
     model = conversion.read_checkpoint(path, **options) if hf.is_olmo_core(path) else hf.load_model(path, **options)
     policy = Policy(model)
@@ -209,8 +209,8 @@ def _encode(run: Run, policy: Policy, tokenizer: Any, prompts: Sequence[Prompt])
         (tokens,) = encoder.encode_prompts([prompt.turns], Given(prompt.tools, prompt.template_kwargs))
         if len(tokens) == 0 or (most is not None and len(tokens) >= most):
             raise DataError(
-                f"{prompt.origin}: the prompt has {len(tokens)} tokens, and a sequence at most {most} (data.max_length "
-                "and the model's context length), so there is no room for an answer. Remove it."
+                f"{prompt.origin}: the prompt has {len(tokens)} tokens, but a sequence may have at most {most} "
+                "(data.max_length and the model's context length), so there is no room for an answer. Remove it."
             )
         found[prompt.digest] = tokens
     return found
@@ -284,7 +284,9 @@ def _writes_in_slots(run: Run, policy: Policy) -> bool:
 def _from_server(run: Run, job: Job, prompts: Sequence[Prompt]) -> None:
     assert job.url is not None
     if run.env.world_size > 1:
-        raise ConfigError("--nproc: with --url one process sends all requests. Use --parallel N for N at a time.")
+        raise ConfigError(
+            "--nproc: with --url, one process sends all requests. Remove it; to send N at a time, set --parallel N."
+        )
     if run.config.data.template is not None:
         raise ConfigError("data.template: a server uses its own chat template. Remove it, or --url.")
     remote = server(job.url, setting="--url")

@@ -33,7 +33,7 @@ class Before:
 
 
 def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: ExampleTable | None) -> Before:
-    """Answers before training; none for a model that no device holds in full."""
+    """Answers before training; none if the model does not fit on one device."""
     prompts, checks = sample_prompts(run, held_out), spot_checks.tokenised(run, policy, tokenizer)
     asked = [what for what, given in (("sample answers", prompts), ("spot checks", checks)) if given]
     if asked and from_host(run, policy):
@@ -48,20 +48,17 @@ def first_answers(run: Run, policy: Policy, tokenizer: Any, held_out: ExampleTab
 
 
 def say_answers(run: Run, model: nn.Module, tokenizer: Any, before: Before) -> None:
-    """Answers of the exported model, loaded as a user would load it, next to the earlier ones; and the spot checks.
-
-    The model that was trained leaves the device to it.
-    """
+    """Print answers of the exported model, loaded as a user would, next to the earlier ones; then the spot checks."""
     if not run.env.is_first or not (before.prompts or before.checks):
         return
-    model.to("cpu")
+    model.to("cpu")  # makes room for the exported model
     exported: Any = load_exported(run)
     exported.to(run.env.device)
     if before.prompts:
         _say_samples(run, exported, tokenizer, before)
     if before.checks is not None and before.measured is not None:
         written = Policy(exported)
-        settle_states(run, written, quiet=True)  # as the policy was before
+        settle_states(run, written, quiet=True)  # like the policy before training
         after = spot_checks.measure(run, written, tokenizer, before.checks)
         spot_checks.say_cost(run, before.checks, before.measured, after)
 
@@ -91,7 +88,7 @@ def sample(run: Run, model: Any, tokenizer: Any, prompts: Sequence[IntArray]) ->
 
 
 def last_turn(tokenizer: Any, prompt: IntArray) -> str:
-    """What was asked last in a prompt: the last text between special tokens that is not the role which is to answer."""
+    """The last question in a prompt: the last turn that is not the beginning of the answer."""
     special, text = special_token_pattern(tokenizer), str(tokenizer.decode(prompt))
     turns = [part.strip().partition("\n") for part in (special.split(text) if special else [text])]
     asked = [(role, rest) for role, _, rest in turns if role not in ("", "assistant", "model")]

@@ -111,7 +111,7 @@ def _agreed(start: int) -> int:
 
 
 def _chunks(run: Run, model: Any, table: ExampleTable, start: int) -> Iterator[tuple[int, FloatArray]]:
-    """The number of the first example of each chunk from `start` on, and the scores of the chunk's answers."""
+    """The index of the first example of each chunk, beginning at `start`, and the scores of the chunk's answers."""
     lengths = table.lengths
     left = int(lengths.num_answers[start:].sum())
     with answer_progress(run, "score", left) as progress:
@@ -122,7 +122,7 @@ def _chunks(run: Run, model: Any, table: ExampleTable, start: int) -> Iterator[t
 
 
 def _lines(table: ExampleTable, first: int, answers: FloatArray, what: str) -> str:
-    """The examples from `first` on, as JSON lines."""
+    """The scored examples as JSON lines; `first` is the index of the first one."""
     lengths, lines, done = table.lengths, [], 0
     index = first
     while done < len(answers):
@@ -190,7 +190,9 @@ class Unfinished:
 def _check_out(out: Path) -> None:
     """Raise ConfigError early if the result cannot be written."""
     if out.exists():
-        raise ConfigError(f"--out: {out} exists already, and is not overwritten. Choose another name, or remove it.")
+        raise ConfigError(
+            f"--out: {out} already exists and will not be overwritten. Choose another name, or remove the file."
+        )
     if not os.access(out.absolute().parent, os.W_OK):
         raise ConfigError(
             f"--out: the folder {out.absolute().parent} does not exist or is not writable. Create it, or choose "

@@ -35,7 +35,7 @@ class Tokenised:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one model makes of them. `logp`: nats per token of the texts; None where there are none."""
+    """One model's answers, and the mean log-probability of a token of the texts, in nats (None without texts)."""
 
     answers: list[str]
     logp: float | None
@@ -89,7 +89,7 @@ def text_logp(policy: Policy, texts: Sequence[IntArray], kind: RowKind) -> float
 
 
 def say_cost(run: Run, tokens: Tokenised, before: Measured, after: Measured) -> None:
-    """What was kept and what was lost, as a table, and in the run's folder."""
+    """Print what was kept and what was lost as a table, and write it to the run folder."""
     questions = [
         {
             "prompt": question.prompt,

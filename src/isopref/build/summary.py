@@ -39,7 +39,7 @@ def _loader(run: Run) -> str:
 
 
 def say_end(run: Run, seconds: float) -> None:
-    """How long it took, where everything is, and what to type next."""
+    """Print how long the run took, where its results are, and what to type next."""
     minutes, rest = divmod(int(seconds), 60)
     run.display.say(f"\nDone in {f'{minutes} min ' if minutes else ''}{rest} s.")
     if (run.folder / REPORT_FILE).exists():

@@ -12,7 +12,7 @@ from torch import nn
 from isopref.build import export, reference, samples, spot_checks, summary
 from isopref.build.beginning import Beginning, Models, NamedTable
 from isopref.build.data import NO_MEMORY, Tables, pair_tables, read_tokenizer, say_tables
-from isopref.build.folder import Resume, claim_folder, goes_on, is_finished, open_folder
+from isopref.build.folder import Resume, claim_folder, is_finished, open_folder, resumes
 from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut
 from isopref.build.loggers import check_loggers
@@ -67,7 +67,7 @@ def train(
     started = time.perf_counter()
     with opened_run(config, name) as opened:
         run = replace(opened, memory=memory)
-        again = goes_on(run, resume)
+        again = resumes(run, resume)
         if again and resume == "auto" and is_finished(run):
             run.display.say(f"{run.folder} already contains this run, finished; nothing to do")
             return None
@@ -87,7 +87,7 @@ def _train(run: Run, resume: bool) -> Signals | None:
     _check_settings(run)
     run, data = _read_data(run)
     beginning = Beginning(run, resume)
-    ref = _reference_apart(run, data, beginning)
+    ref = _separate_reference(run, data, beginning)
     policy = _load_policy(run, data)
     store = reference.open_store(run, policy, run.config.model.path) if ref is None else None
     models = _models(run, policy, ref, store)
@@ -135,7 +135,7 @@ def _read_data(run: Run) -> tuple[Run, Data]:
     return run, Data(tokenizer, tables, reference.scored_tables(run, tables))
 
 
-def _reference_apart(run: Run, data: Data, beginning: Beginning) -> Reference | None:
+def _separate_reference(run: Run, data: Data, beginning: Beginning) -> Reference | None:
     """A separate reference model: loaded, scored and freed before the policy is loaded. Zeros if there is no reference.
 
     Returns None if the policy itself is the reference, before its first step.

@@ -28,7 +28,7 @@ from isopref.engine.callbacks.watch import WatchCallback
 from isopref.engine.checkpoints import (
     UNFINISHED,
     last_saved,
-    newest_whole,
+    newest_intact,
     outlook,
     sweep,
 )
@@ -101,7 +101,7 @@ def build_trainer(
 
 def _resume(run: Run, trainer: Trainer) -> None:
     """Resume from the last intact checkpoint, if there is one."""
-    checkpoint, damaged = newest_whole(Path(trainer.save_folder))
+    checkpoint, damaged = newest_intact(Path(trainer.save_folder))
     for path, problem in damaged.items():
         run.display.say(f"resume: skipping {path}: {problem}")
     if checkpoint is not None:
@@ -126,7 +126,7 @@ def _resume(run: Run, trainer: Trainer) -> None:
 
 
 def _check_best(run: Run, trainer: Trainer) -> None:
-    """A best step without an intact checkpoint, e.g. if run.keep_best was not set before, cannot be exported."""
+    """Forget the best step if its checkpoint is not intact, e.g. if run.keep_best was not set before."""
     keeping = checkpointer(trainer)
     found = keeping.best()
     if found is not None and found[1] is not None:
@@ -155,7 +155,8 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
         if isinstance(error, RuntimeError) and "without overflow" in str(error):  # torch's, about an update
             what = f"the update overflows the weights' dtype ({error})"
             raise checkpointer(trainer).refusal(what) from error
-        cause = next((one for one in chain_of(error) if isinstance(one, OSError) and _is_of(run.folder, one)), None)
+        causes = (one for one in chain_of(error) if isinstance(one, OSError))
+        cause = next((one for one in causes if _stops_writing(run.folder, one)), None)
         if cause is None:
             raise
         raise RunError(
@@ -179,8 +180,8 @@ def train_steps(run: Run, trainer: Trainer) -> Signals | None:
     return stopped_by
 
 
-def _is_of(folder: Path, error: OSError) -> bool:
-    """Whether a disk is full or failing, or a folder is read-only or gone."""
+def _stops_writing(folder: Path, error: OSError) -> bool:
+    """Whether an error says that a disk is full or failing, or that the folder is read-only or gone."""
     name = error.filename
     return error.errno in DISK or (isinstance(name, str | Path) and Path(name).is_relative_to(folder))
 

@@ -111,7 +111,7 @@ def outcome(answers: Sequence[str], scores: Scores) -> float | None:
 
 
 def _first_answers(file: Path) -> dict[str, Judged]:
-    """The records of a file by what they ask, as `isopref sample` tells prompts apart."""
+    """The records of a file, keyed by what `isopref sample` distinguishes prompts by."""
     asked = ("tools", "chat_template_kwargs")
     return {json.dumps([one.prompt, *map(one.fields.get, asked)]): one for one in read_records(file)}
 
@@ -124,7 +124,7 @@ def _tokens(record: Judged) -> float:
 
 def _rewards(options: JudgeOptions, scores: Sequence[Scores]) -> tuple[float, float] | None:
     if "://" in options.by:
-        return None  # it compares instead of giving rewards
+        return None  # such a judge compares answers and gives no rewards
     both = np.array([pair for pair in scores if None not in pair], dtype=float)
     return _pair(both.mean(axis=0)) if len(both) else None
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +44,16 @@ def in_home(path: Path | None) -> Path | None:
         raise ConfigError(f"{path}: there is no such home folder. Write the path without ~.") from error
 
 
+def words(options: Mapping[str, object]) -> list[str]:
+    """Options as words of a command line. One that is None is left out; one with a tuple of values is repeated."""
+    found: list[str] = []
+    for name, value in options.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None:
+                found += [name, str(one)]
+    return found
+
+
 def start_processes(nproc: int, arguments: Sequence[str]) -> None:
     """Run this command in `nproc` processes and exit with their exit code; with one process, continue here."""
     if nproc > 1:
@@ -56,9 +66,10 @@ def start_processes(nproc: int, arguments: Sequence[str]) -> None:
 
 
 def say_opening(what: str = "loading PyTorch and transformers", *, quiet: bool = False) -> None:
-    """The first line of a command, at once: its imports take seconds. Of several processes, the launcher prints it.
+    """Print a command's first line immediately, because its imports take seconds.
 
-    Nothing where torch is imported already: in the stages of `isopref rounds`.
+    With several processes, only the launcher prints it. Prints nothing if torch is already imported, as it is in the
+    stages of `isopref rounds`.
     """
     if "RANK" not in os.environ and not quiet and "torch" not in sys.modules:
         print(f"isopref {__version__}: {what}", flush=True)

@@ -36,8 +36,8 @@ PARTS = {
     "bad": "bad answer",
 }
 COLUMNS = {50: "median", 90: "90%", 99: "99%", 100: "max"}  # the percentiles that are printed; JSON has more
-MOST_LONGEST = 3  # examples that are named
-MOST_TEXT, TEXT_END = 1200, 400  # characters of a text that are printed, and how many of them are its last
+MOST_LONGEST = 3  # of the longest examples, how many are named
+MOST_TEXT, TEXT_END = 1200, 400  # characters of a text that are printed, and how many of these come from its end
 # Why a record was dropped, if the word alone does not say it.
 REASONS = {
     "lists": {
@@ -46,8 +46,8 @@ REASONS = {
     },
     "labels": {"label": "not a label"},
 }
-MOST_COMPARISONS = 12  # of an example, that are written out
-MANY_SHARED = 0.1  # of the examples: a prompt in common is worth a note
+MOST_COMPARISONS = 12  # comparisons of an example that are printed
+MANY_SHARED = 0.1  # share of examples that repeat a prompt, above which a note recommends data.group_by_prompt
 
 
 def to_json(report: Report) -> str:
@@ -217,7 +217,7 @@ def _size(size: ExampleSize) -> str:
 
 
 def _with_context(said: str, context: list[tuple[int, int]], style: str, *, coloured: bool) -> Text:
-    """An answer, in which context is dim; or in braces where there is no colour."""
+    """An answer with its context dimmed, or in braces if there is no colour."""
     text, end = Text(), 0
     for start, stop in context:
         text.append(_abridged(said[end:start]), style)
@@ -260,7 +260,7 @@ def _show_samples(samples: list[ExampleText], unit: str, console: Console) -> No
 
 
 def _style(part: str, number: int) -> str:
-    """Of a part of an example: by what is known of it, else by its number."""
+    """The style of a part of an example: by its name (chosen, bad, ...), else by its number."""
     return STYLES.get(part.rpartition(", ")[-1], OTHER_STYLES[(number - 1) % len(OTHER_STYLES)])
 
 

@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 from isopref.config.load import homes, override_form
 
-# As a user meets them. Commands that are not listed come last.
+# The order in which a project uses them. Commands that are not listed come last.
 ORDER = (
     "init",
     "config",
@@ -30,7 +30,6 @@ class Commands(TyperGroup):
     """The command group; explains how to set a config field that was passed as an option."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of a project, not of the code."""
         known = super().list_commands(ctx)
         return [name for name in ORDER if name in known] + [name for name in known if name not in ORDER]
 
@@ -49,4 +48,4 @@ def _explain_overrides(error: Any) -> None:
     name = error.option_name.lstrip("-").replace("-", "_")
     if takes_overrides and (homes(name) or not error.possibilities):  # not a misspelt option
         error.message = f"{error.message.rstrip('.')}. To set a config field, {override_form(name)}"
-        error.possibilities = []  # --lr is like --help
+        error.possibilities = []  # typer would suggest --help for --lr

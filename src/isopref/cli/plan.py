@@ -62,7 +62,7 @@ def show(plan: RunPlan, hardware: Hardware, console: Console) -> None:
             "rank balance": f"{run.balance:.1%}",
             "useful work": f"{run.flops / 1e12:,.3g} TFLOP" if run.flops < 1e15 else f"{run.flops / 1e15:,.3g} PFLOP",
             "sent per rank": f"{run.sent_bytes / 1e9:.2f} GB"
-            + (f", {run.exchanged_bytes / 1e9:.2f} GB of them inside layers" if _together(run) else ""),
+            + (f", of which {run.exchanged_bytes / 1e9:.2f} GB inside layers" if _together(run) else ""),
         },
     )
     if plan.hours is None:
@@ -101,7 +101,7 @@ def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
         added = one.overrides.removeprefix(f"{before} ").replace("layout.", "")
         label = f"  and {added}" if before and one.overrides.startswith(before) else added
         table.add_row(label, f"{one.tokens:,}", f"{one.too_long:,} {unit}s")
-        if "context_parallel" not in one.overrides:  # of which each replaces the one before
+        if "context_parallel" not in one.overrides:  # each of these replaces the one before, instead of adding to it
             before = one.overrides
     console.print(table)
 

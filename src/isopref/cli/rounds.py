@@ -10,12 +10,12 @@ import typer
 from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, in_home, start_processes
 from isopref.cli.judge import By, SkipFailed, Ties, check_judge
 from isopref.cli.launch import launch, torchrun
-from isopref.cli.sample import MaxTokens, Temperature, TopP
+from isopref.cli.sample import MaxTokens, Seed, Temperature, TopP
 from isopref.errors import ConfigError
 
 
 class Reference(StrEnum):
-    """Which model a round is kept close to."""
+    """The reference model of a round's training."""
 
     start = "start"
     previous = "previous"
@@ -35,7 +35,7 @@ def rounds(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed; another seed gives other answers.")] = 0,
+    seed: Seed = 0,
     judge_model: Annotated[
         str | None, typer.Option(metavar="NAME", help="With a judge URL: the model that judges.")
     ] = None,
@@ -97,7 +97,9 @@ def _executes(nproc: int) -> Callable[[Sequence[str]], None]:
             code = app(list(arguments), prog_name="isopref", standalone_mode=False) or 0
         if code:
             if nproc > 1 and code < 128:
-                raise ConfigError(f"isopref {arguments[0]} failed; its message is above. Run the command again.")
+                raise ConfigError(
+                    f"isopref {arguments[0]} failed; its message is above. Fix the cause and run the command again."
+                )
             raise typer.Exit(code)
 
     return execute

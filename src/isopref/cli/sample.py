@@ -5,9 +5,25 @@ from typing import Annotated
 
 import typer
 
-from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, in_home, start_processes
+from isopref.cli.arguments import ConfigFile, NumProcesses, Overrides, check_path, in_home, start_processes, words
 from isopref.config.load import load_config
 
+Prompts = Annotated[
+    str,
+    typer.Option(metavar="FILE", help="Prompts, with or without answers: a file, folder or hub name, like data.train."),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATH",
+        help="Model, adapter or run to sample from; repeatable. With --url: the name of a model on the server. "
+        "Default: model.path.",
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="OpenAI-compatible server to sample from, e.g. http://localhost:8000/v1."),
+]
 Temperature = Annotated[
     float, typer.Option(min=0, metavar="T", help="Sampling temperature. 0: greedy, the most likely token each time.")
 ]
@@ -18,6 +34,7 @@ TopP = Annotated[
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum tokens per answer.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Random seed. Another seed gives other answers.")]
 Parallel = Annotated[
     int | None,
     typer.Option(
@@ -26,42 +43,28 @@ Parallel = Annotated[
         help="Answers to generate at a time. Default: 32 on a CPU, 256 on a GPU. With --url: requests in flight, 16.",
     ),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", callback=in_home, help="Output file. Default: NAME.answers.jsonl in the current folder."
+    ),
+]
 
 
 def sample(
     config_file: ConfigFile,
     overrides: Overrides = None,
     *,
-    prompts: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", help="Prompts, with or without answers: a file, folder or hub name, like data.train."
-        ),
-    ],
+    prompts: Prompts,
     answers: Annotated[int, typer.Option(min=1, metavar="K", help="Answers per prompt and model.")] = 4,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Model, adapter or run to sample from; repeatable. With --url: the name of a model on the server. "
-            "Default: model.path.",
-        ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="OpenAI-compatible server to sample from, e.g. http://localhost:8000/v1."),
-    ] = None,
+    model: Models = None,
+    url: Url = None,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed; another seed gives other answers.")] = 0,
+    seed: Seed = 0,
     parallel: Parallel = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=in_home, help="Output file. Default: NAME.answers.jsonl in the current folder."
-        ),
-    ] = None,
+    out: Out = None,
     nproc: NumProcesses = 1,
 ) -> None:
     """Sample several answers to each prompt.
@@ -82,12 +85,19 @@ def sample(
     for one in models if url is None else ():  # otherwise they are names on the server
         check_path("--model", one)
     out = out or Path(f"{Path(prompts).stem}.answers.jsonl")
-    options = ["--prompts", prompts, "--answers", str(answers), "--temperature", str(temperature), "--top-p"]
-    options += [str(top_p), "--max-tokens", str(max_tokens), "--seed", str(seed), "--out", str(out)]
-    options += [word for one in models for word in ("--model", one)]
-    options += [] if url is None else ["--url", url]
-    options += [] if parallel is None else ["--parallel", str(parallel)]
-    start_processes(nproc, ["sample", *options, str(config_file), *(overrides or ())])
+    options = {
+        "--prompts": prompts,
+        "--answers": answers,
+        "--temperature": temperature,
+        "--top-p": top_p,
+        "--max-tokens": max_tokens,
+        "--seed": seed,
+        "--out": out,
+        "--model": models,
+        "--url": url,
+        "--parallel": parallel,
+    }
+    start_processes(nproc, ["sample", *words(options), str(config_file), *(overrides or ())])
     from isopref.build.sample import Job, sample_file
     from isopref.sample.answers import Sampling
 

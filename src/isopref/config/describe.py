@@ -29,7 +29,7 @@ def sections() -> dict[str, type[Section]]:
 def fields(section: str) -> dict[str, FieldInfo]:
     """What a section takes by name, in the schema's order: its fields, and in `objective` the parameters of losses.
 
-    Nothing for a section that does not exist.
+    Empty for a section that does not exist.
     """
     if section not in sections():
         return {}

@@ -1,6 +1,6 @@
 """Data that a script passes in a config where a file has a path: data.train, data.eval, or a source in either.
 
-YAML cannot hold such values. Each is taken out, and its name (`memory:DIGEST`) put in its place.
+YAML cannot hold records, so each data set is taken out of the config and replaced by its name, `memory:DIGEST`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIELDS = ("train", "eval")
 def take_records(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, MemoryData]]:
     """The config with names in place of records in memory, and those records by name. `config` is not changed.
 
-    Raises ConfigError for a container that cannot be read again and again, DataError for one that holds no records.
+    Raises ConfigError for a container that cannot be read repeatedly, DataError for one that holds no records.
     """
     found: dict[str, MemoryData] = {}
 
@@ -44,7 +44,7 @@ def take_records(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, M
 
 
 def still_named(memory: Mapping[str, MemoryData], config: Config) -> dict[str, MemoryData]:
-    """The records that a config names: an override may have put other data in their place."""
+    """The records that a config still names: an override may have replaced some of them."""
     fields = [getattr(config.data, name) for name in FIELDS]
     sources = [one for field in fields for one in (field if isinstance(field, list) else [field])]
     paths = [one.path if isinstance(one, SourceConfig) else one for one in sources]
@@ -52,13 +52,13 @@ def still_named(memory: Mapping[str, MemoryData], config: Config) -> dict[str, M
 
 
 def _is_records(value: Any, label: str) -> bool:
-    """Whether a value is data itself, not the name of some. Raises ConfigError for data that we do not take."""
+    """Whether a value is data, not the name of a source. Raises ConfigError for data of an unsupported type."""
     if isinstance(value, list):
         return bool(value) and isinstance(value[0], Mapping) and not _is_source(value[0])
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if package == "pandas":
-        raise ConfigError(f"{label}: is a {kind.__name__} of pandas. Pass a list of dicts: frame.to_dict('records').")
+        raise ConfigError(f"{label}: is a pandas {kind.__name__}. Pass a list of dicts: frame.to_dict('records').")
     if package != "datasets":
         return False
     if isinstance(value, sys.modules["datasets"].Dataset):
@@ -70,5 +70,5 @@ def _is_records(value: Any, label: str) -> bool:
 
 
 def _is_source(value: Mapping[str, Any]) -> bool:
-    """Whether a mapping in a list says where data is. A record may have a column of the same name."""
+    """Whether a mapping in a list describes a source. A record, too, may have a column named `path`."""
     return not set(SIDES) & value.keys() and ("path" in value or value.keys() <= source_fields().keys())

@@ -1,6 +1,6 @@
 """The section `objective`: what is minimised over a global batch. Imports no torch.
 
-Its fields go with any loss. Besides them it takes the parameters of the chosen loss, as the objectives declare them.
+Its own fields apply to any loss. In addition, it takes the parameters of the chosen loss, which the objectives declare.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class ObjectiveConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _check_params(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Read the fields, and besides them parameters of losses. What is wrong with either is reported at once."""
+        """Read the fields and the parameters of losses, and report problems with either in one error."""
         if not isinstance(values, dict):
             return handler(values)
         told = {name: value for name, value in values.items() if name not in cls.model_fields}
@@ -68,7 +68,7 @@ class ObjectiveConfig(Section):
         try:
             section = handler({name: value for name, value in values.items() if name not in told})
         except ValidationError as error:
-            wrong = [*map(_once_more, error.errors()), *wrong]
+            wrong = [*map(_raisable, error.errors()), *wrong]
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         assert section.model_extra is not None
@@ -80,7 +80,7 @@ class ObjectiveConfig(Section):
 
     @property
     def params(self) -> dict[str, float | str | None]:
-        """The parameters of the loss; None where its default is asked for."""
+        """The parameters of the loss; None stands for the loss's default."""
         return dict(self.model_extra or {})
 
     @property
@@ -92,7 +92,7 @@ class ObjectiveConfig(Section):
         return registry.readout(self.loss) == "reward"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong and the way out) for settings that cannot work or do nothing together."""
+        """Yield (field, what is wrong and how to fix it) for settings that conflict or have no effect."""
         told = {name: value for name, value in self.params.items() if value is not None}
         yield from registry.unused(self.loss, told)
         yield from registry.out_of_bounds(self.loss, told)
@@ -115,7 +115,7 @@ class ObjectiveConfig(Section):
 
 
 def param_fields() -> dict[str, FieldInfo]:
-    """Every parameter of a loss in the form of a field."""
+    """The parameters of all losses, in the form of fields."""
     found = {}
     for name, of in PARAMS.items():
         first, param = next(iter(of.items()))
@@ -133,7 +133,10 @@ def param_fields() -> dict[str, FieldInfo]:
 
 
 def _wrong_params(told: Mapping[Any, Any]) -> Iterator[InitErrorDetails]:
-    """Yield what no loss takes, and values that no loss accepts; the chosen one may be stricter (`problems`)."""
+    """Yield errors for parameters that no loss takes and values that no loss accepts.
+
+    The chosen loss may accept fewer; `problems` checks that.
+    """
     for name, value in told.items():
         if name not in PARAMS:
             yield {"type": "extra_forbidden", "loc": (str(name),), "input": value}
@@ -146,7 +149,7 @@ def _wrong_params(told: Mapping[Any, Any]) -> Iterator[InitErrorDetails]:
             }
 
 
-def _once_more(error: Any) -> InitErrorDetails:
-    """An error that was raised, to be raised again with others."""
+def _raisable(error: Any) -> InitErrorDetails:
+    """A caught error's details, in the form in which it can be raised again together with others."""
     kind = PydanticCustomError(error["type"], "{text}", {"text": error["msg"]})
     return {"type": kind, "loc": error["loc"], "input": error["input"]}

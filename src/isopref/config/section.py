@@ -14,7 +14,7 @@ VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def path_must(text: str) -> str | None:
-    """What a path must be, if `text` cannot be one. None: it can."""
+    """What a path must be, if `text` cannot be one; None if it can."""
     if "\0" in text:
         return "a path without NUL characters"
     if len(text.encode(errors="surrogatepass")) > PATH_BYTES:

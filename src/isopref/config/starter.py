@@ -86,7 +86,7 @@ def _describe(section: str) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """The description, with what it leaves out and a reader of the file cannot see."""
+    """The description, plus "Required" and possible values that it does not name: the file shows neither."""
     text = field.description or ""
     unnamed = any(choice not in text for choice in choices(field))
     return f"{'Required. ' * field.is_required()}{text}{f' {expected(field).capitalize()}.' * unnamed}"

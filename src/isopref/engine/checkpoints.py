@@ -93,7 +93,7 @@ def damage(folder: Path) -> str | None:
     return f"{changed[0]} is damaged" if changed else None
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+def newest_intact(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     """The last intact checkpoint in a folder, and what is wrong with later ones. All ranks call this together."""
     wrong: dict[Path, str] = {}
     for _, path in reversed(from_first(numbered, folder)):

@@ -1,4 +1,4 @@
-"""Where a run runs: rank, device and process group. Started by torchrun or as one process."""
+"""A process's environment: rank, device and process group, whether started by torchrun or on its own."""
 
 import gc
 import os
@@ -56,9 +56,9 @@ class Environment:
 
 
 def _store(world_size: int) -> dict[str, Any]:
-    """Where ranks that torchrun started again find one another.
+    """Arguments that give ranks restarted by torchrun a store of their own; empty on the first attempt.
 
-    It keeps one store over all attempts (torch 2.13), in which they would find the addresses of ranks that are gone.
+    torchrun keeps one store for all attempts (torch 2.13), where restarted ranks would find the addresses of dead ones.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -73,7 +73,7 @@ def _store(world_size: int) -> dict[str, Any]:
 def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Environment]:
     """Set up device, seeds and, under torchrun or if `process_group` asks for it, the process group.
 
-    `device` is "auto", "cpu" or "cuda"; auto takes CUDA where there is some.
+    `device` is "auto", "cpu" or "cuda"; auto uses CUDA if it is available.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device: cuda, but torch sees no CUDA device here. Set run.device: auto or cpu.")
@@ -97,5 +97,5 @@ def environment(*, device: str, seed: int, process_group: bool) -> Iterator[Envi
         raise
     finally:
         if dist.is_initialized():
-            gc.collect()  # a Trainer that outlives the group can abort the process at its exit
+            gc.collect()  # a Trainer that outlives the group can abort the process at exit
             dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""The first pass of a step whose loss has to know the global batch, such as aot, kto or the balance of experts.
+"""The first of two passes, for losses that depend on the global batch, such as aot, kto or the balance of experts.
 
-It has no gradient. For losses that couple pairs it gives the log-probabilities of all comparisons on all ranks; from
-these follow the loss of the batch and its slope, the derivative by each log-probability. The second pass is the usual
-one and back-propagates sum(slope * logp), which has the gradient of the loss. Losses of labels only have to know a
-number or two (`Anchors`), through which no gradient goes. Nor does one go through the share of the tokens that each
-expert gets. So a step takes one forward pass more, and stays exact however it is cut.
+It computes no gradients. For losses that couple pairs, it collects the log-probabilities of all comparisons from all
+ranks, computes the loss of the batch and its slope, the derivative with respect to each log-probability. The second
+pass is the usual one, but back-propagates sum(slope * logp), which has the gradient of the loss. Losses of labels need
+only one or two numbers (`Anchors`), and the balance of experts the share of the tokens that each expert gets; no
+gradient flows through either. So a step takes one more forward pass, and is exact in every layout.
 
 N: comparisons of the global batch (a pair is one), P: those of a microbatch, L: layers with experts, E: experts.
 """
@@ -31,7 +31,7 @@ Seen = Sequence[tuple[Work, Scored]]  # every microbatch of this rank
 
 
 class FirstPass:
-    """Adds to steps what their loss has to know of the global batch, and remembers what it keeps of earlier ones."""
+    """Adds to a step what its loss needs to know about the global batch, and keeps what it needs from earlier ones."""
 
     def __init__(self, objective: Loss, device: torch.device, group: dist.ProcessGroup | None = None):
         self.objective = objective
@@ -42,7 +42,7 @@ class FirstPass:
         self._next = self.past
 
     def prepare(self, step: Step, score: Score, gain: Gain) -> Step:
-        """The same step, with what the batch's loss needs to know in every microbatch. All ranks call this together."""
+        """The same step, with what its loss needs to know added to every microbatch. All ranks call this together."""
         seen = self._score_all(step, score) if self.objective.scores_twice else ()
         work = step.work
         if self.objective.coupled:
@@ -56,7 +56,7 @@ class FirstPass:
         return replace(step, work=work)
 
     def keep(self) -> None:
-        """The last step that was made linear is trained: what it adds to the past counts from now on, if finite."""
+        """Add the last prepared step to the past, unless it is not finite. Called once its gradient is computed."""
         self.past = torch.where(self._next.isfinite().all(), self._next, self.past)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class FirstPass:
         return [(work, score(work)) for work in on_device]
 
     def _gathered(self, step: Step, seen: Seen) -> Tensor:
-        """What is known of all comparisons, in the order of the global batch: 8, N."""
+        """Log-probabilities, token counts, gaps and shares of all comparisons, in the global batch's order: 8, N."""
         table_8N = torch.zeros(8, step.num_comparisons, dtype=torch.float64, device=self.past.device)
         for work, scored in seen:
             policy, ref = scored.policy, scored.ref
@@ -106,7 +106,7 @@ class FirstPass:
             assert isinstance(ref, LabelLogps)
             shares = torch.stack([work.loss_share * policy.good, work.loss_share * ~policy.good])
             batch_22 += torch.stack([shares @ (policy.logp - ref.logp).double(), shares.sum(dim=1)], dim=1)
-        # A batch counts for as many answers as it has.
+        # The figures of a batch are means, so it is weighted by its number of answers.
         self._next = self.past + len(step.lengths.answer) * over_ranks(batch_22, self.group)
         return midpoint(self._next)
 

@@ -12,7 +12,7 @@ TOLERANCE = {
     torch.float32: 1e-4,
     torch.bfloat16: 0.05,
     torch.float16: 0.02,
-    torch.float8_e4m3fn: 0.1,  # of products: a bfloat16 rounding before one can flip a larger one inside
+    torch.float8_e4m3fn: 0.1,  # of products: a difference in bfloat16 rounding before one can cause a larger float8 one
 }
 
 

@@ -30,7 +30,7 @@ class Skipped(NamedTuple):
     first: int  # the step
     steps: int
     in_a_row: int  # up to now
-    pair: int | None  # of the first step: one whose loss is not finite, if there is one
+    pair: int | None  # a pair of the first skipped step whose loss is not finite, if there is one
 
 
 class Guard:

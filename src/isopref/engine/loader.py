@@ -1,7 +1,7 @@
 """ExampleLoader: global batches of a table for OLMo-core's Trainer, each rank's share planned and built.
 
-Which examples form a batch is the schedule's business and the same for every layout; the loader's state is therefore
-only a place in it, and resumes on any number of ranks.
+The schedule decides which examples form a batch, whatever the layout. So the loader's state is only a position in the
+schedule, and it resumes on any number of ranks.
 """
 
 from collections import deque
@@ -39,14 +39,14 @@ class ExampleLoader(DataLoaderBase):
     :param batch_size: examples (pairs) per step, over all ranks. The last batch of an epoch may have fewer.
     :param budget: the kind of rows, and how many tokens a microbatch of one rank may have. The gradient does not depend
         on it.
-    :param weighting: what a pair counts for in the loss: "token", "completion", "example" or "gap".
-    :param objective: the train module's, if it is of lists or labels; batches are built for its terms. None: of pairs.
+    :param weighting: the weight of a pair in the loss: "token", "completion", "example" or "gap".
+    :param objective: the train module's objective, for whose terms batches are built. None: a loss of pairs.
     :param seed: of the order of the pairs, which differs from epoch to epoch.
-    :param work_dir: where the Trainer works.
-    :param dp_rank: which of `dp_world_size` shares this process takes. None: that of its rank; with tensor or context
-        parallelism, ranks of one group take the same.
-    :param attention_share: how much attention costs, see `plan_step`; it evens out the work of ranks.
-    :param pin_memory: build steps where a GPU copies from without a wait. None: if there is a GPU.
+    :param work_dir: the Trainer's working folder.
+    :param dp_rank: which of the `dp_world_size` shares this process takes. None: its rank. With tensor or context
+        parallelism, all ranks of a group take the same share.
+    :param attention_share: the relative cost of attention (see `plan_step`), used to balance the work of ranks.
+    :param pin_memory: build steps in pinned memory, for asynchronous copies to a GPU. None: if there is a GPU.
 
     A thread plans and builds a few steps ahead. Raises ConfigError.
     """
@@ -66,14 +66,14 @@ class ExampleLoader(DataLoaderBase):
         attention_share: float = 0.0,
         pin_memory: bool | None = None,
     ):
-        check_kind(WHERE, "table", table, ExampleTable, "a ExampleTable, as in ExampleTable.from_tokens(pairs)")
+        check_kind(WHERE, "table", table, ExampleTable, "an ExampleTable, as in ExampleTable.from_tokens(pairs)")
         check_kind(WHERE, "budget", budget, Budget, 'a Budget, as in Budget("shared", 8192)')
         check_count(WHERE, "batch_size", batch_size)
         check_count(WHERE, "seed", seed, least=0)
         check_choice(WHERE, "weighting", weighting, get_args(Weighting))
         check_kind(WHERE, "objective", objective, (Loss, NoneType), 'what pair_loss returns, as in pair_loss("kto")')
         if not len(table):
-            raise ConfigError(f"{WHERE}: the table has no pairs.")
+            raise ConfigError(f"{WHERE}: the table has no pairs. Pass a table with at least one.")
         super().__init__(
             work_dir=work_dir,
             global_batch_size=batch_size,
@@ -96,7 +96,7 @@ class ExampleLoader(DataLoaderBase):
         return schedule.num_batches(len(self.table), self.global_batch_size)
 
     def reshuffle(self, epoch: int | None = None, **_kwargs: Any) -> None:
-        # Runs after load_state_dict too: the place inside the epoch stays.
+        # This also runs after load_state_dict, so it must keep the position inside the epoch.
         if epoch is None:
             raise ValueError("the epoch must be given")
         self._epoch = epoch
@@ -118,7 +118,7 @@ class ExampleLoader(DataLoaderBase):
                 worker.shutdown(wait=False, cancel_futures=True)
 
     def _built(self, index: IntArray, budget: Budget, step: Future[Step]) -> Step:
-        """A step that was built ahead; anew, where the budget has changed since."""
+        """The step that was built ahead, or a new one if the budget has changed since."""
         return step.result() if budget == self.budget else self.step(index)
 
     def step(self, index: IntArray) -> Step:
@@ -137,7 +137,10 @@ class ExampleLoader(DataLoaderBase):
         return plan_step(lengths, self.budget, num_ranks=self.dp_world_size, attention_share=self.attention_share)
 
     def get_mock_batch(self) -> dict[str, Any]:
-        """The longest pairs that fill one microbatch on every rank, to meet a lack of memory early. CPU: one pair."""
+        """The longest pairs that fill one microbatch on every rank, so that running out of memory happens early.
+
+        On a CPU, one pair.
+        """
         tokens = tokens_alone(self.table.lengths, self.budget.kind)
         longest = np.argsort(-tokens, kind="stable")
         wanted = self.budget.tokens * self.dp_world_size if torch.cuda.is_available() else 1

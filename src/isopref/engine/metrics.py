@@ -1,9 +1,9 @@
 """Training metrics: sums on the device, one reduction over ranks on a step that logs, then one division.
 
-Each microbatch adds, for each metric, the values of its pairs times their share of the global batch (`train/loss` by
-the objective's weighting, `train/nll` each chosen token and `train/balance` each token alike, all others each pair
-alike), so that the sum over microbatches and ranks is the mean over the batch. Between two logs the sums of the steps
-add up; what is logged is the mean over those steps.
+Each microbatch adds, for each metric, the values of its pairs times their share of the global batch, so that the sum
+over microbatches and ranks is the mean over the batch. `train/loss` uses the objective's weighting; `train/nll` weights
+all chosen tokens equally, `train/balance` all tokens, and every other metric all pairs. Sums accumulate between two
+logs; the logged value is the mean over those steps.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from isopref.engine.references import Scored
 from isopref.objectives.loss import Loss
 from isopref.ranks import num_ranks, own_rank
 
-# What is summed up and logged; of the gains, their difference (`train/margin`).
+# What is summed and logged. Of the gains, only the difference is logged (`train/margin`).
 SUMS = (
     *("loss", "logps_chosen", "logps_rejected", "rewards_chosen", "rewards_rejected", "gains_chosen", "gains_rejected"),
     *("accuracy", "nll", "balance", "kl", "loss_at_reference", "gap_per_token"),
@@ -27,7 +27,7 @@ CHECKS = ("loss_at_reference", "gap_per_token")
 
 
 def is_logged(name: str, objective: Loss) -> bool:
-    """Whether a mean is one that says something of an objective: a reward model has no log-probabilities."""
+    """Whether a metric is meaningful for an objective: a reward model, for example, has no log-probabilities."""
     if name in ("logps_chosen", "logps_rejected", "nll"):
         return objective.readout == "logp"
     asked = {"balance": objective.balance_weight > 0, "kl": objective.needs_mismatched}
@@ -42,7 +42,7 @@ def microbatch_sums(scored: Scored, loss: Tensor, *, objective: Loss, work: Work
     balance = nll.new_zeros(())
     if readouts[0].routing is not None and work.balance_share is not None:
         balance = (readouts[0].routing[1] * work.balance_share).sum()
-    # Of a policy that is the reference, all gains are 0, and so are the anchors.
+    # If the policy is the reference, all gains are 0, and so are the anchors.
     at_reference = objective(scored.ref, scored.ref) if work.linear is None else work.linear.loss_at_reference
     added = objective.nll_weight * nll + objective.balance_weight * balance
     weighted = torch.stack([loss, at_reference]).double() @ work.loss_share + added
@@ -51,7 +51,7 @@ def microbatch_sums(scored: Scored, loss: Tensor, *, objective: Loss, work: Work
 
 
 def _means(scored: Scored, objective: Loss, work: Work) -> dict[str, Tensor]:
-    """Means over the global batch of what is chosen and rejected, as far as this microbatch adds to them."""
+    """What this microbatch adds to the means over chosen answers, over rejected ones and over pairs."""
     terms = TERMS[objective.kind]
     policy, ref = (
         objective.taken(terms.sides(readout, work.microbatch))
@@ -71,12 +71,12 @@ def _means(scored: Scored, objective: Loss, work: Work) -> dict[str, Tensor]:
         "gains_rejected": gains[1].double() @ rejected,
         "accuracy": terms.right(*gains, work.microbatch, objective.threshold(work.anchors)) @ every,
         "gap_per_token": gap.double() @ every,
-        "kl": every.sum() * (0.0 if kl is None else kl),  # that of the batch, once
+        "kl": every.sum() * (0.0 if kl is None else kl),  # a figure of the batch: shares add up to 1, so it counts once
     }
 
 
 def over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sums of the ranks that share out the pairs (None: all ranks), added up."""
+    """The total over `group`, the ranks that divide the pairs among them (None: all ranks)."""
     total = sums.clone()
     if num_ranks(group) > 1:
         dist.all_reduce(total, group=group)
@@ -98,7 +98,7 @@ class MetricWindow:
     def reduce(self) -> dict[str, Tensor]:
         """The means over the window and all ranks, by name; starts a new window. One collective, no host sync.
 
-        A mean over chosen answers is that over the steps that have some, and left out if none has; likewise rejected.
+        A mean over chosen answers covers only steps that have any, and is left out if none has; likewise for rejected.
         """
         num_steps = {name: int(self.num_steps[_side(name)]) for name in SUMS}
         sums = over_ranks(self.sums, self.group).unbind()
@@ -114,7 +114,7 @@ class MetricWindow:
         return {"sums": over_ranks(self.sums, self.group).cpu(), "num_steps": torch.tensor(self.num_steps)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        # Any number of ranks may go on; the first one takes the sums.
+        # The run may resume on another number of ranks, so the first one takes all of the sums.
         self.sums = state["sums"].to(self.sums.device) * float(own_rank(self.group) == 0)
         self.num_steps = state["num_steps"].cpu().numpy().copy()
 

@@ -100,14 +100,14 @@ def choose(
     """The fewest recomputing layers with which a microbatch of enough tokens fits into `room` bytes.
 
     `measured` holds results for the fewest and the most `layers` recomputing. `longest` is the pair that must fit;
-    `tokens` is a requested size. `sharing` ranks have the tokens of a microbatch between them. Raises ConfigError if
-    nothing fits.
+    `tokens` is a requested size. `sharing` is the number of ranks that split each row. Raises ConfigError if nothing
+    fits.
     """
     few, many = measured
     wanted = _wanted(longest, tokens, sharing)
     over, saved = few.at(wanted) - room, few.at(wanted) - many.at(wanted)
     share = 0.0 if over <= 0 else min(1.0, over / saved) if saved > 0 else 1.0
-    # The first recomputing layer saves nothing: its backward pass holds all at once what it did not keep.
+    # The first recomputing layer saves nothing: its backward pass holds everything that it did not keep, all at once.
     paying = max(0, layers[1] - layers[0] - 1)
     count = layers[0] if over <= 0 else min(layers[1], layers[0] + 1 + math.ceil(share * paying))
     share = max(0, count - layers[0] - 1) / paying if paying else float(count > layers[0])
@@ -133,7 +133,7 @@ def choose_for_long(
     wanted: int,
     sharing: int = 1,
 ) -> Fit | None:
-    """The least that makes `wanted` tokens fit with all `layers` recomputing; None if nothing does.
+    """The fewest measures that make `wanted` tokens fit with all `layers` recomputing; None if they do not fit.
 
     `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles. Offloading comes first,
     because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately. Rows
@@ -199,13 +199,13 @@ def fit_microbatch(
 
 
 def _sharing(model: nn.Module) -> int:
-    """Ranks that have the tokens of a row between them."""
+    """The number of ranks that split each row."""
     context = unwrap(model).context
     return 1 if context is None else context.size
 
 
 def _offloaded(layers: int) -> int:
-    """How many recomputing layers offload: all but the last, whose input is needed right after it would leave."""
+    """How many recomputing layers offload: all but the last, whose input is needed again immediately."""
     return max(0, layers - 1)
 
 
@@ -259,8 +259,9 @@ def _rows(table: ExampleTable, kind: RowKind, tokens: int) -> list[tuple[int, Mi
 def _shortened(example: Example) -> Example:
     """The example, thinned out to at most about SHORTENED tokens: a longer row may not fit.
 
-    Tokens are left out evenly, and at the same places of all answers, so that trained tokens and shared beginnings keep
-    their share of the row. The last turn alone may be trained, and two answers may differ in nothing else.
+    Tokens are left out evenly, and at the same positions of all answers, so that trained tokens and shared beginnings
+    keep their share of the row. Cutting off the end would not: the last turn may be the only one that is trained, or
+    the only difference between two answers.
     """
     share = SHORTENED / sum(len(part) for part in example.parts)
     if share >= 1:
@@ -271,13 +272,13 @@ def _shortened(example: Example) -> Example:
 
 
 def _evenly(length: int, share: float) -> IntArray:
-    """This share of the indices below `length`, at least one. A shorter part gets the first of a longer one's."""
+    """This share of the indices below `length`, at least one. A smaller length gives a prefix of the same indices."""
     chosen: IntArray = np.flatnonzero(np.diff(np.floor(share * np.arange(length + 1))))
     return chosen if len(chosen) else np.arange(min(1, length))
 
 
 def _peak(model: nn.Module, microbatch: Microbatch, grad_sync: GradSync) -> float:
-    """Peak bytes of a step of two such microbatches."""
+    """Peak bytes of a step that runs this microbatch twice."""
     device = device_of(model)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -15,12 +15,12 @@ from isopref.types import Needs, Readout
 
 
 class MovingReference:
-    """Scores what the policy is compared with, and every so many steps goes a part of the way to the policy.
+    """Scores answers with a second model, whose weights move towards the policy's at regular steps.
 
-    :param model: a `Policy` of the same shape as the one that is trained, spread over the ranks in the same way; but
-        one that is trained under DDP has a plain `Policy` beside it, on every rank. No gradient ever reaches it.
+    :param model: a `Policy` of the same shape as the trained one, sharded in the same way; under DDP, a plain `Policy`
+        on every rank. It gets no gradients.
     :param every: steps between two moves.
-    :param mix: how far it goes: the new weights are `mix` of the policy's and 1 - `mix` of its own.
+    :param mix: how far each move goes: the new weights are mix * policy + (1 - mix) * reference.
     """
 
     def __init__(self, model: nn.Module, *, every: int, mix: float):
@@ -31,31 +31,32 @@ class MovingReference:
 
     @torch.no_grad()
     def logps(self, work: Work, policy: Readout) -> Readout:
-        """Log-probabilities of the answers of a microbatch, as references.py has them."""
+        """Log-probabilities of the answers of a microbatch; see `Reference` in references.py."""
         return score(self.model, work.microbatch, Needs(heads=policy.head_logp is not None))
 
     @torch.no_grad()
     def mismatched(self, work: MismatchedWork, _policy: Readout) -> Tensor:
-        """The same of prompts with other examples' answers: E."""
+        """Log-probabilities of prompts with other examples' answers: E."""
         return score(self.model, work.microbatch).logp
 
     def check(self, policy: nn.Module) -> None:
-        """Raise ConfigError for a policy that it could not follow."""
+        """Raise ConfigError if the reference cannot follow this policy."""
         reshard(self.model)
         own, other = (_shapes(model) for model in (self.model, unwrap(policy)))
         different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         if different:
             raise ConfigError(
-                f"objective.reference_moves: the reference cannot go towards the model: '{different[0]}' is not the "
-                "same in both. Use a model.reference of the model's shape, or one that stays (reference_moves: null)."
+                f"objective.reference_moves: the reference cannot move towards the model, because '{different[0]}' "
+                "differs between them in shape or sharding. Set model.reference to a model of the same shape, or keep "
+                "the reference fixed (objective.reference_moves: null)."
             )
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, *, step: int) -> None:
-        """Move, if it is time to after `step`."""
+        """Move if a move is due after `step`."""
         if step % self.every:
             return
-        reshard(self.model)  # until then its parameters are gathered copies
+        reshard(self.model)  # otherwise its parameters may still be gathered copies of the shards
         for own, other in zip(self.model.parameters(), unwrap(policy).parameters(), strict=True):
             _local(own).lerp_(_local(other), self.mix)
 

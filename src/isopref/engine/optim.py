@@ -1,7 +1,7 @@
-"""The optimizers that a run can choose from, each right when parameters are sharded (DTensor) and when they are not.
+"""The optimizers that a run can choose from. Each is correct with and without sharded parameters (DTensor).
 
-AdamW is torch's. Its 8-bit and stochastically rounded forms are torchao's, the one that skips steps is OLMo-core's.
-Muon is our own: OLMo-core's takes its own model class alone, and torch's orthogonalises in bfloat16 whatever is asked.
+AdamW is torch's. Its 8-bit and stochastically rounded variants are torchao's, the one that skips steps is OLMo-core's.
+Muon is our own: OLMo-core's accepts only OLMo-core's models, and torch's orthogonalises in bfloat16 in any case.
 """
 
 import logging
@@ -20,9 +20,9 @@ from isopref.models.policy import full
 
 Kind = Literal["adamw", "adamw_8bit", "adamw_sr", "adamw_8bit_sr", "adamw_skip", "muon"]
 
-HISTORY = 128  # steps that a step is compared with before it is skipped
+HISTORY = 128  # earlier steps that a step is compared with, to decide whether to skip it
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon (2024): five rounds bring singular values near 1
-UPDATE_RMS = 0.2  # Liu et al., Muon is scalable (2025), eq. 4: the size of AdamW's updates, so that its rates serve
+UPDATE_RMS = 0.2  # Liu et al., Muon is scalable (2025), eq. 4: the size of AdamW's updates, so the same rates work
 
 
 def build_optimizer(
@@ -36,7 +36,7 @@ def build_optimizer(
     seed: int,
     compute_dtype: torch.dtype,
 ) -> Optimizer:
-    """The optimizer of what is trained in `model`; norms and biases are not decayed."""
+    """The optimizer for the trained parameters of `model`. Norms and biases get no weight decay."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     common: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
     groups = _groups(trained, weight_decay)
@@ -49,8 +49,8 @@ def build_optimizer(
             in_layers = {id(p) for layer in decoder_layers(unwrap(model)) for p in layer.parameters()}
             matrices = {n: p for n, p in trained.items() if id(p) in in_layers and p.ndim == 2 and _decays(n, p)}
             rest = {name: p for name, p in trained.items() if name not in matrices}
-            turned = {"params": list(matrices.values()), "weight_decay": weight_decay, "orthogonal": True}
-            return Muon([turned, *_groups(rest, weight_decay)], **common, compute_dtype=compute_dtype)
+            orthogonalised = {"params": list(matrices.values()), "weight_decay": weight_decay, "orthogonal": True}
+            return Muon([orthogonalised, *_groups(rest, weight_decay)], **common, compute_dtype=compute_dtype)
     torchao = _torchao(f"optim.kind is {kind}")
     rounded = kind.endswith("_sr")
     make = torchao.AdamW8bit if "8bit" in kind else torchao._AdamW
@@ -62,17 +62,17 @@ def build_optimizer(
 
 def _groups(params: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
     decayed = [p for name, p in params.items() if _decays(name, p)]
-    flat = [p for name, p in params.items() if not _decays(name, p)]
-    return [{"params": some, "weight_decay": decay} for some, decay in ((decayed, weight_decay), (flat, 0.0)) if some]
+    rest = [p for name, p in params.items() if not _decays(name, p)]
+    return [{"params": some, "weight_decay": decay} for some, decay in ((decayed, weight_decay), (rest, 0.0)) if some]
 
 
 def _decays(name: str, parameter: Tensor) -> bool:
-    """Whether it is no norm and no bias. Those of fused experts are one matrix."""
+    """Whether weight decay applies: not to norms and biases. The biases of fused experts form a matrix."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def _torchao(why: str) -> Any:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # kernels that are not for this machine, and not used here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns about missing kernels that we do not use
     optim = optional.require("torchao.optim", extra="adapters", why=why)
     state = optional.require("torchao.optim.subclass_8bit", extra="adapters", why=why).OptimState8bit
     state.implements(torch.ops.aten.clone.default)(_clone_8bit)
@@ -80,14 +80,14 @@ def _torchao(why: str) -> Any:
 
 
 def _clone_8bit(_operation: Any, _types: Any, args: Any, _options: Any) -> Any:
-    """A copy of 8-bit state, which the engine makes before it writes one and torchao 0.18 does not know."""
+    """Clone 8-bit state: torchao 0.18 does not implement this, and the engine does it before it writes a checkpoint."""
     state = args[0]
     parts = (part.clone() for part in (state.codes, state.scale, state.qmap))
     return type(state)(*parts, state.signed, dtype=state.dtype)
 
 
 def _seed_by_step(seed: int) -> Callable[..., None]:
-    """Draws that depend on the step alone: the same on all replicas, and again after a resume."""
+    """A hook that seeds by the step alone, so draws are the same on all replicas, and again after a resume."""
 
     def before(optimizer: Optimizer, *_args: Any) -> None:
         steps = (int(state["step"]) for state in optimizer.state.values())  # on the CPU, in torchao
@@ -97,16 +97,16 @@ def _seed_by_step(seed: int) -> Callable[..., None]:
 
 
 class SkippingAdamW(SkipStepAdamW):
-    """OLMo-core's, with a history that a checkpoint can keep. `observe` comes before each step."""
+    """OLMo-core's optimizer, with a history that fits into a checkpoint. Call `observe` before each step."""
 
     def observe(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Loss and gradient norm of the global batch, the same on all ranks. In place of one not finite, the last."""
-        # On the host, where weights are offloaded.
+        """Record loss and gradient norm of the global batch, the same on all ranks; the last ones if not finite."""
+        # self.device is the CPU if weights are offloaded.
         self.latest_loss = _finite(loss.to(self.device, torch.float64), self._losses)
         self.latest_grad_norm = _finite(grad_norm.to(self.device, torch.float64), self._grad_norms)
 
     def history(self) -> Tensor:
-        """What was observed, oldest first, filled up with NaN: 2, HISTORY + 1."""
+        """The recorded losses and norms, oldest first, padded with NaN: 2, HISTORY + 1."""
         found = torch.full((2, HISTORY + 1), torch.nan, dtype=torch.float64)
         for row, values in zip(found, (self._losses, self._grad_norms), strict=True):
             row[: len(values)] = torch.stack(values).cpu() if values else row[:0]
@@ -122,9 +122,9 @@ def _finite(value: Tensor, before: list[Tensor]) -> Tensor:
 
 
 class Muon(AdamW):
-    """AdamW, but for groups with `orthogonal`: there the momentum, made orthogonal, is the update.
+    """AdamW, except in groups with `orthogonal`, whose update is the orthogonalised momentum.
 
-    A sharded matrix is gathered for that, so that the update does not depend on how it is sharded.
+    A sharded matrix is gathered first, so the update does not depend on the sharding.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, compute_dtype: torch.dtype, **common: Any):
@@ -136,15 +136,15 @@ class Muon(AdamW):
         for group in self.param_groups:
             for parameter in group["params"] if group["orthogonal"] else ():
                 if parameter.grad is not None:
-                    self._turn(parameter, group)
-                    parameter.grad = None  # AdamW passes it over
+                    self._orthogonal_step(parameter, group)
+                    parameter.grad = None  # so that AdamW skips it
         return super().step(closure)
 
-    def _turn(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _orthogonal_step(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
-            state.update(step=torch.tensor(0.0), momentum=torch.zeros_like(parameter))  # AdamW looks for the first
+            state.update(step=torch.tensor(0.0), momentum=torch.zeros_like(parameter))  # AdamW expects a step
         momentum: Tensor = state["momentum"]
         momentum.mul_(group["betas"][0]).add_(parameter.grad)
         update = orthogonal(full(momentum).to(self.compute_dtype)).to(parameter.dtype)
@@ -155,7 +155,7 @@ class Muon(AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Near U V^T of the matrix U S V^T: its singular values brought to about 1 by a Newton-Schulz iteration."""
+    """Approximately U V^T for a matrix U S V^T: a Newton-Schulz iteration brings its singular values close to 1."""
     wide = matrix.shape[0] <= matrix.shape[1]
     x: Tensor = matrix if wide else matrix.mT
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
@@ -163,5 +163,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(5):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    turned: Tensor = x if wide else x.mT
-    return turned
+    result: Tensor = x if wide else x.mT
+    return result

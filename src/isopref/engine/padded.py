@@ -44,11 +44,11 @@ class DataCollatorForSeq2SeqDPO:
     """Pads both sides of all pairs to one length, on the right, and counts each pair's real tokens.
 
     An instance has `{chosen,rejected}_{input_ids,labels}` as sequences of integers, `index` (its row in the reference's
-    table) and, if it has one, a `weight`. No instances give an empty batch. Raises DataError for one that is malformed.
+    table) and optionally a `weight`. An empty list gives an empty batch. Raises DataError for a malformed instance.
 
-    The arguments are those of transformers' DataCollatorForSeq2Seq, and a setting that would do nothing here raises
-    ConfigError. Which token pads never matters, as padding is masked: it is `pad_token_id`, or else the tokenizer's,
-    or else 0.
+    The arguments are those of transformers' DataCollatorForSeq2Seq; a setting that would have no effect here raises
+    ConfigError. The padding token does not matter, because padding is masked: it is `pad_token_id`, else the
+    tokenizer's, else 0.
     """
 
     tokenizer: Any = field(default=None, repr=False)
@@ -69,7 +69,7 @@ class DataCollatorForSeq2SeqDPO:
                 "AutoTokenizer.from_pretrained returns."
             )
         if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
-            raise ConfigError(f"{COLLATOR}: model has a decoder of its own; isopref trains causal models. Pass None.")
+            raise ConfigError(f"{COLLATOR}: model is an encoder-decoder, but isopref trains causal models. Pass None.")
         honoured: dict[str, tuple[Any, ...]] = {
             "padding": (True, "longest"),
             "max_length": (None,),
@@ -101,7 +101,7 @@ class DataCollatorForSeq2SeqDPO:
         batch["token_count"] = sum((batch[f"{side}_attention_mask"].sum(dim=1) for side in SIDES), torch.tensor(0))
         batch["index"] = torch.tensor([one["index"] for one in pairs], dtype=torch.long)
         if any("weight" in one for one in instances):
-            # In float64, as a table has them.
+            # In float64, as in a table.
             batch["weight"] = torch.tensor([one["weight"] for one in pairs], dtype=torch.float64)
         return batch
 
@@ -162,16 +162,14 @@ def split_batch_dpo(batch: Mapping[str, Any], num_microbatch_instances: int) -> 
         )
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
-            what = (
-                "a tensor of no dimensions" if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
-            )
+            what = "a 0-dimensional tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
             raise DataError(
                 f"split_batch_dpo: batch['{key}'] is {what}, so it cannot be cut. "
                 "Remove it, or make it a tensor with one entry per pair."
             )
     sizes = {key: len(value) for key, value in batch.items()}
     if len(set(sizes.values())) != 1:
-        raise DataError(f"split_batch_dpo: the batch's tensors differ in their number of pairs: {sizes}.")
+        raise DataError(f"split_batch_dpo: the tensors differ in their number of pairs: {sizes}. Make them equal.")
     pieces = {key: value.split(num_microbatch_instances) for key, value in batch.items()}
     return [{key: value[n] for key, value in pieces.items()} for n in range(len(pieces["chosen_input_ids"]))]
 
@@ -185,10 +183,10 @@ def padded_to_step(
     num_references: int | None = None,
     loss_kind: Kind = "pairs",
 ) -> Step:
-    """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens) and weigh it against the whole.
+    """Cut this rank's part of a global batch by `rank_microbatch_size` (tokens), with each pair's share of the whole.
 
     Ranks know only their own part here, so the denominators cost one small collective. Ranks with fewer microbatches
-    than others get empty ones. `num_references`: pairs of the reference's table, which `index` must not exceed.
+    than others get empty ones. `num_references`: pairs in the reference's table, into which `index` points.
     """
     _check(batch, num_references)
     terms = TERMS[loss_kind]
@@ -207,7 +205,7 @@ def padded_to_step(
         mine, [len(pieces), width], device
     )
     if not num_pairs:
-        raise DataError("the batch holds no pairs on any rank.")
+        raise DataError("the batch holds no pairs on any rank. Leave out empty batches.")
     if rank_microbatch_size < 2 * widest:  # after the exchange, so that all ranks stop alike
         raise ConfigError(
             f"rank_microbatch_size is {rank_microbatch_size} tokens, but one pair of this batch takes {2 * widest} "
@@ -241,7 +239,7 @@ def _work(
     weights: Weights,
     totals: _Totals,
 ) -> Work:
-    """One microbatch of a padded batch. Its answers are those of all pairs that are chosen, then the rejected ones."""
+    """One microbatch of a padded batch. Its answers are the chosen ones of all pairs, then the rejected ones."""
     index, every = piece["index"], np.arange(len(pairs))
     lengths = Lengths.of(pairs)
     some = terms.of(lengths, every)
@@ -260,10 +258,10 @@ def _work(
 
 
 def _check(batch: Mapping[str, Any], num_references: int | None) -> None:
-    """Raise DataError for a batch that is not as the module's docstring says."""
+    """Raise DataError for a batch that does not have the form described in this module's docstring."""
     missing = sorted(KEYS - batch.keys())
     if missing:
-        raise DataError(f"the batch has no {', '.join(missing)}. {COLLATOR} makes batches that have all keys.")
+        raise DataError(f"the batch has no {', '.join(missing)}. Build batches with {COLLATOR}.")
     for key in sorted(KEYS):
         value = batch[key]
         if not isinstance(value, Tensor) or value.dtype not in (*INTEGERS, torch.bool):
@@ -277,7 +275,7 @@ def _check(batch: Mapping[str, Any], num_references: int | None) -> None:
 
 
 def _check_index(index_P: Tensor, num_references: int | None) -> None:
-    """Raise DataError where the reference has no such pair. An index of -1 would silently be its last one."""
+    """Raise DataError for an index outside the reference's table: -1, for example, would silently read its last row."""
     if not len(index_P):
         return
     low, high = int(index_P.min()), int(index_P.max())
@@ -290,7 +288,7 @@ def _check_index(index_P: Tensor, num_references: int | None) -> None:
 
 
 def _own(piece: Mapping[str, Tensor]) -> FloatArray:
-    """The weights that the data gives its pairs."""
+    """The pairs' own weights, from the data."""
     own: FloatArray = piece["weight"].double().cpu().numpy() if "weight" in piece else np.ones(len(piece["index"]))
     bad = own[~((own > 0) & np.isfinite(own))]
     if len(bad):
@@ -351,7 +349,7 @@ def _sequences(piece: Mapping[str, Tensor], side: str) -> list[tuple[IntArray, I
 def _over_ranks(
     sums: list[float], largest: list[int], device: torch.device
 ) -> tuple[list[float], list[float], list[int]]:
-    """Sums over all ranks of some figures, and over the ranks before this one; the largest over ranks of others."""
+    """The totals of `sums` over all ranks, their totals over the ranks before this one, and the maxima of `largest`."""
     if num_ranks() == 1:
         return sums, [0.0] * len(sums), largest
     mine = torch.tensor([*sums, *largest], dtype=torch.float64, device=device)

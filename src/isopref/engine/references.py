@@ -1,4 +1,4 @@
-"""What a policy is compared with: log-probabilities that were stored, a model that moves (moving.py), or nothing."""
+"""What a policy is compared with: stored log-probabilities, a moving model (moving.py), or nothing."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from isopref.types import Logps, Readout
 
 
 class Scored(NamedTuple):
-    """What policy and reference say of one microbatch: as the objective takes its terms, and as they said it."""
+    """Scores of one microbatch by policy and reference: in the form that the objective takes, and as read out."""
 
     policy: Logps
     ref: Logps
@@ -20,10 +20,10 @@ class Scored(NamedTuple):
 
 
 class Reference(Protocol):
-    """Says of a microbatch what the policy says of it."""
+    """Scores the microbatches that the policy scores."""
 
     def logps(self, work: Work, policy: Readout) -> Readout:
-        """Log-probabilities of the answers of a microbatch, and of their heads where the policy has them."""
+        """Log-probabilities of the answers of a microbatch, and of their heads if `policy` has those."""
         ...
 
     def mismatched(self, work: MismatchedWork, policy: Readout) -> Tensor:
@@ -53,7 +53,7 @@ class StoredReference:
 
 
 class NoReference:
-    """Zeros, for an objective without a reference."""
+    """Zeros, for a reference-free objective."""
 
     def logps(self, _work: Work, policy: Readout) -> Readout:
         zeros = Readout(torch.zeros_like(policy.logp))

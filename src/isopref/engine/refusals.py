@@ -64,7 +64,10 @@ def check_model(model: nn.Module, optim: Optimizer, objective: Loss, num_ranks: 
     if (objective.readout == "reward") != isinstance(unwrap(model), RewardModel):
         names = ", ".join(one.objective.name for one in objective.summands)
         wanted, found = ("RewardModel", "Policy") if objective.readout == "reward" else ("Policy", "RewardModel")
-        raise ConfigError(f"{WHERE}: the loss {names} needs a {wanted}, and the model is a {found}.")
+        raise ConfigError(
+            f"{WHERE}: the loss {names} needs a {wanted}, but the model is a {found}. Pass the other kind of model, or "
+            "use another loss."
+        )
     reshard(model)
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optim.param_groups for parameter in group["params"]):
@@ -85,9 +88,9 @@ def check_loader(
     """Refuse a loader with conflicting settings: it alone weights and splits batches."""
     if loader.dp_world_size != num_ranks:
         raise ConfigError(
-            f"{WHERE}: the ExampleLoader splits batches {loader.dp_world_size} ways, but the model's ranks divide "
-            f"pairs among {num_ranks}: those that compute together take the same. Pass ExampleLoader(..., dp_rank=..., "
-            f"dp_world_size={num_ranks})."
+            f"{WHERE}: the ExampleLoader's dp_world_size is {loader.dp_world_size}, but it must be {num_ranks}: the "
+            "number of the model's ranks, or of groups of ranks that compute layers or rows together. Pass "
+            f"ExampleLoader(..., dp_rank=..., dp_world_size={num_ranks})."
         )
     if loader.weighting != weighting:
         raise ConfigError(
@@ -112,7 +115,8 @@ def check_loader(
     check_table(loader.table, objective)
     if objective.kind != "pairs" and weighting == "gap":
         raise ConfigError(
-            f"{WHERE}: weighting is 'gap', between two answers, but the objective is a loss of {objective.kind}."
+            f"{WHERE}: weighting 'gap' applies to comparisons of two answers, but the objective is a loss of "
+            f"{objective.kind}. Use another weighting."
         )
     if objective.needs.gaps or weighting == "gap":
         check_gaps(loader.table, WHERE)
@@ -125,7 +129,7 @@ def check_loader(
 
 
 def check_table(table: ExampleTable, objective: Loss) -> None:
-    """Raise DataError for a table without what a loss of this kind learns from."""
+    """Raise DataError if the table lacks what a loss of this kind learns from."""
     names = ", ".join(one.objective.name for one in objective.summands)
     if objective.kind == "labels":
         _check_labels(table, names)
@@ -133,15 +137,15 @@ def check_table(table: ExampleTable, objective: Loss) -> None:
     lonely = table.lengths.num_comparisons == 0
     if lonely.any():
         raise DataError(
-            f"{table.origin(int(lonely.argmax()))}: nothing to compare, and {names} is a loss of {objective.kind} "
-            f"({int(lonely.sum())} of {len(table)} examples have labelled answers alone). Use objective.loss: kto or "
+            f"{table.origin(int(lonely.argmax()))}: nothing to compare, but {names} is a loss of {objective.kind} "
+            f"({int(lonely.sum())} of {len(table)} examples have only labelled answers). Use objective.loss: kto or "
             "bco, or train on pairs."
         )
     if objective.kind == "lists" and np.isnan(table.scores).any():
         first = int(table.lengths.of_answer[np.isnan(table.scores).argmax()])
         raise DataError(
-            f"{table.origin(first)}: a loss of lists needs the scores of all answers, and there are none. Write "
-            "Example(prompt, answers, comparisons, scores)."
+            f"{table.origin(first)}: {names} is a loss of lists and needs a score for every answer, but an answer has "
+            "none. Pass scores: Example(prompt, answers, comparisons, scores)."
         )
 
 
@@ -153,7 +157,7 @@ def _check_labels(table: ExampleTable, names: str) -> None:
         found = "an answer has none" if np.isnan(score) else f"an answer has a score of {score:g}"
         raise DataError(
             f"{table.origin(int(table.lengths.of_answer[first]))}: {names} needs a label for every answer, good (1) or "
-            f"bad (0), and {found}. Scores of a list are not labels: use a loss of lists, such as plackett_luce, a "
+            f"bad (0), but {found}. Scores of a list are not labels: use a loss of lists, such as plackett_luce, a "
             "loss of pairs, or give every answer a label."
         )
 
@@ -164,7 +168,7 @@ def check_gaps(table: ExampleTable, where: str) -> None:
     count = f"of {len(table.gaps)} comparisons"
     if unknown.any():
         raise ConfigError(
-            f"{where}: {unknown.sum()} {count} have no score gap, which is needed; the first is "
+            f"{where}: {unknown.sum()} {count} have no score gap, but all need one; the first is "
             f"{_origin(table, unknown)}. Add the columns chosen_score and rejected_score, or margin, to pairs, or use "
             "lists with scores."
         )

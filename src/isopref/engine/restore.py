@@ -1,4 +1,4 @@
-"""Reading a run's checkpoint back without running anything that is in it, as the engine's own way would."""
+"""Restores a run from a checkpoint without executing code in it, which the engine's own loading could do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +17,8 @@ from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
 from isopref.ranks import own_rank
 
 _SEED = np.zeros(1, np.uint32)
-NUMPY_STATE: list[Any] = [
-    np.ndarray,
-    np.dtype,
-    type(_SEED.dtype),
-    _SEED.__reduce__()[0],
-]  # what numpy's random state is made of
+# The types in numpy's random state.
+NUMPY_STATE: list[Any] = [np.ndarray, np.dtype, type(_SEED.dtype), _SEED.__reduce__()[0]]
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
@@ -31,7 +27,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
     Raises RunError for a checkpoint of other data, or one that holds more than data.
     """
     own = folder / "train" / f"rank{own_rank()}.pt"
-    # On more ranks than before there is none for the last ones; the random state is then not restored anyway.
+    # On more ranks than before, the last ones have no file; the random state is then not restored anyway.
     path = own if own.exists() else folder / "train" / "rank0.pt"
     with _refusing(folder):
         with torch.serialization.safe_globals(NUMPY_STATE):
@@ -44,10 +40,9 @@ def restore(trainer: Trainer, folder: Path) -> None:
 
 @contextmanager
 def weights_of(module: TrainModule, folder: Path) -> Iterator[None]:
-    """The model with the weights of a checkpoint, as long as the context is open. All ranks call this together."""
-    own = tree_map_only(
-        torch.Tensor, torch.clone, module.state_dict(optim=False)
-    )  # on a CPU it is the weights themselves
+    """Give the model the weights of a checkpoint while the context is open. All ranks call this together."""
+    # Cloned: on a CPU, the state dict holds the weights themselves.
+    own = tree_map_only(torch.Tensor, torch.clone, module.state_dict(optim=False))
     with _refusing(folder):
         module.load_state_dict(_read(module, folder, optim=False))
     try:
@@ -69,6 +64,6 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except NotPlainError as error:
         raise RunError(
-            f"{folder}: holds more than data ({' '.join(str(error).split())[:200]}), so it is not read. Is it a "
-            "checkpoint of isopref? Remove it to go on from an earlier one."
+            f"{folder}: holds more than plain data ({' '.join(str(error).split())[:200]}), and loading it could run "
+            "code. Did isopref write it? Remove it to resume from an earlier checkpoint."
         ) from error

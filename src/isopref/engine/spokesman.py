@@ -1,8 +1,8 @@
-"""Which rank reports an error that several ranks meet: the first one, if it meets it too.
+"""Which rank reports an error that several ranks hit: the first one, if it is among them.
 
-Ranks meet most errors alike, but not at the same moment. Before it tears anything down, the first rank announces in the
-ranks' store that it failed; the others look there before they report theirs. What the first rank does not meet, such as
-a file missing on one machine, the rank that met it reports.
+Most errors hit all ranks, but not at the same moment. Before it tears anything down, the first rank announces in the
+ranks' store that it failed; the others look there before they report theirs. An error that the first rank does not hit,
+such as a file missing on one machine, is reported by the rank that hit it.
 """
 
 import os
@@ -23,7 +23,10 @@ def announce_failure() -> None:
 
 
 def first_rank_failed(within_s: float) -> bool:
-    """Whether the first rank announces a failure in that time, or takes the store with it. If in doubt, it did not."""
+    """Whether the first rank announces a failure within this time, or exits and takes the store with it.
+
+    False if there is no store to ask.
+    """
     give_up = time.monotonic() + within_s
     store = _store()
     if store is None:
@@ -44,7 +47,8 @@ def _store() -> Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()  # quiet, where torch logs a stack
+        # A first attempt without torch, which would log a stack trace if it failed.
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     except (OSError, RuntimeError):
         return None

@@ -45,7 +45,7 @@ from isopref.types import Logps, Needs
 class DPOTrainModule(TrainModule):
     """Trains a policy on pairs under OLMo-core's Trainer.
 
-    :param model: a `Policy`, or what `parallelize` made of one.
+    :param model: a `Policy`, or what `parallelize` returned for one.
     :param objective: one loss per pair, from `isopref.pair_loss`.
     :param rank_microbatch_size: maximum microbatch size on one rank, in tokens including padding. Required for padded
         batches; an ExampleLoader has its own budget.
@@ -128,13 +128,13 @@ class DPOTrainModule(TrainModule):
 
     def _reference(self, given: TableLogps | MovingReference | None) -> Reference:
         if isinstance(given, MovingReference) and not self.objective.needs_reference:
-            raise ConfigError("a moving reference does nothing for an objective without one. Leave `reference` out.")
+            raise ConfigError("a moving reference has no effect, because the objective is reference-free. Remove it.")
         if not self.objective.needs_reference:
             return NoReference()
         if given is None:
             raise ConfigError(
-                "the objective compares with a reference, but `reference` is None. Pass what score_table returns for "
-                "it, or take an objective without one, such as pair_loss('simpo')."
+                "the objective needs a reference, but `reference` is None. Pass what score_table returns for the "
+                "reference model, or use a reference-free objective, such as pair_loss('simpo')."
             )
         if isinstance(given, MovingReference):
             return given
@@ -198,20 +198,20 @@ class DPOTrainModule(TrainModule):
             return step
         if self.group is not None:  # see docs/decisions.md
             raise ConfigError(
-                "tensor and context parallelism need packed rows, and the batch is padded. Use isopref.ExampleLoader."
+                "tensor and context parallelism need packed rows, but the batch is padded. Use isopref.ExampleLoader."
             )
         if self.objective.kind == "labels":
             raise ConfigError(
-                f"{WHERE}: a loss of labels needs all labels of a global batch, and a padded batch holds one rank's "
-                "pairs alone. Use isopref.ExampleLoader."
+                f"{WHERE}: a loss of labels needs all labels of a global batch, but a padded batch holds only one "
+                "rank's pairs. Use isopref.ExampleLoader."
             )
         if self.objective.needs.gaps or self.weighting == "gap":
             raise ConfigError(
-                f"{WHERE}: objective or weighting need the gap between the scores of two answers, and a padded batch "
-                "has none. Use isopref.ExampleLoader."
+                f"{WHERE}: the objective or the weighting needs the gap between the scores of two answers, but a "
+                "padded batch has none. Use isopref.ExampleLoader."
             )
         if self.rank_microbatch_size is None:
-            raise ConfigError(f"{WHERE}: the batch is padded and has to be cut. Pass rank_microbatch_size (tokens).")
+            raise ConfigError(f"{WHERE}: padded batches need a microbatch size. Pass rank_microbatch_size (tokens).")
         return padded_to_step(
             batch,
             self.rank_microbatch_size,
@@ -309,9 +309,9 @@ class DPOTrainModule(TrainModule):
         parameters = self._with_gradient()
         if not parameters:
             raise RunError(
-                f"step {self.trainer.global_step}: no parameter of the optimizer has a gradient, so it would train "
-                "nothing. In a script: make the optimizer after parallelize, from what that returned, and let every "
-                "batch have pairs on some rank."
+                f"step {self.trainer.global_step}: no parameter of the optimizer has a gradient, so the step would "
+                "train nothing. In a script, create the optimizer from the module that parallelize returns, and make "
+                "sure that every batch has pairs on at least one rank."
             )
         norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if self.max_grad_norm is not None:
@@ -341,7 +341,7 @@ class DPOTrainModule(TrainModule):
         """The trained weights: frozen ones are not part of a checkpoint."""
         options = checkpoint_state.StateDictOptions(cpu_offload=True, ignore_frozen_params=True)
         found = checkpoint_state.get_model_state_dict(self.model, options=options)
-        frozen = self._names(trained=False)  # again: a tied weight has two names, and torch omits one of them
+        frozen = self._names(trained=False)  # torch left them out, but only under one of the names of a tied weight
         state: dict[str, Any] = {
             "model": {name: value for name, value in found.items() if name not in frozen},
             "metrics": self._window.state_dict(),
@@ -366,7 +366,8 @@ class DPOTrainModule(TrainModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if missing := self._names(trained=True) - state_dict["model"].keys():
-            raise RunError(f"the checkpoint lacks {len(missing)} trained weights, such as {min(missing)}.")
+            fix = "Resume with the model section that it was written with, or start a new run in another folder."
+            raise RunError(f"the checkpoint lacks {len(missing)} trained weights, such as {min(missing)}. {fix}")
         options = checkpoint_state.StateDictOptions(strict=not self._names(trained=False))
         checkpoint_state.set_model_state_dict(self.model, state_dict["model"], options=options)
         self._window.load_state_dict(state_dict["metrics"])

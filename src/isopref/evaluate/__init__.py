@@ -1,8 +1,8 @@
-"""Evaluation on held-out examples: what the log-probabilities of policy and reference say of them.
+"""Metrics of held-out examples, from the log-probabilities of policy and reference.
 
-Pure arithmetic on scored tables; the scoring itself is score.py's. pairs.py has what is known of every comparison,
-lists.py the figures of lists, losses.py the loss, intervals.py how certain a figure is; evaluation.py puts them
-together.
+Pure arithmetic on scored tables; score.py does the scoring. pairs.py computes what is known about each comparison,
+lists.py the metrics of lists, labels.py those of labelled answers, calibration.py the calibration of reward models,
+losses.py the loss and intervals.py the intervals; evaluation.py combines them. win_rate.py compares two models.
 """
 
 from isopref.evaluate.evaluation import Evaluation, evaluate, source_labels

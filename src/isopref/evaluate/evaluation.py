@@ -119,7 +119,7 @@ def evaluate(
         assert scores is not None, "a loss of lists needs scores"
         losses = losses_of_lists(policy, ref, lengths, scores, own, loss, weighting)
     elif loss.kind == "labels":
-        assert scores is not None, "a loss of labels needs them"
+        assert scores is not None, "a loss of labels needs the labels, as scores"
         losses = losses_of_labels(policy, ref, lengths, scores, own, loss, weighting)
         labels = _labels(policy, ref, lengths, scores, own, loss)
     else:

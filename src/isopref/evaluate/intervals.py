@@ -56,7 +56,7 @@ def share(won_N: FloatArray, example_N: IntArray | None = None) -> Figure:
 
 
 def wilson(value: float, count: float) -> Figure:
-    """A share of so many pairs, with Wilson's interval."""
+    """A share of `count` pairs, with Wilson's interval."""
 
     def low(won: float) -> float:
         return (won + Z * Z / 2 - Z * math.sqrt(won * (count - won) / count + Z * Z / 4)) / (count + Z * Z)
@@ -65,7 +65,7 @@ def wilson(value: float, count: float) -> Figure:
 
 
 def _independent(won_N: FloatArray, example_N: IntArray) -> float:
-    """The effective number of independent pairs, whose share would vary as much: between examples and pairs.
+    """The number of independent pairs whose share would vary as much, at least the examples and at most the pairs.
 
     The variance is that of a ratio of two sums over examples (Cochran 1977, eq. 2.46): pairs won, and pairs.
     """

@@ -34,13 +34,13 @@ class Labels:
     good: NDArray[np.bool_]  # A
     nll: FloatArray  # A: of a token, times its weight in the objective
     liked: FloatArray  # A: weight of the NLL, 0 for bad answers
-    example: IntArray  # A: which example it is of
+    example: IntArray  # A: the example it belongs to
 
     def select(self, some_A: NDArray[np.bool_]) -> "Labels":
         return Labels(*(part[some_A] for part in vars(self).values()))
 
     def figures(self) -> dict[str, Any]:
-        """The metrics by their names in Evaluation; None for those that lack good or bad answers."""
+        """The metrics by their names in Evaluation; None if a metric needs good or bad answers and there are none."""
         return {
             "answers": len(self.good),
             "auc": auc(self.reward, self.good, self.example),

@@ -1,7 +1,7 @@
-"""Figures of ranked lists: whether the rewards of a policy rank the answers of a prompt as their scores do.
+"""Metrics of ranked lists: whether the rewards of a policy rank the answers of a prompt as their scores do.
 
-A list counts if its answers have at least two different scores. Equal rewards are taken in every order, and the figure
-is the mean over these. N: lists, A: answers of all of them.
+A list counts if its answers have at least two different scores. If rewards are equal, a metric is its mean over all
+orders of the answers that share them. N: lists, A: answers of all lists.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from isopref.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Lists:
-    """What the figures are made of, list by list."""
+    """The values that the metrics average, per list."""
 
     top1: FloatArray  # N
     tau: FloatArray  # N
@@ -27,7 +27,7 @@ class Lists:
         return Lists(*(part[some_N] for part in vars(self).values()))
 
     def figures(self) -> dict[str, Figure]:
-        """By their names in an evaluation; none at all where there is no list."""
+        """The metrics by their names in Evaluation; empty if there are no lists."""
         if not len(self.example):
             return {}
         found = means(np.stack([self.tau, self.ndcg], axis=1), np.ones(len(self.example)))
@@ -47,22 +47,23 @@ def lists_of(reward_A: FloatArray, score_A: FloatArray, lengths: Lengths) -> Lis
 
 
 def top1(reward: FloatArray, score: FloatArray) -> float:
-    """Whether the answer with the largest reward has the best score; a share where several have that reward."""
+    """Whether the answer with the largest reward has the best score; a share if several have that reward."""
     return float((score[reward == reward.max()] == score.max()).mean())
 
 
 def kendall_tau(reward: FloatArray, score: FloatArray) -> float:
-    """Pairs of answers ranked as the scores rank them minus those ranked the other way, over pairs with two scores.
+    """Pairs ranked as the scores rank them minus pairs ranked the other way, over all pairs with different scores.
 
-    Kendall's tau where no scores are equal. A pair with one reward is half and half, and so counts nothing.
+    This is Kendall's tau if all scores differ. A pair with equal rewards is half right and half wrong, and adds 0.
     """
     right = np.sign(score[:, None] - score) * np.sign(reward[:, None] - reward)
     return float(right.sum() / (score[:, None] != score).sum())
 
 
 def ndcg(reward: FloatArray, score: FloatArray) -> float:
-    """Discounted cumulative gain over that of the best order (Järvelin and Kekäläinen 2002), with discounts of
-    1 / log2(1 + rank). The gain of an answer is how far its score is above the worst of the list.
+    """Discounted cumulative gain divided by that of the best order (Järvelin and Kekäläinen 2002).
+
+    The discount is 1 / log2(1 + rank); the gain of an answer is its score minus the lowest score of the list.
     """
     gain = score - score.min()
     discount = 1 / np.log2(2.0 + np.arange(len(gain)))

@@ -1,4 +1,4 @@
-"""The loss of held-out examples, term by term, with the weights of the objective.
+"""The loss of held-out examples, per term, with the weights that the objective gives the terms.
 
 T: terms, which are comparisons, lists or labelled answers.
 """
@@ -17,7 +17,7 @@ from isopref.objectives.loss import Loss
 from isopref.score import TableLogps
 from isopref.types import Anchors, FloatArray, IntArray, LabelLogps, ListLogps, PairLogps
 
-LISTS_AT_ONCE = 256  # of a table, when their losses are computed
+LISTS_AT_ONCE = 256  # lists whose losses are computed at a time
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Losses:
 
     value: FloatArray  # T
     weight: FloatArray  # T
-    example: IntArray  # T: which example it is of
+    example: IntArray  # T: the example it belongs to
 
     def select(self, some_T: NDArray[np.bool_]) -> "Losses":
         return Losses(*(part[some_T] for part in vars(self).values()))
@@ -40,7 +40,7 @@ def losses_of_pairs(
     loss: Loss,
     weighting: Weighting,
 ) -> Losses:
-    """One term for each comparison. Where a loss couples the pairs of a batch, all held-out pairs are one."""
+    """One term for each comparison. For a loss that couples the pairs of a batch, all held-out pairs are one batch."""
     weights = comparison_weights(lengths, weighting, own_N, gaps)
     whole = Whole.first(torch.from_numpy(coefficients(weights)))
     return Losses(loss(*pairs, whole=whole).numpy(), weights, lengths.of_comparison)
@@ -55,7 +55,7 @@ def losses_of_labels(
     loss: Loss,
     weighting: Weighting,
 ) -> Losses:
-    """One term for each labelled answer. Gains are measured against anchors of all held-out answers as one batch."""
+    """One term for each labelled answer. The anchors are those of all held-out answers as one batch."""
     weights = label_weights(lengths, weighting, own_N)
     share, good = torch.from_numpy(coefficients(weights)), torch.from_numpy(scores > 0)
     known = torch.from_numpy(lengths.answer.astype(np.int64)), good
@@ -79,7 +79,7 @@ def losses_of_lists(
     loss: Loss,
     weighting: Weighting,
 ) -> Losses:
-    """One term for each list. `scores` are those of the answers."""
+    """One term for each list. `scores` has one score per answer."""
     found = np.zeros(len(lengths))
     for start in range(0, len(lengths), LISTS_AT_ONCE):
         some = lengths.answers_of(np.arange(start, min(start + LISTS_AT_ONCE, len(lengths))))

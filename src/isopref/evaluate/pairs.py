@@ -1,4 +1,4 @@
-"""What is known of every held-out pair, and accuracy by length. A comparison of two answers of a list is a pair.
+"""What is known about each held-out pair, and accuracy by length. A comparison of two answers of a list is a pair.
 
 N: pairs.
 """
@@ -34,15 +34,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the figures are made of, pair by pair."""
+    """The inputs of the metrics, per pair."""
 
     won: FloatArray  # N
     rewards: FloatArray  # N, 2
-    per_token: FloatArray | None  # N, 2: log-probability; None of a reward model, which gives none
+    per_token: FloatArray | None  # N, 2: log-probability per token; None for a reward model, which gives none
     nll: FloatArray  # N: of a chosen token, times its weight in the objective
     tokens: IntArray  # N, 2
     chosen_weights: FloatArray  # N: of the NLL
-    example: IntArray  # N: which example it is of
+    example: IntArray  # N: the example it belongs to
 
     def select(self, some_N: NDArray[np.bool_]) -> "Pairs":
         def selected(part: Any) -> Any:
@@ -81,7 +81,7 @@ def rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -
 
 
 def answer_rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: Loss) -> FloatArray:
-    """The implicit reward of every answer, all its tokens alike (without LD-DPO's discount): A."""
+    """The implicit reward of every answer, in which all tokens count equally (without LD-DPO's discount): A."""
     tokens = torch.from_numpy(lengths.trained.astype(np.int64))
     both = ((torch.from_numpy(of.answers),) * 2 for of in (policy, ref))
     found: FloatArray = loss.rewards(*(PairLogps(*sides, tokens, tokens) for sides in both))[0].numpy()
@@ -89,7 +89,7 @@ def answer_rewards(policy: TableLogps, ref: TableLogps, lengths: Lengths, loss: 
 
 
 def won(sides_N2: FloatArray) -> FloatArray:
-    """1 where chosen has more than rejected, 0 where it has less; a tie is half."""
+    """1 where the chosen value is larger than the rejected one, 0 where it is smaller, 0.5 for a tie."""
     difference = sides_N2[:, 0] - sides_N2[:, 1]
     points: FloatArray = (difference > 0) + 0.5 * (difference == 0)
     return points
@@ -99,7 +99,7 @@ def buckets(pairs: Pairs) -> Iterator[Bucket]:
     """Accuracy by length."""
     tokens_N = pairs.tokens.mean(axis=1)
     edges = np.quantile(tokens_N, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
-    bucket_N = np.searchsorted(edges, tokens_N, side="left")  # the edge belongs to the shorter ones
+    bucket_N = np.searchsorted(edges, tokens_N, side="left")  # a pair on an edge belongs to the shorter bucket
     for number in np.unique(bucket_N):
         inside = bucket_N == number
         shortest, longest = float(tokens_N[inside].min()), float(tokens_N[inside].max())

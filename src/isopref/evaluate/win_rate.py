@@ -36,7 +36,7 @@ class WinRate:
 
 
 def win_rate(won_N: FloatArray, tokens_N: FloatArray, other_tokens_N: FloatArray) -> WinRate:
-    """`won` is 1, 0.5 or 0 for each prompt; the tokens are those of both answers to it."""
+    """`won` is 1, 0.5 or 0 for each prompt; the tokens are counts for the model's answer and the other model's."""
     wins, losses = int((won_N > 0.5).sum()), int((won_N < 0.5).sum())
     longer_N = tokens_N - other_tokens_N
     spread = float(longer_N.std())
@@ -50,7 +50,7 @@ def win_rate(won_N: FloatArray, tokens_N: FloatArray, other_tokens_N: FloatArray
 
 
 def _widened(level: Figure, size: int) -> Figure:
-    """No narrower than Wilson's interval of such a share: of a model that wins everything, all resamples are alike."""
+    """Make the interval at least Wilson's: if a model wins everything, all resamples are alike and it has no width."""
     least = wilson(level.value, size)
     return Figure(level.value, min(level.low, least.low), max(level.high, least.high))
 

@@ -1,7 +1,7 @@
 """Comparisons of two answers by a language model: the question, the reply, and the combined verdict of both orders.
 
-A judge may prefer what it reads first. So each comparison is made twice, in both orders. It counts if both verdicts
-agree; otherwise, or in a tie, it is dropped or kept as a tie, as the user chooses.
+A judge may prefer the answer it reads first, so each comparison is made twice, once in each order. If both verdicts
+name the same answer, it wins. Ties and disagreements are dropped, or count as half a win each, as the user chooses.
 """
 
 import json
@@ -19,7 +19,7 @@ from isopref.errors import ConfigError, UserError
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PARTS = ("{prompt}", "{a}", "{b}")
-# "a" may be an article ("verdict: a tie", "a close call"), so that a small letter counts at the end of its line only.
+# "a" may be an article ("verdict: a tie", "a close call"), so a lowercase letter counts only at the end of its line.
 VERDICT = re.compile(
     r"""(?i:VERDICT) \W*
     (?: (?i:ANSWER) \W+ | (?i:A) \s+ (?=(?i:TIE)\b) )?
@@ -43,7 +43,9 @@ def read_rubric(path: Path | None) -> str:
         raise ConfigError(f"--rubric: {path} cannot be read ({error}). Name a text file.") from error
     missing = [part for part in PARTS if part not in text]
     if missing:
-        raise ConfigError(f"--rubric: {path} has no {', '.join(missing)}, where the judge would read it. Put it in.")
+        raise ConfigError(
+            f"--rubric: {path} has no {', '.join(missing)}. Add it where the judge should read the prompt or answer."
+        )
     return text
 
 

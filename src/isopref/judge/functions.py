@@ -21,7 +21,7 @@ def is_function(name: str) -> bool:
 
 
 def load_function(name: str) -> Score:
-    """The function. Modules are also searched in the working directory. Raises ConfigError."""
+    """The named function. Modules in the working directory are found, too. Raises ConfigError."""
     module_name, _, attribute = name.rpartition(":")
     try:
         if module_name.endswith(".py"):
@@ -37,7 +37,9 @@ def load_function(name: str) -> Score:
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
-        raise ConfigError(f"--by: {module_name} has no function '{attribute}'. Expected module:function.")
+        raise ConfigError(
+            f"--by: {module_name} has no function '{attribute}'. Name one of its functions, as module:function."
+        )
     _check_takes(found, name)
     score: Score = found
     return score
@@ -59,7 +61,7 @@ def _check_takes(found: Callable[..., Any], name: str) -> None:
 
 
 def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"isopref_judge_{path.stem}", path)  # no other module's name
+    spec = importlib.util.spec_from_file_location(f"isopref_judge_{path.stem}", path)  # a name that no other module has
     if spec is None or spec.loader is None or not path.is_file():
         raise ImportError(f"there is no file {path.absolute()}")
     module = importlib.util.module_from_spec(spec)

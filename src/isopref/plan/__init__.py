@@ -1,1 +1,1 @@
-"""What a run will take, before it runs: memory, time and communication from lengths and the model's shape."""
+"""Estimates of a run's memory, time and communication, from the data's lengths and the model's shape."""

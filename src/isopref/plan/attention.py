@@ -1,8 +1,8 @@
-"""The rates of attention kernels, by the width of a head: shares of a card's peak, measured on one H200.
+"""The speed of attention kernels by head width, as a share of a card's peak, measured on one H200.
 
-A kernel computes whole tiles of 128 queries and 128 keys. FlashAttention 4 also takes a while for every row of tiles,
-counted as if the row had some more of them. All measurements are of a forward and a backward pass together, so one rate
-serves both. benchmarks/NOTES.md says what each was fitted to.
+A kernel computes full tiles of 128 queries by 128 keys. FlashAttention 4 also has a fixed cost for each row of tiles,
+expressed as a number of extra tiles. Every measurement is of a forward and a backward pass together, so one rate serves
+both. benchmarks/NOTES.md lists the runs that each rate was fitted to.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ class AttentionRate(NamedTuple):
     """How fast a kernel is."""
 
     peak_share: float  # of the card's flops, over the tiles it computes
-    row_tiles: float = 0.0  # tiles that could be computed while a row of them starts and ends
+    row_tiles: float = 0.0  # the fixed cost of a row of tiles, in tiles
 
 
 RATES: dict[Kernel, dict[int, AttentionRate]] = {
     "flash-attn-4": {64: AttentionRate(0.36, 1.6), 128: AttentionRate(0.42, 1.6)},
     "varlen_attn": {64: AttentionRate(0.165), 128: AttentionRate(0.20)},
-    "segments": {64: AttentionRate(0.165)},  # not measured: that of the kernel for packed rows
+    "segments": {64: AttentionRate(0.165)},  # not measured: taken from varlen_attn
 }
 
 

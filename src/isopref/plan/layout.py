@@ -25,19 +25,19 @@ class Layout:
     shard: int  # ranks that share one copy of the weights; 1 if each has its own
     grad_sync: Literal["last", "every"]
     compiled: bool
-    kernel: Kernel  # that attends
+    kernel: Kernel  # for attention
     recompute: int  # layers that recompute their activations
     weight_bytes: int  # of a trained number
     compute_bytes: int
     frozen_bytes: float  # of a number that is not trained, on average
     quantised: bool  # frozen layers have 4 bits and are replicated on every rank
     state_bytes: float  # of optimizer state, per trained number
-    offload: bool  # weights, gradients and optimizer state are in host memory
+    offload: bool  # weights, gradients and optimizer state are kept in host memory
     offloaded: int = 0  # layers whose inputs are in host memory
-    tile: int | None = None  # tokens of MLPs that compute at a time
+    tile: int | None = None  # tokens that an MLP computes at a time
     from_host: bool = False  # sharded unit by unit from host memory, never in full on a rank
     references: int = 0  # models besides the trained one: a moving reference
-    float8: bool = False  # linear layers multiply in that
+    float8: bool = False  # linear layers multiply in float8
     forwards: float = 0  # extra forward passes: of a moving reference, or a first pass
     tensor: int = 1  # neighbouring ranks that compute each layer together
     context: int = 1  # neighbouring ranks that split every row
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Ranks, or groups of them that work on the same pairs, that divide a batch between them."""
+        """How many ways a batch is divided: by rank, or by group of ranks that work on the same pairs."""
         return self.ranks // self.together
 
     @property
@@ -58,12 +58,12 @@ class Layout:
 
     @property
     def averaging(self) -> int:
-        """Ranks over which the gradient of a weight is averaged, and weights are sharded: all with the same part."""
+        """Ranks that hold the same part of each weight: they average its gradient, and may shard it further."""
         return self.ranks // self.tensor
 
     @property
     def parts(self) -> int:
-        """Into how many a weight is divided."""
+        """How many parts a weight is divided into."""
         return self.shard * self.tensor
 
     def spread(self, shape: ModelShape) -> int:
@@ -102,16 +102,16 @@ class Loads:
 
     @property
     def largest(self) -> "Loads":
-        """The largest microbatch, as one of one."""
+        """The largest microbatch alone: R and M are 1."""
         return Loads(*(x.flat[[int(self.tokens.argmax())]].reshape(1, 1) for x in vars(self).values()))
 
     @property
     def summed(self) -> "Loads":
-        """All of them as one microbatch."""
+        """All microbatches added up: R and M are 1."""
         return Loads(*(x.sum().reshape(1, 1) for x in vars(self).values()))
 
     def split(self, size: int) -> "Loads":
-        """The part of one of `size` ranks that split every row: of tokens, and of heads."""
+        """The load of each of `size` ranks that split every row, by tokens and, in attention, by heads."""
         return Loads(*(x / size for x in vars(self).values()))
 
     def scaled(self, tokens: float) -> "Loads":
@@ -144,7 +144,7 @@ def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -
 
 
 def _packed(examples: Lengths, kind: RowKind) -> FloatArray:
-    """Tokens, keys, scores and rows of tiles of each example: 4, N. A common start of answers counts in each."""
+    """Tokens, keys, scores and rows of tiles of each example: 4, N. A common start of answers counts once for each."""
     queries = keys = examples.sequence.astype(np.float64)
     if kind == "shared":  # the prompt is computed with the first answer
         queries = queries - examples.prompt[examples.of_answer]

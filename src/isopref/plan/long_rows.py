@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """Overrides of a config, and the changes of a planned layout that they stand for."""
+    """Config overrides, and the equivalent changes to a `Layout`."""
 
     overrides: tuple[str, ...]
     changes: dict[str, Any]
@@ -23,9 +23,9 @@ class Reach:
 
 
 def settings(layers: int, tile: int | None, contexts: Sequence[int] = ()) -> list[Setting]:
-    """For a model of so many layers, whose MLPs may be computed in tiles of `tile` tokens, if that is not None.
+    """The settings for a model of `layers` layers. `tile`: tokens of an MLP tile; None if it cannot be tiled.
 
-    `contexts`: numbers of ranks that could split a row, in growing order.
+    `contexts`: numbers of ranks that could split a row, in increasing order.
     """
     full, offload = "layout.checkpointing=full", "layout.offload_activations=full"
     kept = {"recompute": 0, "offloaded": 0, "tile": None}

@@ -22,7 +22,7 @@ from isopref.ops.logprob import MAX_LOGITS_FUSED
 from isopref.plan.layout import Layout, Loads
 from isopref.plan.together import key_repeats
 
-NF4_BYTES = 0.5 + 1 / NF4_BLOCK  # half of one, and a scale of one byte for each block
+NF4_BYTES = 0.5 + 1 / NF4_BLOCK  # 4 bits per weight, and a scale of one byte per block
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Memory:
 
 
 def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
-    """Memory of a rank whose largest microbatch is `load` (one by one), with a reference for this many answers.
+    """Memory of a rank whose largest microbatch is `load`, with stored reference values for `answers` answers.
 
-    `load` is of complete rows, also where ranks split them.
+    `load` counts complete rows, even if ranks split them.
     """
     load = load.split(layout.context)
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
@@ -65,7 +65,7 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
     on_device = max(layout.recompute - layout.offloaded, min(2, layout.offloaded))
     activations = plain * kept + on_device * inputs + 2 * inputs  # and the embeddings, the last norm
     again = kept if layout.recompute else 0.0
-    # Of the two sums of a layer, all tokens: their gradients are gathered or about to be reduced.
+    # The gradients of a layer's two residual sums are held for all tokens: just gathered, or about to be reduced.
     gradients = inputs * (shape.active_parameters / shape.width**2 + 2 * layout.tensor)
     if layout.tile is not None:
         inner = 3 * shape.inner_width * layout.compute_bytes
@@ -94,7 +94,7 @@ def loading_memory(shape: ModelShape, layout: Layout) -> float:
 
 
 def whole_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Of all weights."""
+    """Bytes of all weights."""
     return shape.trained_parameters * layout.weight_bytes + shape.frozen_parameters * layout.frozen_bytes
 
 
@@ -113,7 +113,7 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
 
 
 def inside_bytes(shape: ModelShape, layout: Layout) -> float:
-    """The part of that inside the layer's MLP, per token: the inner sides of its three matrices."""
+    """The part of `kept_bytes` inside the layer's MLP, per token: the inner sides of its three matrices."""
     return (3 + (not layout.compiled)) * shape.inner_width * layout.compute_bytes
 
 
@@ -175,7 +175,7 @@ def _gathered(shape: ModelShape, layout: Layout) -> float:
 
 
 def _gradients(shape: ModelShape, layout: Layout) -> float:
-    """In full on every rank, except under FSDP that reduces after every microbatch: its own shard and one unit."""
+    """All gradients on every rank; if FSDP reduces after every microbatch, only the rank's shard and one unit."""
     trained = shape.trained_parameters
     if not layout.sharded or layout.grad_sync == "last":
         return trained * layout.weight_bytes / layout.tensor

@@ -1,7 +1,7 @@
-"""What ranks send each other in a step, and how much of that time computing does not hide.
+"""What ranks send each other in a step, and how much of that time is not hidden by compute.
 
-A model on paper: rings gather and reduce, trees add up over machines, each limited by its slowest link and by the hops
-that a piece of data takes. Of shards it is taken that they fill machines, or one machine holds some of them.
+A model on paper: rings gather and reduce, trees sum over machines, each limited by its slowest link and by its number
+of hops. The model assumes that the ranks of a shard group fill complete machines or fit into one.
 """
 
 import math
@@ -12,7 +12,7 @@ from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout
 from isopref.types import FloatArray
 
-LINK_SHARE = 0.8  # of a link's rate that a collective reaches
+LINK_SHARE = 0.8  # of a link's bandwidth, achieved by a collective
 HOP_S, NODE_HOP_S = 2e-6, 5e-6  # one step of a ring, inside a machine and between two
 
 
@@ -29,13 +29,13 @@ class Network:
         return cls(card.link, gigabits * 1e9 / 8)
 
     def every(self, step: int) -> "Network":
-        """As seen by every so many-th rank, which has fewer others in its machine."""
+        """The network among every `step`-th rank only: fewer of them share a machine."""
         return replace(self, ranks_per_node=max(1, self.ranks_per_node // step))
 
     def ring_s(self, size: float, ranks: int, calls: int) -> float:
-        """Seconds to gather or reduce `size` bytes over so many ranks, in so many calls.
+        """Seconds to gather or reduce `size` bytes over `ranks` ranks, in `calls` calls.
 
-        Over machines there are as many rings as ranks in one, each with a part of the bytes and a link of its own.
+        Across machines there are as many rings as ranks per machine, each with its own link and a part of the bytes.
         """
         if ranks == 1:
             return 0.0
@@ -45,16 +45,16 @@ class Network:
         return size * (ranks - 1) / ranks / (LINK_SHARE * link) + calls * hops
 
     def tree_s(self, size: float, ranks: int, calls: int) -> float:
-        """Seconds to add up `size` bytes that so many ranks have, each in a machine of its own."""
+        """Seconds to sum `size` bytes over `ranks` ranks, each in a different machine, in `calls` calls."""
         if ranks == 1:
             return 0.0
         hops = 2 * math.ceil(math.log2(ranks))
         return 2 * size * (ranks - 1) / ranks / (LINK_SHARE * self.between) + calls * hops * NODE_HOP_S
 
     def all_to_all_s(self, ranks: int) -> tuple[float, float]:
-        """Seconds for one byte that each of so many ranks divides among them, and for one call.
+        """Seconds per byte that each of `ranks` ranks divides among all of them, and seconds per call.
 
-        Neighbours fill machines. What goes to other machines and what stays inside travel at the same time.
+        Neighbours fill machines. Traffic to other machines and inside a machine flows at the same time.
         """
         near = min(ranks, self.ranks_per_node)
         inside = (near - 1) / ranks / self.inside
@@ -68,11 +68,11 @@ class Traffic:
 
     gather_bytes: float  # of one gather of all weights
     reduce_bytes: float  # of one reduction of all gradients
-    last_bytes: float  # of what comes on top in the step's last microbatch: machines adding up their sums
+    last_bytes: float  # in addition, once in the step's last microbatch: sums over the copies of the model (HSDP)
     gather_s: float
     reduce_s: float
     last_s: float
-    every: bool  # for each microbatch; a second gather then serves the backward pass
+    every: bool  # gather and reduce for each microbatch, with a second gather for its backward pass
 
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout, network: Network) -> "Traffic":
@@ -95,14 +95,15 @@ class Traffic:
         )
 
     def bytes_per_step(self, microbatches: int) -> float:
-        """Sent by one rank."""
+        """Bytes that one rank sends in a step."""
         times, gathers = (microbatches, 2) if self.every else (1, 1)
         return times * (gathers * self.gather_bytes + self.reduce_bytes) + self.last_bytes
 
     def exposed_s(self, seconds_M: FloatArray) -> float:
-        """Seconds of a step that its microbatches' own time does not hide: a third of it is forward, the rest backward.
+        """Seconds of communication in a step that compute does not hide. `seconds`: compute of each microbatch.
 
-        A gather runs beside the forward pass, a reduction and a second gather beside the backward pass.
+        A third of that is the forward pass, which overlaps with a gather; the rest is the backward pass, which overlaps
+        with a reduction and a second gather.
         """
         forward, backward = seconds_M / 3, 2 * seconds_M / 3
         behind = self.reduce_s + (self.gather_s if self.every else 0.0)

@@ -1,4 +1,4 @@
-"""Steps of a run on so many ranks, on paper: the real plan of real lengths, the model of time and memory."""
+"""Forecasts steps of a run on a number of ranks: microbatches planned from real lengths, time and memory modelled."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from isopref.plan.together import Exchange
 
 @dataclass(frozen=True)
 class Forecast:
-    """What steps are expected to take, each figure a mean over the steps looked at."""
+    """Expected figures of a step, each a mean over the forecast steps."""
 
     parallel: str
     ranks: int
@@ -33,17 +33,17 @@ class Forecast:
     fill: float  # share of the token slots that hold a token
     balance: float  # mean over the slowest rank's computing time
     sent_bytes: float  # by one rank in a step
-    exchanged_bytes: float  # the part of them that goes to ranks with the same pairs, inside layers
-    flops: float  # useful ones of a step
+    exchanged_bytes: float  # the part of sent_bytes that goes to ranks with the same pairs, inside layers
+    flops: float  # useful floating-point operations of a step
     examples_per_s: float
-    mfu: float  # useful flops over what the data sheet promises
+    mfu: float  # useful FLOP/s over the data sheet's
     memory: Memory  # at the largest microbatch
     loading: float  # bytes of a rank while the model is loaded and sharded
     time: StepTime
-    fits: bool  # loading and steps, into the room of a rank; where not, there will be no step to take any time
+    fits: bool  # whether a rank has enough memory to load the model and to run a step
 
     def as_json(self) -> dict[str, Any]:
-        """With null for the time of steps that do not fit."""
+        """As JSON; if the run does not fit, times and speeds are null."""
         return asdict(self) | ({} if self.fits else dict.fromkeys(("examples_per_s", "mfu", "time")))
 
 
@@ -59,9 +59,9 @@ def forecast(
     attention_share: float,
     room: float = math.inf,
 ) -> Forecast:
-    """Forecast steps over the lengths of some global batches, where a rank may take `room` bytes.
+    """Forecast steps from the lengths of some global batches, with `room` bytes of memory on each rank.
 
-    `answers`: in the whole table, for its reference.
+    `answers`: their number in the entire table, whose reference values are kept in memory.
     """
     steps = [step_loads(batch, budget, ranks=layout.groups, attention_share=attention_share) for batch in batches]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]

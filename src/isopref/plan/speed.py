@@ -18,37 +18,37 @@ from isopref.plan.together import Exchange
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
-# These two are fitted to one run, 8B chat in benchmarks/measured_float8.json, and to nothing else.
-FLOAT8 = 0.69  # of the card's float8 flops, in such products
-FLOAT8_CAST = 7.5  # bytes moved for a number that is cast to it: read for its scale and again, written, transposed
+# These two are fitted to a single run, 8B chat in benchmarks/measured_float8.json.
+FLOAT8 = 0.69  # of the card's float8 flops, in float8 products
+FLOAT8_CAST = 7.5  # bytes moved to cast one number to float8: read for the scale, read again, written, transposed
 HOST_BANDWIDTH = 0.8  # of the card's link to host memory, in copies from page-locked memory: assumed, not measured
 BANDWIDTH = 0.85  # of the card's memory bandwidth, in element-wise kernels
-# Over what a layer keeps: forward writes it, backward reads it and writes as many gradients; sums add another pass.
+# Passes over what a layer keeps: forward writes it, backward reads it and writes as many gradients; sums add another.
 ELEMENTWISE_PASSES = 3.5
 HEAD_PASSES = 3  # over the logits: forward reads, backward reads and writes
-# Over the sides of maps with an adapter. Forward: its two thin products read one side, and read and write the other.
-# Backward: they read both sides for the gradient of the adapter, one more for that of the input, which they add to.
+# Over inputs and outputs of linear layers with an adapter. Forward: its two thin products read the input, and read and
+# write the output. Backward: they read both for the adapter's gradient, and one more for the input's.
 ADAPTER_PASSES = 4
-READ_PASSES = 2  # over the weights, a microbatch: by products, forward and backward
-ACCUMULATE_PASSES = 4  # over what is trained, a microbatch: gradients written, and added up
-OPTIMIZER_PASSES = 6  # over a rank's share of that: the norm, the clip, the step; and two over the optimizer's state
+READ_PASSES = 2  # over the weights, per microbatch: products read them, forward and backward
+ACCUMULATE_PASSES = 4  # over the trained weights, per microbatch: gradients are written and accumulated
+OPTIMIZER_PASSES = 6  # over a rank's trained weights, per step: norm, clip, update; plus two over the optimizer's state
 ATTENTION_BACKWARD = 2.5  # FlashAttention's backward pass computes five products for two forward
 OVERHEAD = 0.02  # of a step: the trainer, and kernels too small to count
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. Parts are means over ranks; waiting is for the slowest one and for the network."""
+    """Seconds of one step. Parts are means over ranks; `imbalance` is the wait for the slowest one."""
 
     products: float
     attention: float
     elementwise: float
     copies: float  # to host memory and back, where not hidden by compute
     optimizer: float
-    exchange: float  # between ranks that work on the same pairs, which compute nothing meanwhile
+    exchange: float  # between ranks that work on the same pairs; not overlapped with compute
     overhead: float
     imbalance: float
-    network: float
+    network: float  # gathers and reductions of weights and gradients that compute does not hide
 
     @property
     def forward(self) -> float:
@@ -86,7 +86,7 @@ def step_time(shape: ModelShape, layout: Layout, card: Card, loads: Loads, netwo
 
 
 def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Loads) -> dict[str, FloatArray]:
-    """Seconds of each microbatch of which a rank computes `loads`: R, M for each part."""
+    """Seconds of each microbatch, by part: R, M each. `loads`: what one rank computes."""
     rate = card.rate(layout.compute_bytes)
     again = layout.recompute / shape.layers
     forward = layout.forwards + again
@@ -128,7 +128,10 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
 def _exposed_copies(
     shape: ModelShape, layout: Layout, card: Card, tokens: FloatArray, computing: FloatArray | float
 ) -> FloatArray:
-    """Layer inputs are copied out during the forward pass, about a quarter of the compute, and back during the rest."""
+    """Seconds of copies that compute does not hide.
+
+    Layer inputs are copied out during the forward pass, about a quarter of the compute, and back during the rest.
+    """
     sent = layout.offloaded * tokens * shape.width * layout.compute_bytes / layout.tensor
     each_way = sent / (HOST_BANDWIDTH * card.host_link)
     exposed: FloatArray = np.maximum(0.0, each_way - computing / 4) + np.maximum(0.0, each_way - 3 * computing / 4)

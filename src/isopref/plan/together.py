@@ -1,16 +1,19 @@
-"""What ranks that work on the same pairs send each other inside layers, and how many ranks may. Computing hides none.
+"""Communication inside layers between ranks that work on the same pairs, and which group sizes are possible.
+
+None of this communication is hidden by compute.
 
 Tensor-parallel ranks compute each layer together. Outside attention and the MLP, each rank has its share of a row's
-tokens; inside, all tokens and its share of the heads and of the MLP's inner side. So a forward pass gathers tokens
-before each of the two and reduces sums after it, and a backward pass does the reverse. Every rank computes the output
-head in full, for which it gathers the last hidden states and the head's weight. Norms of queries and keys go by tokens
-again: exchanges before and after them.
+tokens; inside, it has all tokens, but only its share of the heads and of the MLP's inner side. So a forward pass
+gathers tokens before attention and before the MLP, and reduces sums after each; a backward pass does the reverse. Every
+rank computes the output head in full, for which it gathers the last hidden states and the head's weight. The norms of
+queries and keys are computed by tokens again, with exchanges before and after them.
 
 Ranks that split rows exchange tokens for heads before every attention, and back after it. Layers with a state are
-counted as if they attended, so not at all in a model without attention.
+counted as if they were attention layers, so not at all in a model without attention.
 
-A layer that recomputes counts as a full pass forward, though torch may stop before its last exchange; the sums of
-norms' gradients are too small to count. A model on paper, by the same links as network.py: no run has timed it.
+A recomputing layer counts as another full forward pass, although torch may stop before its last exchange; the sums of
+the norms' gradients are too small to count. This is a model on paper, with the same links as network.py: no run has
+timed it.
 """
 
 import math
@@ -22,32 +25,32 @@ from isopref.plan.layout import Layout
 from isopref.plan.network import Network
 from isopref.types import FloatArray
 
-PER_LAYER = 4  # gathers and reductions of a row, in a pass forward and as many in one backward
+PER_LAYER = 4  # gathers and reductions of a row in a forward pass, and as many in a backward pass
 FORWARD_ENDS, BACKWARD_ENDS = 2, 1  # the sums of embeddings and the gather for the head; the gradient of embeddings
-NORM_EXCHANGES = 4  # in a pass: queries and keys, before and after their norms
-HEAD_EXCHANGES = 2  # in a pass: tokens for heads, and back
+NORM_EXCHANGES = 4  # per pass: queries and keys, before and after their norms
+HEAD_EXCHANGES = 2  # per pass: tokens for heads, and back
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a group of ranks exchanges in a microbatch's passes, forward, backward and recomputing."""
+    """What a group of ranks exchanges during one microbatch: in its forward, backward and recomputing passes."""
 
-    of_token: float  # bytes that a rank has of it, or gets, for one token of a row
-    of_microbatch: float  # and for a microbatch of any size
+    of_token: float  # bytes that a rank holds or receives for each token of a row
+    of_microbatch: float  # further bytes for each microbatch, whatever its size
     size: int  # ranks of the group
-    byte_s: float  # seconds for one of these bytes
-    calls_s: float  # and for all calls
+    byte_s: float  # seconds per byte
+    calls_s: float  # seconds for the latency of all calls
 
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout, network: Network) -> "Exchange":
         return _for_heads(shape, layout, network) if layout.context > 1 else _in_layers(shape, layout, network)
 
     def sent_bytes(self, tokens_RM: FloatArray) -> FloatArray:
-        """By one rank in microbatches of so many tokens; it keeps what is its own."""
+        """Bytes that one rank sends in microbatches of these sizes; a rank does not send its own part to itself."""
         return self._bytes(tokens_RM) * (self.size - 1) / self.size
 
     def seconds(self, tokens_RM: FloatArray) -> FloatArray:
-        """That one rank waits in them."""
+        """Seconds that one rank waits for exchanges in microbatches of these sizes."""
         return self._bytes(tokens_RM) * self.byte_s + self.calls_s
 
     def _bytes(self, tokens_RM: FloatArray) -> FloatArray:
@@ -55,16 +58,16 @@ class Exchange:
 
 
 def _passes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
-    """Through one layer, in all layers: forward, backward and forward again; and forward through the model."""
+    """The number of passes through single layers (forward, backward, recomputing), and of forward passes in all."""
     forward = 1 + layout.forwards
     return shape.layers * (forward + 1) + layout.recompute, forward
 
 
 def _in_layers(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
-    """Of tensor-parallel ranks: tensors that they gather and reduce, in full."""
+    """The exchange between tensor-parallel ranks. Sizes are those of the full tensors that they gather and reduce."""
     of_layers, forward = _passes(shape, layout)
     rows = PER_LAYER * of_layers + FORWARD_ENDS * forward + BACKWARD_ENDS  # of hidden states, gathered or reduced
-    normed = NORM_EXCHANGES / 2 * of_layers * shape.normed_width / layout.tensor  # of these, a rank has a share only
+    normed = NORM_EXCHANGES / 2 * of_layers * shape.normed_width / layout.tensor  # a rank has only its share of these
     calls = rows + NORM_EXCHANGES * of_layers * bool(shape.normed_width) + forward
     return Exchange(
         of_token=layout.compute_bytes * (rows * shape.width + normed),
@@ -76,7 +79,7 @@ def _in_layers(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
 
 
 def _for_heads(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
-    """Of ranks that split rows: each has its share of a row's tokens."""
+    """The exchange between ranks that split rows. Each has its share of a row's tokens."""
     of_layers, _ = _passes(shape, layout)
     byte_s, call_s = network.all_to_all_s(layout.context)
     return Exchange(
@@ -89,46 +92,46 @@ def _for_heads(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
 
 
 def head_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Of one token in one layer, there and back: queries, keys and values, and what attention makes of them."""
+    """Bytes exchanged for one token in one layer: queries, keys and values, then the result of attention."""
     values = shape.key_width / max(1, shape.head_width) * shape.value_width
     there = shape.heads * shape.head_width + key_repeats(shape, layout.context) * (shape.key_width + values)
     return (there + shape.heads * shape.value_width) * layout.compute_bytes
 
 
 def key_repeats(shape: ModelShape, size: int) -> int:
-    """How often key heads are sent so that each of so many ranks gets those of its query heads."""
+    """How often key heads are sent so that each of `size` ranks gets those that its query heads attend to."""
     key_heads = shape.key_width // shape.head_width if shape.heads else 0
     return size // math.gcd(size, key_heads)
 
 
 def check_tensor(shape: ModelShape, size: int, network: Network, ranks: int) -> None:
-    """Raise ConfigError if so many ranks of these cannot compute a layer together, in one machine."""
+    """Raise ConfigError if `size` of the `ranks` ranks cannot compute a layer together, within one machine."""
     heads = math.gcd(shape.heads, shape.key_width // max(1, shape.head_width))
     node = network.ranks_per_node
     fitting = [n for n in _divisors(heads) if n <= node and ranks % n == 0]
     if size not in fitting:
         raise ConfigError(
-            f"layout.tensor_parallel: {size} does not fit {ranks} GPUs, {node} in a machine, and a model whose heads "
-            f"and key heads have the common divisor {heads}: it must divide both and stay within a machine. What does: "
-            f"{_listed(fitting)}."
+            f"layout.tensor_parallel: {size} does not fit {ranks} GPUs and this model. It must divide the number of "
+            f"GPUs, divide the model's heads and key heads (their greatest common divisor is {heads}), and stay within "
+            f"one machine ({node} GPUs). Possible values: {_listed(fitting)}."
         )
 
 
 def check_context(shape: ModelShape, size: int, ranks: int) -> None:
-    """Raise ConfigError if so many ranks of these cannot split a row."""
+    """Raise ConfigError if `size` of the `ranks` ranks cannot split a row."""
     what = f"layout.context_parallel: {size}"
     if ranks % size:
         raise ConfigError(f"{what} does not divide {ranks} GPUs. Change --gpus or layout.context_parallel.")
     if shape.row_parts % size:
         fitting = _listed(_divisors(shape.row_parts))
         raise ConfigError(
-            f"{what} does not divide the heads of the model that ranks can divide, {shape.row_parts}. "
-            f"What does: {fitting}."
+            f"{what} does not divide {shape.row_parts}, the number of parts into which ranks can divide the model's "
+            f"heads. Possible values: {fitting}."
         )
 
 
 def contexts(shape: ModelShape, layout: Layout) -> list[int]:
-    """Numbers of ranks that could split a row, beyond those that do."""
+    """Larger numbers of ranks that could split a row."""
     if layout.rows not in ("shared", "packed") or layout.tensor > 1:
         return []
     sizes = (2**n for n in range(1, layout.ranks.bit_length()))

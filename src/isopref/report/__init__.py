@@ -1,1 +1,1 @@
-"""Runs, looked at from their folders: read, compared, and shown as a page. Needs no torch; changes nothing."""
+"""Reports of runs, from what they wrote to their folders: comparisons, HTML pages, Markdown. Needs no torch."""

@@ -1,6 +1,6 @@
-"""The model card of a run: what a hub shows of its model.
+"""The model card of a run, which a hub shows on the model's page.
 
-It is public, so it names files without their folders, and no host.
+It is public, so it names files without their folders and does not name the host.
 """
 
 import re
@@ -21,7 +21,7 @@ NO_LICENSE = "# license: fill in, for example apache-2.0; the base model and the
 
 
 def model_card(run: RunRecord, name: str, license_id: str | None = None) -> str:
-    """The card as Markdown, with the metadata that a hub reads in front."""
+    """The card as Markdown, preceded by the metadata that a hub reads."""
     lines = ["---", *_metadata(run, license_id), "---", "", f"# {plain(name.rpartition('/')[2])}", "", _about(run), ""]
     lines += [part for sign in signs(run) for part in (f"**Warning:** {plain(sign)}", "")]
     lines += ["## Use", "", "```python", *_loading(run, name), "```", ""]
@@ -114,7 +114,7 @@ def _sources(run: RunRecord) -> list[str]:
 
 
 def _without_folders(value: Any) -> Any:
-    """A value of the config in which a path on this machine is only a name; hub names stay."""
+    """A config value in which paths on this machine are cut to their last name; hub names stay complete."""
     if isinstance(value, dict):
         return {key: _without_folders(one) for key, one in value.items()}
     if isinstance(value, list):

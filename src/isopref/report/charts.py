@@ -15,13 +15,13 @@ from isopref.report.elements import Html, element, join, number
 from isopref.types import FloatArray, IntArray
 
 WIDTH, HEIGHT = 360, 200
-LEFT, RIGHT, TOP, BOTTOM = 46, 302, 10, 164  # of what is drawn in; labels are around it
-MOST_POINTS = 2000  # of a line; a longer one keeps the extremes of every stretch
-TREND_FROM, TREND_PARTS = 120, 25  # points from which a line gets a trend, and its window as a share of them
+LEFT, RIGHT, TOP, BOTTOM = 46, 302, 10, 164  # of the plot area; labels are around it
+MOST_POINTS = 2000  # of a line; a longer one keeps the minimum and maximum of each interval
+TREND_FROM, TREND_PARTS = 120, 25  # a line with TREND_FROM points gets a trend, over a window of 1/TREND_PARTS of them
 MOST_DOTS = 1500
 LABEL_HEIGHT = 11.0
 NUM_BINS = 30
-STRIP = (9.0, 91.0)  # percent of its width in which a strip of intervals is drawn: the ends leave room for numbers
+STRIP = (9.0, 91.0)  # percent of a strip's width between which intervals are drawn; the ends leave room for numbers
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Line:
     y: Sequence[float]
     style: str = ""
     dashed: bool = False
-    marks: bool = False  # one for each value
+    marks: bool = False  # a dot at each value
     noisy: bool = False  # a long line gets a trend
 
     @property
     def trend(self) -> list[float] | None:
-        """The means around each value, where they say more than the values."""
+        """The moving average, if the line is noisy and long enough to need one."""
         return _means_around(self.y) if self.noisy and len(self.y) >= TREND_FROM else None
 
 
@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """Values -> places: `low` is at `start`, `high` at `end`."""
+    """Maps values to coordinates: `low` to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -109,7 +109,7 @@ def over_steps(
 
 
 def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Html:
-    """How the y of a few sets are spread over one range: the share of each set in every bin."""
+    """The distribution of each set's y between `low` and `high`: the share of the set in each bin."""
     edges = np.linspace(low, high, NUM_BINS + 1)
     shares = [np.histogram(side.y, edges)[0] / max(1, len(side.y)) for side in sides]
     x = Scale(low, high, LEFT, WIDTH - 8)
@@ -127,7 +127,7 @@ def histogram(title: str, sides: Sequence[Side], low: float, high: float) -> Htm
 
 
 def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
-    """Dots of a few sets of (x, y); of very many, one in so many."""
+    """A dot for each (x, y) of a few sets; if there are more than MOST_DOTS, for every n-th."""
     every = max(1, math.ceil(sum(len(side.x) for side in sides) / MOST_DOTS))
     x = fitted([float(end) for side in sides for end in (side.x.min(), side.x.max())], LEFT, WIDTH - 8)
     parts = [_grid(x, y), _value_labels(x), _axis_title("tokens of the answer")]
@@ -139,9 +139,9 @@ def scatter(title: str, sides: Sequence[Side], y: Scale) -> Html:
 
 
 def intervals(figures: Sequence[tuple[dict[str, float], str]], x: Scale, *, labelled: bool = True) -> Html:
-    """A strip with a dot and a whisker for each figure, one below the other; each has a class for its colour.
+    """A strip with a dot and a whisker for each figure, one below the other. A figure comes with its colour's class.
 
-    `x` is in percent of the width, so nothing is stretched. Every tick has a line, and a number if it is `labelled`.
+    `x` is in percent of the width, so nothing is stretched. Every tick has a line, and a number if `labelled`.
     """
     row = 11
     bottom = row * len(figures) + 2
@@ -173,7 +173,7 @@ def _static(title: str, parts: Sequence[Html], sides: Sequence[Side], unit: str)
 
 def _line(line: Line, x: Scale, y: Scale) -> Html:
     style = f"{line.style}{' dashed' * line.dashed}"
-    trend = line.trend  # of all points, before any is left out
+    trend = line.trend  # computed from all points, before thinning
     drawn = element("path", d=_path(_thinned(line), x, y), class_=f"line {style}{' faint' * (trend is not None)}")
     if line.marks or len(line.x) == 1:
         marks = (element("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r=2.5) for a, b in _points(line))
@@ -200,7 +200,7 @@ def _points(line: Line) -> list[tuple[float, float]]:
 
 
 def _means_around(values: Sequence[float]) -> list[float]:
-    """The mean of the finite values in a window around each."""
+    """The moving average of finite values: for each value, the mean over a window around it."""
     half = max(1, len(values) // TREND_PARTS // 2)
     array = np.array(values, dtype=np.float64)
     finite = np.isfinite(array)
@@ -214,7 +214,7 @@ def _means_around(values: Sequence[float]) -> list[float]:
 
 
 def _thinned(line: Line) -> Line:
-    """At most MOST_POINTS points: the lowest and the highest of every stretch, and the two ends."""
+    """The line with at most MOST_POINTS points: the minimum and maximum of each interval, and both ends."""
     count = len(line.x)
     if count <= MOST_POINTS:
         return line
@@ -240,7 +240,7 @@ def _grid(x: Scale, y: Scale, *, percent: bool = False) -> Html:
 
 
 def _step_labels(x: Scale) -> Html:
-    """The first and the last step, and round ones between them that do not touch those."""
+    """Labels for the first and the last step, and for round steps between them, if there is room."""
     inner = [tick for tick in fitted([x.low, x.high], 0, 1, wanted=5).ticks if float(tick).is_integer()]
     apart = [tick for tick in inner if min(x(tick) - x.start, x.end - x(tick)) > 30]
     return _labels(x, [x.low, *apart, x.high], [f"{int(tick):,}" for tick in (x.low, *apart, x.high)])
@@ -260,12 +260,12 @@ def _labels(x: Scale, ticks: Sequence[float], texts: Sequence[str]) -> Html:
 
 
 def _axis_title(text: str) -> Html:
-    """What is measured across a chart."""
+    """The title of the horizontal axis."""
     return element("text", text, x=(LEFT + RIGHT) / 2, y=BOTTOM + 31, text_anchor="middle")
 
 
 def _end_labels(lines: Sequence[Line], y: Scale) -> list[Html]:
-    """Where every line ends, or its trend, in figures; moved apart where they would touch."""
+    """The last value of every line, or of its trend, as text; moved apart where the texts would overlap."""
     last = [((line.trend or line.y)[-1], line) for line in lines]
     ends = sorted(((y(value), value, line) for value, line in last if math.isfinite(value)), key=lambda end: end[0])
     places: list[float] = []

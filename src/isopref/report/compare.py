@@ -25,7 +25,7 @@ class Parting:
     tolerance: float
     largest: float  # difference
     step: int | None  # the first at which they differ by more than rounding
-    losses: tuple[float, float] | None  # there
+    losses: tuple[float, float] | None  # at that step
 
 
 def math_that_differs(runs: list[RunRecord]) -> list[FieldRow]:
@@ -46,7 +46,7 @@ def _is_default_written_out(row: FieldRow, runs: Sequence[RunRecord]) -> bool:
         return False
     try:
         resolved = [_loss_params(run, param) for run in runs]
-    except (ConfigError, KeyError):  # of another version
+    except (ConfigError, KeyError):  # a config of another version
         return False
     return all(one == resolved[0] for one in resolved)
 
@@ -59,7 +59,7 @@ def _loss_params(run: RunRecord, param: str) -> dict[str, Any]:
 
 
 def parting(a: RunRecord, b: RunRecord) -> Parting | None:
-    """Where the losses of two runs diverge; None if they have no logged step in common."""
+    """The losses of two runs, and where they diverge; None if the runs have no logged step in common."""
     steps = sorted(set(_logged(a)) & set(_logged(b)))
     if not steps:
         return None
@@ -81,7 +81,7 @@ def _logged(run: RunRecord) -> list[int]:
 
 
 def _between(run: RunRecord, steps: list[int]) -> list[float]:
-    """Mean losses from one of the steps to the next. A logged value is the mean since that run's previous line."""
+    """The mean loss between consecutive `steps`. A logged value is the mean since that run's previous line."""
     series = run.metrics["train/loss"]
     sums, found = 0.0, []
     before, wanted = 0, iter(steps)
@@ -102,13 +102,13 @@ def _distance(x: float, y: float) -> float:
 
 
 def compute_dtype(run: RunRecord) -> str:
-    """What the run computes in."""
+    """The dtype that the run computes in."""
     model = run.config.get("model", {})
     return str(model.get("compute_dtype") or model.get("dtype", "float32"))
 
 
 def final_figures(run: RunRecord) -> dict[str, float | None]:
-    """How a run ended, by what people call it."""
+    """A run's last metrics, by their names for people."""
     held_out = {f"held-out {LABELS[name][0]}": _value(run.figure(name)) for name in HELD_OUT}
     metrics = {
         "training loss": "train/loss",
@@ -121,7 +121,7 @@ def final_figures(run: RunRecord) -> dict[str, float | None]:
 
 
 def last_window(run: RunRecord) -> int:
-    """Steps that the last line of training metrics is the mean of."""
+    """The number of steps over which the last line of training metrics averages."""
     before, last = [0, 0, *_logged(run)][-2:]
     return last - before
 

@@ -1,4 +1,4 @@
-"""What training cost, by the spot checks of a run: answers kept and lost, and how likely plain text still is."""
+"""What training cost, according to a run's spot checks: answers kept and lost, and how likely plain text still is."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from isopref.report.elements import fixed
 
 @dataclass(frozen=True)
 class Cost:
-    """The questions of a run's spot checks, by what became of them, and the log-probability of its texts."""
+    """The results of a run's spot checks: its questions, and the log-probability of its texts."""
 
     questions: list[dict[str, Any]]
     text: dict[str, float] | None  # tokens, logp_before, logp_after
 
     @property
     def known(self) -> list[dict[str, Any]]:
-        """Those that the model answered correctly before training."""
+        """The questions that the model answered correctly before training."""
         return [one for one in self.questions if one["correct_before"]]
 
     @property
@@ -33,7 +33,7 @@ class Cost:
 
     @property
     def text_change(self) -> float | None:
-        """In nats per token."""
+        """The change in the log-probability of the texts, in nats per token."""
         return None if self.text is None else self.text["logp_after"] - self.text["logp_before"]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
@@ -50,5 +50,5 @@ class Cost:
 
 
 def cost_of(spot_checks: Mapping[str, Any]) -> Cost:
-    """From what a run has written; empty where it had no spot checks."""
+    """The cost from a run's spot checks; empty if it had none."""
     return Cost(spot_checks.get("questions", []), spot_checks.get("text"))

@@ -1,4 +1,4 @@
-"""The charts of a report over steps: which metrics, and how those of several runs share a chart."""
+"""The report's charts over steps: which metrics they show, and how several runs share a chart."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from isopref.report.figures import Entry, trains_rewards
 
 
 class Curve(NamedTuple):
-    """A chart: its metrics with their names. With several runs the second metric is dashed."""
+    """A chart: its metrics with their names. If it shows several runs, the second metric is dashed."""
 
     title: str
     metrics: tuple[tuple[str, str], ...]
@@ -32,7 +32,7 @@ CURVES = (
 )
 
 
-OF_REWARD_MODELS = {"Margin": "of rewards", "Rewards": "of the model"}  # which know no nats and no beta
+OF_REWARD_MODELS = {"Margin": "of rewards", "Rewards": "of the model"}  # units: their rewards are not in nats
 
 
 def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
@@ -71,7 +71,7 @@ def curves(every: Sequence[Entry]) -> tuple[Html | None, dict[str, Any]]:
 
 
 def _lines(curve: Curve, every: Sequence[Entry]) -> Iterator[Line]:
-    """Of one run, each metric has a colour; of several, each run has."""
+    """The lines of a chart. With one run, each metric has its colour; with several, each run has."""
     several = len(every) > 1
     for entry in every:
         for place, (metric, side) in enumerate(curve.metrics):

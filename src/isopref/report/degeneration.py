@@ -1,6 +1,6 @@
 """Signs that a run learnt its preference but damaged the model, which a held-out accuracy of 1.00 does not show.
 
-They come from what every run records: training metrics, and answers to held-out prompts before and after.
+The signs come from what every run records: training metrics, and answers to held-out prompts before and after.
 """
 
 import math
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from isopref.report.elements import fixed
 from isopref.runs.read import RunRecord, Series
 
-FALL = 0.15  # of the chosen answers' log-probability, as a share of what it was
-REPEATED = 0.3  # share of an answer's word triples that it has had before
-MORE_REPEATED = 0.2  # than the answers before training
-SHORT = 4  # words: so short an answer has nothing to repeat
-COLLAPSED = 3  # answers this many times shorter than before, and than a chosen answer
-LETTERS = 4  # of a token, about, in English; other scripts have fewer, which makes the sign rarer
-AT_EACH_END = 10  # one part in so many of the logged steps, at least one, is averaged
+FALL = 0.15  # fall of the chosen answers' log-probability, relative to its value at the start
+REPEATED = 0.3  # share of an answer's word triples that repeat an earlier one
+MORE_REPEATED = 0.2  # by how much that share must exceed the share before training
+SHORT = 4  # words; a shorter answer has at most one triple, so it cannot repeat any
+COLLAPSED = 3  # how many times shorter answers must be than before, and than a chosen answer
+LETTERS = 4  # per token, roughly, in English; other scripts have fewer, so there this sign is rarer
+AT_EACH_END = 10  # a tenth of the logged steps, at least one, is averaged at either end
 
 
 def signs(run: RunRecord) -> Iterator[str]:
@@ -37,7 +37,7 @@ def signs(run: RunRecord) -> Iterator[str]:
 
 
 def _collapsed(run: RunRecord, before: float, after: float) -> Iterator[str]:
-    """Answers far shorter than before, though the data does not teach it. Lengths are in letters."""
+    """Answers are far shorter than before, although the chosen answers are not. Lengths are in letters."""
     if after * COLLAPSED > before:
         return
     compared = ""
@@ -56,7 +56,7 @@ def _less_likely(run: RunRecord) -> Iterator[str]:
     first, last = logps
     if last >= first - FALL * abs(first):
         return
-    # Steps have different pairs, and longer answers are less likely. The reward compares like with like.
+    # Steps have different pairs, and longer answers are less likely. The reward compares the same answers.
     if rewards is not None and rewards[1] >= rewards[0]:
         return
     weight = run.config["objective"]["nll_weight"]
@@ -84,7 +84,7 @@ def _mean_repetition(texts: Sequence[str]) -> float:
 
 
 def repetition(text: str) -> float:
-    """The share of a text's word triples that it has had before: 0 where all are new, or where it is short."""
+    """The share of a text's word triples that repeat an earlier one. 0 for a text of fewer than SHORT words."""
     words = text.lower().split()
     triples = list(zip(words, words[1:], words[2:], strict=False))
     return 1 - len(set(triples)) / len(triples) if len(words) >= SHORT else 0.0

@@ -13,7 +13,10 @@ class Html(str):
 
 
 def element(name: str, *content: str | None, **attributes: str | float | None) -> Html:
-    """<name attributes>content</name>. A trailing _ of an attribute's name goes, others become -; None is left out."""
+    """<name attributes>content</name>. In attribute names, a trailing _ is dropped and others become -.
+
+    Attributes and content that are None are left out.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -23,17 +26,17 @@ def element(name: str, *content: str | None, **attributes: str | float | None) -
 
 
 def card(title: str, text: str, style: str) -> Html:
-    """An answer of a model, in its colour."""
+    """A model's answer, in the colour of `style`."""
     return element("div", element("small", title), element("pre", text or "(nothing)"), class_=style)
 
 
 def join(*content: str | None) -> Html:
-    """Parts after each other; text among them is escaped, and what would steer a terminal is written out."""
+    """The parts, concatenated. Text is escaped for HTML, and control characters are made visible."""
     return Html("".join(part if isinstance(part, Html) else escape(visible(part)) for part in content if part))
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A figure for people, with so many significant digits: 0.6931, −52.1, 1e−6."""
+    """A figure for people, with `digits` significant digits: 0.6931, −52.1, 1e−6."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -48,7 +51,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def fixed(value: float, digits: int, sign: str = "") -> str:
-    """A figure with so many digits after the point; `sign` "+" shows a plus too."""
+    """A figure with `digits` digits after the decimal point. `sign` "+" also shows a plus sign."""
     text = f"{value:{sign}z.{digits}f}"
     return _signed(text.lstrip("+") if float(text) == 0 else text)
 

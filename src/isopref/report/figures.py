@@ -10,19 +10,19 @@ from isopref.objectives.registry import PARAMS, readout
 from isopref.report.elements import fixed
 from isopref.runs.read import RunRecord
 
-LABELS = {  # short enough for three columns in a window of 80; and whether a plus sign is shown
+LABELS = {  # short enough for a table of three columns, 80 characters wide; "+" if a plus sign is shown
     "accuracy": ("preference accuracy", ""),
     "logp_accuracy": ("log-prob accuracy", ""),
     "reward_margin": ("mean reward margin", "+"),
     "reward_margin_std": ("std of the reward margin", ""),
     "length_correlation": ("reward~length corr.", "+"),
     "loss": ("loss", ""),
-    # Of labelled answers alone.
+    # Only for labelled answers.
     "auc": ("AUC of rewards", ""),
     "reward_good": ("mean reward, good", "+"),
     "reward_bad": ("mean reward, bad", "+"),
     "calibration_error": ("calibration error", ""),
-    # Of lists alone.
+    # Only for lists.
     "top1_accuracy": ("best answer on top", ""),
     "kendall_tau": ("Kendall's tau", "+"),
     "ndcg": ("NDCG", ""),
@@ -30,7 +30,7 @@ LABELS = {  # short enough for three columns in a window of 80; and whether a pl
 OF_LABELS = ("auc", "reward_good", "reward_bad", "calibration_error")
 OF_ONE_READOUT = ("logp_accuracy", "calibration_error")  # the first of a policy, the second of a reward model
 OF_LISTS = ("top1_accuracy", "kendall_tau", "ndcg")
-# What a figure can be at all, which its interval plot shows; others are drawn around what they are.
+# The possible range of a figure, which its interval plot spans; plots of other figures span their values.
 BOUNDS = {
     **dict.fromkeys(("accuracy", "logp_accuracy", "auc", "top1_accuracy", "ndcg"), (0.0, 1.0)),
     **dict.fromkeys(("length_correlation", "kendall_tau"), (-1.0, 1.0)),
@@ -62,7 +62,7 @@ class FieldRow(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A run among those that are shown together: its name there, and the style of its colour."""
+    """A run in a report: its name there, and the style of its colour."""
 
     run: RunRecord
     label: str
@@ -77,7 +77,7 @@ def held_out_title(pairs: int, lists: int, answers: int = 0) -> str:
 
 
 def unit(run: RunRecord) -> str:
-    """What an example of a run is called: "pair" or "list"."""
+    """What an example of a run is called, such as "pair"."""
     return str(run.start("unit") or "pair")
 
 
@@ -90,7 +90,7 @@ def trains_rewards(run: RunRecord) -> bool:
 
 
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:
-    """Runs under short names, all different."""
+    """The runs with short, distinct names."""
     short = [run.name for run in runs]
     labels = short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
     return [Entry(run, label, f"slot{slot}") for slot, (run, label) in enumerate(zip(runs, labels, strict=True))]
@@ -117,12 +117,12 @@ def figure_rows(run: RunRecord) -> Iterator[FigureRow]:
 
 
 def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:
-    """The fields of the configs' math, or of the rest."""
+    """The fields of the configs that belong to the math, or those that do not."""
     sections = dict.fromkeys(section for run in runs for section in run.config if (section not in NOT_MATH) == math)
     rows = []
     for section in sections:
         for name in dict.fromkeys(name for run in runs for name in run.config.get(section, {})):
-            # A parameter of the loss that is not there is one that the loss of the run does not take.
+            # A loss parameter is absent if the run's loss does not take it.
             without = None if section == "objective" and name in PARAMS else MISSING
             values = [run.config.get(section, {}).get(name, without) for run in runs]
             rows.append(FieldRow(f"{section}.{name}", values))
@@ -130,7 +130,7 @@ def field_rows(runs: Sequence[RunRecord], *, math: bool) -> list[FieldRow]:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Whether a field has the value it has when nothing is said."""
+    """Whether a field has its default value."""
     section, _, field = name.partition(".")
     known = fields(section)
     return field in known and not known[field].is_required() and value == default(known[field])

@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML page: no network, no library. sections.py has its parts."""
+"""Runs as one self-contained HTML page that needs no network and no library. sections.py has its parts."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ MOST_RUNS = 6  # as many as there are colours that can be told apart
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The page of one run, or of several overlaid. Raises RunError for more than can be told apart."""
+    """The page of one run, or of several overlaid. Raises RunError for more than MOST_RUNS."""
     if len(runs) > MOST_RUNS:
         raise RunError(f"{len(runs)} runs are too many for one report, which shows up to {MOST_RUNS}. Pass fewer runs.")
     every = entries(runs)
@@ -40,9 +40,9 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def document(title: str, body: Html, data: dict[str, Any]) -> str:
-    """A page that needs nothing but itself. `data` is what its charts show under the pointer."""
+    """A self-contained page. `data` has the values that its charts show under the pointer."""
     style, script = _asset("page.css"), _asset("page.js")
-    # Only this script may run and nothing may be fetched, whatever text of a model is on the page.
+    # The page contains text from models, so the browser may run only our script and fetch nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     series = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -28,7 +28,7 @@ _LONGEST = 600  # characters of an answer
 
 
 def markdown(runs: Sequence[RunRecord]) -> str:
-    """One run, or several beside each other."""
+    """One run, or several side by side."""
     every = entries(runs)
     lines = [f"## {plain(every[0].label)}" if len(every) == 1 else f"## {len(every)} runs", ""]
     lines += [f"{plain(entry.label)}: {plain(_about(entry.run))}  " for entry in every]
@@ -129,6 +129,6 @@ def row(cells: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that stays text: no markup, no HTML, no mention, on one line."""
+    """Text on one line, escaped so that nothing in it acts as Markdown, HTML or an @mention."""
     escaped = _SPECIAL.sub(r"\\\1", escape(visible(text), quote=False)).replace("@", "@\u200b")
     return "<br>".join(escaped.splitlines())

@@ -25,7 +25,7 @@ def key(entry: Entry) -> Html:
 
 
 def _about(run: RunRecord) -> list[str]:
-    """What was trained on what, and the state of the run."""
+    """The model, the objective, the number of pairs and the state of the run."""
     objective, pairs = run.config.get("objective", {}), run.start("pairs")
     parts = [
         str(run.config.get("model", {}).get("path", "")),

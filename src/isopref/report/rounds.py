@@ -13,7 +13,7 @@ Interval = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Round:
-    """What is known of the model after a round. Intervals have value, low and high."""
+    """What is known about the model after a round. Intervals have value, low and high."""
 
     name: str
     answers: list[tuple[Any, str]]  # prompts and answers, held out
@@ -26,7 +26,7 @@ class Round:
     kl: Interval | None = None  # to the start model, nats per answer
     accuracy: Interval | None = None
     accuracy_before: Interval | None = None
-    correct: tuple[int, int] | None = None  # spot checks, of how many
+    correct: tuple[int, int] | None = None  # spot checks answered correctly, and their number
     correct_before: tuple[int, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Round:
 
 
 def table(rounds: Sequence[Round]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a figure a row, a round a column."""
+    """Columns and rows: one row per figure, one column per round."""
     rows = [
         ["mean reward of held-out answers", *(number(one.reward) for one in rounds)],
         ["win rate against the start model", *(_interval(one.win_rate, 2) for one in rounds)],
@@ -67,7 +67,7 @@ def page(title: str, rounds: Sequence[Round], most_prompts: int) -> str:
 
 
 def _styles() -> Iterator[str]:
-    """The colours of the models: grey for the start model, then those of runs, again and again."""
+    """The colours of the models: grey for the start model, then the colours of runs, repeated as needed."""
     return chain(["was"], cycle(f"slot{slot}" for slot in range(MOST_RUNS)))
 
 

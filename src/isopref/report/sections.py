@@ -28,7 +28,7 @@ from isopref.runs.read import Rewards
 
 
 def math_that_differs(every: Sequence[Entry]) -> Html | None:
-    """What of the math is not the same in all runs."""
+    """The parts of the math that differ between runs."""
     if len(every) == 1:
         return None
     rows = compare.math_that_differs([entry.run for entry in every])
@@ -117,7 +117,7 @@ def _interval_cell(figure: Interval | None, sign: str) -> Html:
 
 
 def _scale(rows: Sequence[FigureRow]) -> Scale:
-    """What the strip of a figure spans, in all runs alike: all that it can be, or round numbers around what it is."""
+    """The range that a figure's strip spans, the same for all runs: its possible range, or that of its values."""
     bounds = rows[0].bounds
     if bounds is not None:
         return charts.fitted(bounds, *charts.STRIP)
@@ -131,7 +131,7 @@ def _is_finite(figure: Interval) -> bool:
 
 
 def rewards(every: Sequence[Entry]) -> Html | None:
-    """How rewards of held-out answers are spread, and how they go with length, before and after."""
+    """The distribution of held-out rewards, and rewards by length, before and after."""
     parts: list[Html] = []
     for entry in every:
         if entry.run.rewards is not None:
@@ -163,7 +163,7 @@ def _reward_charts(rewards: Rewards, styles: tuple[str, str]) -> Iterator[Html]:
 
 
 def answers(every: Sequence[Entry]) -> Html | None:
-    """Every prompt with its answers before and after; of several runs, what came before is shown once."""
+    """Every prompt with its answers before and after. An earlier answer that several runs share is shown once."""
     prompts = dict.fromkeys(sample["prompt"] for entry in every for sample in entry.run.samples)
     if not prompts:
         return None
@@ -191,7 +191,7 @@ def _cards(prompt: str, how: str, every: Sequence[Entry]) -> Iterator[Html]:
 
 
 def config(every: Sequence[Entry]) -> Html:
-    """Every field, the math apart from the rest, with defaults in a paler colour; and what each run started with."""
+    """Every config field, the math apart from the rest, defaults in a paler colour; and each run's environment."""
     runs = [entry.run for entry in every]
     tables = [
         ("The math", field_rows(runs, math=True)),
@@ -225,12 +225,12 @@ def _field_table(rows: Sequence[FieldRow], every: Sequence[Entry]) -> Html:
 
 
 def _breakable(text: str) -> Html:
-    """A name, a path or a digest that may break at its joints, or after 16 letters without one, and nowhere else."""
+    """A name, a path or a digest that may wrap only after punctuation, or after 16 characters without any."""
     return Html(re.sub(r"(?<=[._/,-])(?=[^\s._/,-])|(?<=[^\s._/,&;-]{16})(?=[^\s._/,&;-])", "<wbr>", join(text)))
 
 
 def _environment(every: Sequence[Entry]) -> list[FieldRow]:
-    """What each run was last started with."""
+    """What each run recorded at its last start."""
     runs = [entry.run for entry in every]
     known = list(dict.fromkeys(name for run in runs if run.starts for name in run.starts[-1]))
     if not known:

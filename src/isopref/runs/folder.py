@@ -18,7 +18,7 @@ from isopref.runs.files import (
     VALUES_FOLDER,
 )
 
-DEEPEST = 3  # folders below the one that is searched for runs
+DEEPEST = 3  # levels below a folder at which `find_runs` looks for runs
 
 # What a failed or killed start leaves before writing the config: the folder is still free. The log is written before
 # everything except the lock, so without a log these files belong to someone else.

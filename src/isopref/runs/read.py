@@ -127,9 +127,8 @@ def _lines(path: Path) -> list[Values]:
     """The objects in a JSONL file, without a last line that is still being written."""
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines(
-        keepends=True
-    )  # str.splitlines would also split at U+2028, which text may contain
+    # Of bytes: str.splitlines would also split at U+2028, which text may contain.
+    lines = path.read_bytes().splitlines(keepends=True)
     found = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -158,7 +157,7 @@ def _series(lines: list[Values]) -> dict[str, Series]:
             if name != "step":
                 series = metrics.setdefault(name, Series([], []))
                 series.steps.append(line["step"])
-                series.values.append(math.nan if value is None else value)  # null: not finite
+                series.values.append(math.nan if value is None else value)  # null stands for NaN or Inf
     return metrics
 
 

@@ -28,11 +28,11 @@ class Sampling:
     seed: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers that no comparison with a limit refuses, and for logits that would overflow."""
+        """Raise ConfigError for NaN and Inf, which pass the parser's check of limits, and if logits would overflow."""
         if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf):
             raise ConfigError(
-                f"--temperature: must be 0, which takes the most likely token, or a number from {LOWEST_TEMPERATURE:g} "
-                f"on; found {self.temperature:g}."
+                f"--temperature: must be 0 (always take the most likely token) or at least {LOWEST_TEMPERATURE:g}; "
+                f"found {self.temperature:g}."
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p: must be a number from 0.001 to 1; found {self.top_p:g}.")
@@ -62,7 +62,7 @@ def answer_key(model: str, prompt: Prompt, rendered: str, sampling: Sampling, nu
 
 
 def answer_seed(prompt: Prompt, sampling: Sampling, number: int) -> int:
-    """The seed of one answer, in 63 bits. All models and temperatures share it."""
+    """The seed of one answer, in 63 bits. It is the same for all models and temperatures."""
     content = json.dumps([prompt.digest, sampling.seed, number])
     return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -94,6 +94,6 @@ def read_answers(path: Path) -> dict[str, Answer]:
             found.update({key: Answer(*rest) for key, *rest in zip(*columns, strict=True)})
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"--out: {path} exists already and was not written by isopref sample. Choose another."
+            f"--out: {path} already exists and was not written by isopref sample. Choose another file."
         ) from error
     return found

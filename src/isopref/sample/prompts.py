@@ -1,4 +1,4 @@
-"""The prompts of a source: of records with only a prompt, and of any records with answers that isopref reads."""
+"""The prompts of a source, whose records hold only a prompt, or a prompt with answers in any shape isopref reads."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""An answer as the equations see it. Numbers are scalar tensors in float64, so that the oracle can differentiate."""
+"""An answer as the equations take it. Numbers are scalar float64 tensors, so that the oracle can differentiate them."""
 
 import math
 from dataclasses import dataclass

@@ -72,7 +72,7 @@ def _entry(module: str, name: str) -> str:
 
 
 def _arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str] | None:
-    """What is passed to call it, as written; None for a class that takes nothing of its own."""
+    """The arguments of a function or a class, as written in the source; None for a class without any."""
     if isinstance(node, ast.FunctionDef):
         return _parameters(node)
     for one in node.body:

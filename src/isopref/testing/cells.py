@@ -39,15 +39,15 @@ class Cell:
     weighting: Weighting = "token"
     grad_sync: GradSync = "last"
     checkpointing: bool = False
-    offload_activations: bool = False  # of the layer that recomputes
+    offload_activations: bool = False  # the inputs of the layer that recomputes
     mlp_tile_tokens: int | None = None
     own_weights: bool = False
     reverse: bool = False  # the batch's pairs in the opposite order
     split: Split = "plan"
     num_pairs: int = 8
-    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers, in place of pairs; labelled for a loss of labels
-    at_start: bool = False  # the policy is its own reference, so that what they differ by is rounding
-    context: Context = "none"  # turns of answers that are not trained; or turns with any weights
+    trees: bool = False  # examples of 1, 2, 3, 5 and 8 answers instead of pairs; labelled for a loss of labels
+    at_start: bool = False  # the policy is its own reference, so the two differ only by rounding
+    context: Context = "none"  # "turns": answers have untrained turns; "weights": their turns have any weights
     objective: str = "sigmoid"  # of equations.ALL_CASES
     nll_weight: float = 0.0
     ld_alpha: float = 1.0
@@ -55,13 +55,13 @@ class Cell:
     adapter: Kind | None = None
     balance_weight: float = 0.0
     quantize: bool = False  # the base in four bits
-    float8: bool = False  # products of linear layers, emulated
+    float8: bool = False  # linear layers compute in emulated float8
     offload: bool = False
-    collated: bool = False  # the batch comes from a script's collator, which makes rows: padded
+    collated: bool = False  # the batch comes from a script's collator, with padded rows
 
     @property
     def shares(self) -> int:
-        """How many ways the batch is split: ranks of one group work on the same pairs."""
+        """How many ways the batch is split: all ranks of a group work on the same pairs."""
         return self.ranks // self.tensor_parallel // self.context_parallel
 
     def __str__(self) -> str:
@@ -73,14 +73,14 @@ class Cell:
 
 @cache
 def batch(num_pairs: int) -> tuple[list[PairTokens], list[float]]:
-    """Pairs of very different lengths, up to 35 tokens a part, and weights of their own."""
+    """Pairs of very different lengths, up to 35 tokens per part, and their weights."""
     pairs = random_pairs(num_pairs, seed=3, longest=36)
     return pairs, np.random.default_rng(4).uniform(0.2, 3.0, num_pairs).tolist()
 
 
 @cache
 def tree_batch() -> tuple[list[Example], list[float]]:
-    """Examples with any number of answers, and weights of their own."""
+    """Examples with any number of answers, and their weights."""
     examples = _with_gaps(tree_examples(seed=5))
     return examples, np.random.default_rng(4).uniform(0.2, 3.0, len(examples)).tolist()
 
@@ -100,6 +100,6 @@ def examples_of(cell: Cell) -> tuple[list[Example], list[float]]:
 
 
 def _with_gaps(examples: list[Example]) -> list[Example]:
-    """The same with gaps between the scores of compared answers, some below and some above 1."""
+    """The examples, with gaps between the scores of compared answers, some below and some above 1."""
     rng = np.random.default_rng(6)
     return [one._replace(gaps=tuple(rng.uniform(0.2, 4.0, len(one.comparisons)).tolist())) for one in examples]

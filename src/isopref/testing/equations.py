@@ -1,10 +1,10 @@
-"""Every objective once more, straight from its paper: one pair at a time, in plain exponentials and logarithms.
+"""A second implementation of every objective, straight from its paper: one pair at a time, in plain exp and log.
 
-The coupled ones take all pairs of a batch; they are written as loops. list_equations.py has those of lists, labels.py
-those of labels.
+Objectives that couple pairs take all pairs of a batch and are written as loops. list_equations.py has the objectives
+for lists, labels.py those for labels.
 
-Shares nothing with isopref.objectives and is not safe far out. Numbers are scalar tensors in float64, so that the
-oracle can differentiate what it computes here.
+It shares nothing with isopref.objectives, and overflows for large arguments. Numbers are scalar float64 tensors, so
+that the oracle can differentiate the results.
 """
 
 import inspect
@@ -129,13 +129,13 @@ Pairs = Sequence[tuple[Answer, Answer]]
 
 
 def mean_reward(pairs: Pairs, weights: Sequence[float], beta: float) -> float:
-    """The mean over all answers of a batch; a number, through which no gradient goes."""
+    """The mean reward over all answers of a batch. A plain number, so it has no gradient."""
     means = [beta * float((c.log_ratio + r.log_ratio).detach()) / 2 for c, r in pairs]
     return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
 
 
 def bco_pair(pairs: Pairs, weights: Sequence[float], *, beta: float) -> Tensor:
-    """For the first batch of a run."""
+    """The loss of the first batch of a run, whose shift has no earlier batches to average over."""
     delta = mean_reward(pairs, weights, beta)
     losses = [
         -torch.log(sigma(beta * c.log_ratio - delta)) - torch.log(sigma(-(beta * r.log_ratio - delta)))
@@ -147,7 +147,7 @@ def bco_pair(pairs: Pairs, weights: Sequence[float], *, beta: float) -> Tensor:
 def transport(
     x: Sequence[Tensor], y: Sequence[Tensor], weights: Sequence[float], cost: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Cost of moving the x to the y by their order, a bit of mass at a time."""
+    """The cost of transporting the distribution of x to that of y in sorted order, one piece of mass at a time."""
     queues: list[list[Any]] = [
         sorted([value, w / sum(weights)] for value, w in zip(values, weights, strict=True)) for values in (x, y)
     ]
@@ -189,7 +189,7 @@ COUPLED_EQUATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def reward(name: str, y: Answer, params: Mapping[str, Any]) -> Tensor:
-    """What an objective takes for the reward of an answer; with a reference, 0 for one that is as likely under both."""
+    """The reward of an answer under an objective; with a reference, 0 if both models find it equally likely."""
     beta: float = params.get("beta", 1.0)
     match name:
         case "sigmoid":
@@ -216,7 +216,7 @@ def answers(policy: PairLogps, ref: PairLogps) -> list[tuple[Answer, Answer]]:
 
 
 def by_equation(name: str, params: dict[str, Any]) -> Callable[[PairLogps, PairLogps], Tensor]:
-    """The objective as the oracle takes it: the losses of all pairs, each computed alone."""
+    """The objective in the form that the oracle takes: the losses of all pairs, each computed alone."""
 
     def losses(policy: PairLogps, ref: PairLogps) -> Tensor:
         return torch.stack([EQUATIONS[name](c, r, **params) for c, r in answers(policy, ref)])
@@ -227,8 +227,10 @@ def by_equation(name: str, params: dict[str, Any]) -> Callable[[PairLogps, PairL
 def batch_loss(
     case: str, policy: PairLogps, ref: PairLogps, weights: Sequence[float], factors: Sequence[float] | None = None
 ) -> Tensor:
-    """The loss of a global batch whose pairs have these weights, by the equations of a case; each pair's loss times
-    its factor (WPO's weight), where there are some."""
+    """The loss of a global batch whose pairs have these weights, by the equations of a case.
+
+    `factors` multiply the pairs' losses, as WPO's weights do.
+    """
     loss, params = ALL_CASES[case]
     total = torch.zeros((), dtype=torch.float64)
     for name, factor in {loss: 1.0}.items() if isinstance(loss, str) else loss.items():
@@ -243,7 +245,8 @@ def batch_loss(
     return total
 
 
-# By label; at least one for every objective: parameters under which a batch of the matrix is neither flat nor far out.
+# At least one case for every objective, with parameters for which the batches of the matrix give moderate losses, where
+# neither loss nor gradient is near zero or overflows.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("sigmoid", {"beta": 0.3, "label_smoothing": 0.1, "divergence": "reverse_kl"}),
     "forward_kl": ("sigmoid", {"beta": 2e-4, "label_smoothing": 0.0, "divergence": "forward_kl"}),
@@ -267,7 +270,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bradley_terry": ("bradley_terry", {"margin": 0.0, "center": 0.2}),
     "bradley_terry_margin": ("bradley_terry", {"margin": 0.4, "center": 0.0}),
 }
-# The same for those that couple the pairs of a batch, and for sums of several.
+# Cases of objectives that couple the pairs of a batch, and of sums of several objectives.
 BATCH_CASES: dict[str, tuple[str | Mapping[str, float], dict[str, Any]]] = {
     "bco_pair": ("bco_pair", {"beta": 0.3}),
     "aot": ("aot", {"beta": 0.3, "label_smoothing": 0.1}),

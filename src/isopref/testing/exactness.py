@@ -1,6 +1,6 @@
-"""The promise, measured: gradient, loss and metrics of one global batch under many layouts, against the oracle.
+"""Measures the promise: gradient, loss and metrics of one global batch in many layouts, compared with the oracle.
 
-`measure` runs a cell (see cells.py) through DPOTrainModule as training does and returns how far it is from the oracle.
+`measure` runs a cell (see cells.py) through DPOTrainModule as training does, and returns its distance from the oracle.
 """
 
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ class Found:
 
 
 class StubTrainer:
-    """As much of a Trainer as a train module needs for one step."""
+    """The parts of a Trainer that a train module needs for one step."""
 
     def __init__(self, global_step: int = 2):
         self.global_step = global_step
@@ -67,7 +67,7 @@ def measure(cell: Cell) -> Found:
     rank = dist.get_rank(data_group(module.model)) if cell.ranks > 1 else 0
     module.train_batch(_collated(cell, module, rank) if cell.collated else _planned(cell, rank))
     found = full_gradient(module.model)
-    # The oracle has a zero where a parameter takes no part, as all of a vision tower; that may be frozen.
+    # The oracle's gradient is zero for unused parameters, such as a vision tower, which may be frozen in the model.
     gradient = {name: one for name, one in gradient.items() if name in found or one.any()}
     worst = max(abs(trainer.metrics[name] - value) / max(1.0, abs(value)) for name, value in metrics.items())
     return Found(
@@ -79,7 +79,7 @@ def measure(cell: Cell) -> Found:
 
 
 def _planned(cell: Cell, rank: int) -> dict[str, Any]:
-    """A rank's share of the batch as ExampleLoader makes it."""
+    """A rank's share of the batch, built as ExampleLoader does."""
     examples, own = examples_of(cell)
     table = ExampleTable.from_tokens(examples, own if cell.own_weights else None)
     index = np.arange(len(examples))[:: -1 if cell.reverse else 1].copy()
@@ -94,7 +94,7 @@ def _planned(cell: Cell, rank: int) -> dict[str, Any]:
 
 
 def _collated(cell: Cell, module: DPOTrainModule, rank: int) -> dict[str, Any]:
-    """A rank's share of the batch as a script's collator makes it. The train module cuts it."""
+    """A rank's share of the batch from a script's collator. The train module cuts it into microbatches."""
     lengths = Lengths.of(examples_of(cell)[0])
     share = [pair for group in plan(cell, lengths)[rank] for pair in group]
     longest = int(tokens_alone(lengths, "padded").max())
@@ -123,7 +123,7 @@ def padded_batch(
 
 
 def build_module(cell: Cell, reference: TableLogps, *, seed: int = 0) -> tuple[DPOTrainModule, StubTrainer]:
-    """A train module on the cell's model, spread as the cell says."""
+    """A train module for the cell's model, distributed over ranks as the cell says."""
     is_reward = cell.objective in REWARD_CASES
     tiny = tiny_reward_model if is_reward else tiny_model
     made = tiny(cell.architecture, dtype=getattr(torch, cell.dtype), seed=seed)
@@ -174,7 +174,7 @@ def plan(cell: Cell, lengths: Lengths) -> list[list[Group]]:
     if cell.split == "plan":
         return plan_step(lengths, budgets[cell.cut], num_ranks=cell.shares)
     everyone = list(range(len(lengths)))
-    if cell.split == "idle":  # the last rank has nothing at all
+    if cell.split == "idle":  # the last rank has no pairs
         busy = cell.shares - 1
         return [*([everyone[rank::busy]] for rank in range(busy)), [[]]]
     first = [everyone[:1], everyone[1:3]]  # three pairs on the first rank, the others spread over the rest
@@ -183,7 +183,7 @@ def plan(cell: Cell, lengths: Lengths) -> list[list[Group]]:
 
 
 def full_gradient(model: nn.Module) -> dict[str, Tensor]:
-    """The whole gradient by the Hugging Face model's names, gathered where it is sharded. What is frozen has none."""
+    """The full gradient by the Hugging Face model's names, gathered if it is sharded. Frozen parameters have none."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -195,7 +195,7 @@ def full_gradient(model: nn.Module) -> dict[str, Tensor]:
 
 
 def hf_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the Hugging Face model's names. Of OLMo-core's conversion, only the renaming is for gradients."""
+    """Tensors by the Hugging Face model's names. Only the renaming of OLMo-core's conversion applies to gradients."""
     native = unwrap(model).native
     if native is None:
         return tensors

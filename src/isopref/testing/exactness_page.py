@@ -9,13 +9,13 @@ from isopref.testing.exactness import Found, measure
 from isopref.testing.matrix import BOUNDS, SPREADS, bound, cells, precision, value_bound
 from isopref.testing.ranks import Ranks
 
-CHUNK = 40  # cells a rank measures before it answers
+CHUNK = 40  # cells that a rank measures before it returns results
 
 
 def run(ranks: int, parallel: str, group: Ranks | None = None) -> dict[Cell, Found]:
-    """Measure the cells of so many ranks and one parallel mode, on the ranks given or in this process.
+    """Measure the cells for `ranks` ranks and one parallel mode, on the ranks of `group` or in this process.
 
-    Raises RankError, also where a rank crashes.
+    Raises RankError, also if a rank crashes.
     """
     wanted = [cell for cell in cells(ranks) if cell.parallel == parallel]
     found: list[Found] = []
@@ -30,7 +30,7 @@ def _measure_all(wanted: list[Cell]) -> list[Found]:
 
 
 def group(cell: Cell) -> tuple[str, str, int, str]:
-    """The line of the table that a cell counts in: precision, model, ranks and parallel mode."""
+    """The row of the table to which a cell belongs: precision, model, ranks and parallel mode."""
     name = f"{cell.architecture} in OLMo-core" if cell.native else cell.architecture
     mode = f"{cell.parallel} x tensor {cell.tensor_parallel}" if cell.tensor_parallel > 1 else cell.parallel
     mode = f"{mode} x context" if cell.context_parallel > 1 else mode
@@ -118,7 +118,7 @@ def main() -> None:
     over = [
         f"{cell}: {one.gradient_error:.1e}, {one.loss_error:.1e}, {one.metric_error:.1e}"
         for cell, one in found.items()
-        if not (  # also for NaN
+        if not (  # written so that NaN fails, too
             one.gradient_error <= bound(cell)
             and one.loss_error <= value_bound(cell)
             and one.metric_error <= value_bound(cell)

@@ -1,7 +1,7 @@
 """What the oracle expects of a cell: loss, gradient, metrics, and the log-probabilities of the reference.
 
-A layout changes none of it, so cells that differ in their layout alone share one result. Set ISOPREF_EXPECTED to a
-folder to share results between processes: of several ranks, one then computes and the others wait for its result.
+The layout changes none of these, so cells that differ only in their layout share one result. Set ISOPREF_EXPECTED to a
+folder to share results between processes: one rank then computes a result while the others wait for it.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ LAYOUT = (
 
 
 class Changes(NamedTuple):
-    """What is done to a model before it is trained; see Cell."""
+    """Changes to a model before it is trained; see Cell."""
 
     adapter: Kind | None = None
     quantize: bool = False
@@ -50,7 +50,7 @@ Expected = tuple[float, dict[str, Tensor], dict[str, float], TableLogps]
 
 
 def expected(cell: Cell) -> Expected:
-    """The oracle's loss, gradient and metrics; and the reference, which is another model of the same shape."""
+    """The oracle's loss, gradient and metrics, and the log-probabilities of the reference, another model."""
     default = Cell()
     return _remembered(replace(cell, **{name: getattr(default, name) for name in LAYOUT}))
 
@@ -131,7 +131,7 @@ def _computed(cell: Cell) -> Expected:
 def _ranked(
     model: nn.Module, examples: list[Example], reference: TableLogps, is_reward: bool
 ) -> list[list[tuple[Answer, float]]]:
-    """The answers of each example with their scores, as the equations take them."""
+    """The answers of each example with their scores, in the form that the equations take."""
     of = oracle.sequence_reward if is_reward else oracle.sequence_logp
     ref = iter(torch.from_numpy(reference.answers))
     return [
@@ -155,9 +155,8 @@ def _scored(
     changes: Changes,
     is_reward: bool,
 ) -> tuple[nn.Module, PairLogps, PairLogps, PairLogps, TableLogps]:
-    """A model, its log-probabilities of the comparisons with their graph, those as LD-DPO has them, the reference's.
-
-    And what a table of the reference has: answers, and their heads.
+    """A model; its log-probabilities of the comparisons, plain and with LD-DPO's discount, both with their graph; the
+    reference's; and the reference's log-probabilities as a table.
     """
     examples, _ = examples_of(Cell(num_pairs=num_pairs, trees=trees, context=context))
     pairs = oracle.comparisons(examples)
@@ -176,7 +175,7 @@ def _scored(
             for one in examples
             for answer, weights in zip(one.answers, oracle.token_weights(one), strict=True)
         ]
-        heads = oracle.pair_logps(other, pairs, 0.0)  # what is beyond the shorter answer counts for nothing
+        heads = oracle.pair_logps(other, pairs, 0.0)  # 0.0: tokens beyond the shorter answer's length do not count
     reference = TableLogps(torch.stack(answers), torch.stack([heads.chosen, heads.rejected]))
     whole = replace(oracle.pair_logps(model, pairs), gap=gap)
     policy = replace(oracle.pair_logps(model, pairs, ld_alpha), gap=gap) if ld_alpha != 1 else whole

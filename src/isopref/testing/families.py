@@ -1,7 +1,8 @@
 """Tiny models of every causal-LM architecture that transformers knows, built from configs with random weights.
 
-A config's fields are made small by name. What a family needs besides, or calls otherwise, is in `SETTINGS`: among it
-windows and chunks shorter than a test's sequences, and factors other than 1 on the logits, so that ignoring them shows.
+A config's fields are made small by name (`SMALL`). `SETTINGS` has what a family needs in addition, or names
+differently. It includes windows and chunks shorter than a test's sequences, and factors other than 1 on the logits, so
+that a test fails if isopref ignores them.
 """
 
 from dataclasses import fields
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from isopref.models.hf import disable_dropout
 from isopref.testing.models import VOCABULARY
 
-MOST_WEIGHTS = 20_000_000  # more is not tiny: a part of the model was not made small
+MOST_WEIGHTS = 20_000_000  # a model with more is not tiny: a part of it was not made small
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 SMALL: dict[str, Any] = {
@@ -182,7 +183,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str) -> Any:
-    """The config of a family, small."""
+    """A small config of a family."""
     settings = dict(SETTINGS.get(kind, {}))
     config = CONFIG_MAPPING[kind]
     if "text_config" in settings:

@@ -1,7 +1,7 @@
-"""Losses of labelled answers once more: their equations, who is mismatched with whom, and what a batch gives.
+"""A second implementation of the losses of labelled answers: equations, mismatched pairs, and results for a batch.
 
-As plain as oracle.py and equations.py, and nothing of isopref's losses is used. Content ids are those of the data, for
-they define who the partner of an example is.
+As plain as oracle.py and equations.py, and independent of isopref's losses. It uses the content ids of the data, since
+they define the partner of each example.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +38,13 @@ LABEL_EQUATIONS: dict[str, Callable[..., Tensor]] = {equation.__name__: equation
 
 
 def mean_mismatch(mismatched: Sequence[Answer], own: Sequence[float]) -> float:
-    """z_0: the mean log-ratio of mismatched pairs, not below zero; a number, through which no gradient goes."""
+    """z_0: the mean log-ratio of mismatched pairs, clamped at zero. A plain number, so it has no gradient."""
     mean = sum(w * float(y.log_ratio.detach()) for w, y in zip(own, mismatched, strict=True)) / sum(own)
     return max(0.0, mean)
 
 
 def middle(labelled: Labelled, weights: Sequence[float]) -> float:
-    """delta / beta in the first batch of a run: between the mean log-ratios of good and bad answers; a number."""
+    """delta / beta in the first batch of a run: the midpoint of the mean log-ratios of good and of bad answers."""
     means = []
     for side in (True, False):
         there = [(w, y) for w, (y, good) in zip(weights, labelled, strict=True) if good is side]
@@ -78,7 +78,10 @@ def label_weights(examples: Sequence[Example], weighting: str, own: Sequence[flo
 
 
 def mismatched(examples: Sequence[Example]) -> list[tuple[IntArray, IntArray]]:
-    """Every prompt with an answer to the next other prompt, in the order of content ids; no longer than the longest."""
+    """Each prompt with an answer to the next different prompt, in the order of content ids.
+
+    Answers are cut so that no pair is longer than the longest example.
+    """
     order = sorted(range(len(examples)), key=lambda n: example_id(examples[n]))
     longest = max(len(one.prompt) + len(answer) for one in examples for answer in one.answers)
     found = []
@@ -102,7 +105,7 @@ def expected(
     nll_weight: float,
     balance_weight: float,
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
-    """Loss, gradient and metrics of a global batch; and what `other`, the reference, says of it."""
+    """Loss, gradient and metrics of a global batch, and the log-probabilities of the reference, `other`."""
 
     def scored(prompt: IntArray, answer: IntArray) -> Answer:
         with torch.no_grad():
@@ -133,7 +136,7 @@ def expected(
 
 
 def _metrics(case: str, labelled: Labelled, anchors: dict[str, float]) -> dict[str, float]:
-    """By their definitions; rewards and threshold are those of the first objective."""
+    """The metrics by their definitions; rewards and threshold are those of the first objective."""
     loss, params = LABEL_CASES[case]
     name = loss if isinstance(loss, str) else next(iter(loss))
     found: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""Every objective of ranked lists once more, straight from its paper: one list at a time, written as loops.
+"""A second implementation of the objectives of ranked lists, straight from their papers: one list at a time, as loops.
 
-Shares nothing with isopref.objectives and is not safe far out.
+It shares nothing with isopref.objectives, and overflows for large arguments.
 """
 
 import math
@@ -30,7 +30,7 @@ def plackett_luce(ranked: Ranked, *, beta: float) -> Tensor:
 
 
 def softmax(ranked: Ranked, *, beta: float) -> Tensor:
-    """-log sigma(-log sum_j e^(r_j - r_best)) (Chen et al. 2024, S-DPO), for each answer that is best."""
+    """-log sigma(-log sum_j e^(r_j - r_best)) (Chen et al. 2024, S-DPO), summed over the best answers."""
     best = max(score for _, score in ranked)
     total = torch.zeros((), dtype=torch.float64)
     for k, (y, score) in enumerate(ranked):
@@ -52,8 +52,8 @@ def plackett_luce_reward(ranked: Ranked) -> Tensor:
 def lipo(ranked: Ranked, *, beta: float, rank_temperature: float) -> Tensor:
     """sum over i above j of D_ij log(1 + e^-(r_i - r_j)) (Liu et al. 2024, LiPO-lambda).
 
-    D_ij = |gain_i - gain_j| |1/log(1 + rank_i) - 1/log(1 + rank_j)|: the mean over the two orders of i and j, by how
-    likely they are, each with the ranks that are expected then.
+    D_ij = |gain_i - gain_j| |1/log(1 + rank_i) - 1/log(1 + rank_j)|: the mean over the two orders of i and j, weighted
+    by their probabilities, with the ranks expected for each order.
     """
     scores = [score for _, score in ranked]
     rewards = [float(beta * y.log_ratio.detach()) for y, _ in ranked]
@@ -65,7 +65,7 @@ def lipo(ranked: Ranked, *, beta: float, rank_temperature: float) -> Tensor:
         return 1 / (1 + math.exp(-(rewards[k] - rewards[i]) / rank_temperature))
 
     def discounts(i: int, j: int) -> float:
-        """Their difference if i is above j."""
+        """The difference between the discounts of i and j if i is above j."""
         others = [k for k in range(len(ranked)) if k not in (i, j)]
         first, second = 1 + sum(is_above(k, i) for k in others), 2 + sum(is_above(k, j) for k in others)
         return abs(1 / math.log(1 + first) - 1 / math.log(1 + second))
@@ -92,7 +92,7 @@ def lists_loss(case: str, lists: Sequence[Ranked], weights: Sequence[float]) -> 
     return sum((w * loss for w, loss in zip(weights, losses, strict=True)), torch.zeros(())) / sum(weights)
 
 
-# By label: parameters under which a batch of the matrix is neither flat nor far out.
+# As in equations.CASES.
 LIST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plackett_luce": ("plackett_luce", {"beta": 0.3}),
     "softmax": ("softmax", {"beta": 0.3}),

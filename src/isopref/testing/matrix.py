@@ -13,31 +13,31 @@ from isopref.testing.cells import KINDS, Cell, Cut
 from isopref.testing.equations import ALL_CASES, LABEL_CASES
 from isopref.testing.list_equations import LIST_CASES
 
-# Largest relative error of the gradient, by how a model computes. That of float32 is for the batch of exactness.py, not
-# for any batch: of 13 others with answers as long, 6 exceeded it, by a factor of 2 at most. A sum of 200 nats rounds by
-# 2e-5 there, in the oracle too; the same batches in float64 agree to 1e-7 in gradients and 1e-13 in metrics.
-# In float8 a rounding of 1e-7 before a product can flip one of 6e-2 in it; and the gradient of a shared prompt is
-# rounded once, where separate sequences round it once each.
+# The largest relative error allowed for the gradient, by the precision a model computes in. The bound for float32 holds
+# for the batch of exactness.py, not for any batch: of 13 others with answers of the same length, 6 exceeded it, by a
+# factor of 2 at most. A sum of 200 nats rounds by 2e-5 in float32, in the oracle too; in float64 the same batches agree
+# to 1e-7 in gradients and 1e-13 in metrics. In float8, a difference of 1e-7 before a product can change its input by
+# 6e-2; and the gradient of a shared prompt is rounded once, but once per sequence if sequences are separate.
 BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5, "float8 products": 1e-1}
 FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
 NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
 MOE = "qwen3_moe"
 WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
 # One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2, and Mamba,
-# which is unfolded; and one whose layers are not handed the segments.
+# which is unfolded; and one whose layers do not pass the segments on.
 LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "mamba", "stablelm")
-SPLIT_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")  # of these, the ones whose rows ranks can split
+SPLIT_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")  # the LAYER_KINDS whose rows ranks can split
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
 
 def bound(cell: Cell) -> float:
-    """What the cell's gradient error may be."""
+    """The largest gradient error allowed for a cell."""
     return BOUNDS[precision(cell)]
 
 
 def value_bound(cell: Cell) -> float:
-    """What the errors of its loss and metrics may be. Only the backward pass rounds sums over tokens to float8."""
+    """The largest error allowed for loss and metrics. Only the backward pass rounds sums over tokens to float8."""
     return BOUNDS["float32"] if cell.float8 else bound(cell)
 
 
@@ -50,7 +50,7 @@ def precision(cell: Cell) -> str:
 
 
 def thinned(ranks: int) -> list[Cell]:
-    """The cells that `make test` measures on so many ranks; `make exactness` measures all.
+    """The cells that `make test` measures on this many ranks; `make exactness` measures all of them.
 
     On several ranks, DDP, FSDP and HSDP take turns: each layout runs in one of them, chosen by its digest. All three
     run every objective, and on two ranks every layout of GPT-2 in float64, which has the tightest bound.
@@ -69,7 +69,7 @@ def thinned(ranks: int) -> list[Cell]:
 
 
 def cells(ranks: int) -> list[Cell]:
-    """Every cell that is measured on so many ranks."""
+    """Every cell that is measured on this many ranks."""
     found: dict[Cell, None] = {}
     for parallel in SPREADS[ranks]:
         base = Cell(ranks=ranks, parallel=parallel)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def _full(base: Cell) -> Iterator[Cell]:
 
 
 def _one_by_one(base: Cell) -> Iterator[Cell]:
-    """Everything else a layout can be, each beside every kind of row."""
+    """Every other field of a layout, one at a time, with every kind of row."""
     for rows in KINDS:
         kind = replace(base, rows=rows)
         yield replace(kind, reverse=True)
@@ -116,7 +116,7 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
         yield replace(kind, wpo=True, cut="pair", own_weights=True)
         yield replace(kind, checkpointing=True)
         yield replace(kind, grad_sync="every", cut="pair")
-        yield replace(kind, num_pairs=3)  # a short last batch; fewer pairs than ranks on four
+        yield replace(kind, num_pairs=3)  # a short last batch; on four ranks, fewer pairs than ranks
         if base.ranks > 1:
             yield replace(kind, split="uneven")
             yield replace(kind, split="uneven", nll_weight=0.7)
@@ -126,7 +126,7 @@ def _one_by_one(base: Cell) -> Iterator[Cell]:
 
 
 def _trees(base: Cell) -> Iterator[Cell]:
-    """Examples of one to eight answers: every kind of row and every cut, and whatever follows comparisons."""
+    """Examples of one to eight answers: every kind of row and cut, and all settings that depend on comparisons."""
     trees = replace(base, trees=True)
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, rows in enumerate(KINDS):
@@ -150,7 +150,7 @@ def _trees(base: Cell) -> Iterator[Cell]:
 
 
 def _context(base: Cell) -> Iterator[Cell]:
-    """Answers with turns that are not trained: every kind of row, cut and weighting, and whatever counts tokens."""
+    """Answers with untrained turns: every kind of row, cut and weighting, and all settings that depend on tokens."""
     weightings: tuple[Weighting, ...] = get_args(Weighting)
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, rows in enumerate(KINDS):
@@ -174,7 +174,7 @@ def _context(base: Cell) -> Iterator[Cell]:
 
 
 def _collated(base: Cell) -> Iterator[Cell]:
-    """Batches of a script's collator: every cut and weighting, with whatever has a denominator of its own."""
+    """Batches of a script's collator: every cut and weighting, with everything that has its own denominator."""
     script = replace(base, rows="padded", collated=True)
     for cut in ("pair", "tokens", "whole"):
         for weighting in ("token", "completion", "example"):
@@ -191,7 +191,10 @@ def _collated(base: Cell) -> Iterator[Cell]:
 
 
 def _architectures(base: Cell) -> Iterator[Cell]:
-    """Other models and float32: every kind of row, three settings of all the rest. HSDP and four ranks take turns."""
+    """Other models and float32: every kind of row, with three settings of the other fields.
+
+    With HSDP and on four ranks, the kinds of rows take turns.
+    """
     models = [
         *((name, "float64") for name in FLOAT32_INSIDE),
         *((name, "float32") for name in ("gpt2", *FLOAT32_INSIDE, MOE)),
@@ -213,7 +216,7 @@ def _architectures(base: Cell) -> Iterator[Cell]:
 
 
 def _layer_kinds(base: Cell) -> Iterator[Cell]:
-    """Other kinds of layers: pairs, and trees with recomputed layers, in every kind of row (in turns on ranks)."""
+    """Other kinds of layers: pairs, and trees with recomputed layers, in every kind of row (on ranks, in turns)."""
     for n, architecture in enumerate(LAYER_KINDS):
         model = replace(base, architecture=architecture, dtype="float32")
         for rows in KINDS if base.ranks == 1 else [KINDS[n % 2]]:
@@ -223,7 +226,7 @@ def _layer_kinds(base: Cell) -> Iterator[Cell]:
 
 
 def _native(base: Cell) -> Iterator[Cell]:
-    """OLMo-core's own models: every kind of row, with recomputed layers, with gradients reduced every time."""
+    """OLMo-core's own models: every kind of row, recomputed layers, gradients reduced after every microbatch."""
     for n, architecture in enumerate(NATIVE):
         model = replace(base, architecture=architecture, dtype="float32", native=True)
         for rows in KINDS if base.ranks == 1 else [KINDS[n % len(KINDS)], KINDS[(n + 2) % len(KINDS)]]:
@@ -233,7 +236,7 @@ def _native(base: Cell) -> Iterator[Cell]:
 
 
 def _tensor(base: Cell) -> Iterator[Cell]:
-    """Layers computed by two ranks together, with one and with two parts of data."""
+    """Layers computed by two ranks together, with the batch on one or on two such groups."""
     for n, architecture in enumerate(NATIVE):
         model = replace(base, architecture=architecture, dtype="float32", native=True, tensor_parallel=2)
         yield replace(model, rows="packed" if n % 2 else "shared")
@@ -247,7 +250,7 @@ def _tensor(base: Cell) -> Iterator[Cell]:
 
 
 def _split_rows(base: Cell) -> Iterator[Cell]:
-    """Rows split over ranks: both kinds, all that is counted, and every kind of layer that looks beyond a token."""
+    """Rows split over ranks: both kinds of packed rows, every denominator, every kind of layer that mixes tokens."""
     sizes = [size for size in (2, 4) if base.ranks % size == 0]
     for n, rows in enumerate(PACKED):
         kind = replace(base, rows=rows, context_parallel=sizes[n % len(sizes)])
@@ -277,7 +280,7 @@ def _split_rows(base: Cell) -> Iterator[Cell]:
 
 
 def _long_rows(base: Cell) -> Iterator[Cell]:
-    """What long rows are given: MLPs in tiles, smaller than any row and not dividing it, and checkpoints offloaded."""
+    """Measures for long rows: MLPs in tiles, smaller than any row and not dividing it, and offloaded checkpoints."""
     offloaded = replace(base, checkpointing=True, offload_activations=True)
     for n, rows in enumerate(KINDS):
         yield replace(base, rows=rows, mlp_tile_tokens=7)
@@ -302,7 +305,7 @@ def _long_rows(base: Cell) -> Iterator[Cell]:
 
 
 def _objectives(base: Cell) -> Iterator[Cell]:
-    """Every objective in three layouts, in one on several ranks; kinds of rows, cuts and weightings take turns."""
+    """Every objective in three layouts, on several ranks in one; kinds of rows, cuts and weightings take turns."""
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, objective in enumerate(ALL_CASES):
         trees = objective in LIST_CASES or objective in LABEL_CASES
@@ -319,7 +322,7 @@ def _objectives(base: Cell) -> Iterator[Cell]:
 
 
 def _labels(base: Cell) -> Iterator[Cell]:
-    """Losses of labels, on pairs and on labelled answers: every kind of row and cut, and whatever has a denominator."""
+    """Losses of labels, on pairs and on labelled answers: every kind of row and cut, and every denominator."""
     cuts: tuple[Cut, ...] = get_args(Cut)
     weightings: tuple[Weighting, ...] = get_args(Weighting)
     for n, (objective, rows) in enumerate(product(("kto", "bco"), KINDS)):
@@ -339,7 +342,7 @@ def _labels(base: Cell) -> Iterator[Cell]:
 
 
 def _adapters(base: Cell) -> Iterator[Cell]:
-    """LoRA with every kind of row and every cut (on four ranks they take turns); all else a layout can be once."""
+    """LoRA with every kind of row and every cut (in turns on four ranks), and once with every other layout field."""
     lora = replace(base, adapter="lora")
     cuts: tuple[Cut, ...] = get_args(Cut)
     for n, rows in enumerate(KINDS):

@@ -34,14 +34,14 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "pad_token_id": None,  # of one there is, transformers withholds the gradient: the oracle's would be wrong
+    "pad_token_id": None,  # the embedding of a padding token gets no gradient, so the oracle's would be wrong
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.3,  # large enough that attention matters
 }
 
-# No part of ARCHITECTURES: its experts take no float64. An indexer of few heads often
-# would score keys alike, and choose between them by chance.
+# Not in ARCHITECTURES, because its experts do not support float64. It has many index heads: with few, the indexer would
+# often give keys the same score and choose between them arbitrarily.
 SPARSE_ATTENTION = (
     "deepseek_v32",
     {**_LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -57,7 +57,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("llama", _LLAMA_LIKE),
     "llama_tied": ("llama", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
-    "llama_wide": ("llama", {**_LLAMA_LIKE, "intermediate_size": 256}),  # halves of whose MLP have 8-bit state
+    "llama_wide": ("llama", {**_LLAMA_LIKE, "intermediate_size": 256}),  # half its MLP gets 8-bit state
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", _LLAMA_LIKE),
     "olmo2": ("olmo2", _LLAMA_LIKE),
@@ -76,12 +76,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}),
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "rotary_pct": 0.5}),
     "phi3": ("phi3", _LLAMA_LIKE),
-    "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),  # whose layers drop keyword arguments
+    "stablelm": ("stablelm", {**_LLAMA_LIKE, "partial_rotary_factor": 0.5}),  # its layers drop keyword arguments
     "gpt_oss": (  # with attention sinks
         "gpt_oss",
         {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
     ),
-    "olmo_hybrid": (  # with Gated DeltaNet, whose states decay slowly, so that a wrong one shows
+    "olmo_hybrid": (  # with Gated DeltaNet, whose states decay slowly here, so that a wrong state shows
         "olmo_hybrid",
         {**_LLAMA_LIKE, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
          "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_a_log_max": 2.0},
@@ -104,7 +104,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    "mpt": (  # whose biases count tokens along a row: for padded rows alone
+    "mpt": (  # its biases depend on the position in the row, so it supports only padded rows
         "mpt",
         {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
          "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2},
@@ -128,7 +128,7 @@ def tiny_model(
 def tiny_reward_model(
     architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """The same for sequence classification with one label."""
+    """Like `tiny_model`, for sequence classification with one label."""
     return _tiny(AutoModelForSequenceClassification, architecture, dtype, seed, {**changes, "num_labels": 1})
 
 
@@ -142,7 +142,7 @@ def _tiny(auto: Any, architecture: str, dtype: torch.dtype, seed: int, changes: 
         torch.manual_seed(seed)
         model: Any = auto.from_config(CONFIG_MAPPING[kind](**settings))
     disable_dropout(model)
-    for parameter in model.parameters():  # as loading does: rotary frequencies stay what they are
+    for parameter in model.parameters():  # as loading does: rotary frequencies keep their dtype
         parameter.data = parameter.data.to(dtype)
     model.eval()
     assert isinstance(model, PreTrainedModel)
@@ -150,7 +150,7 @@ def _tiny(auto: Any, architecture: str, dtype: torch.dtype, seed: int, changes: 
 
 
 def with_adapter(model: PreTrainedModel, kind: Kind, *, targets: Sequence[str] | None = None) -> PreTrainedModel:
-    """The model with an adapter that is not at its start, so that all of it has a gradient."""
+    """The model with an adapter whose weights have left their initial values, so that all of them have a gradient."""
     dtype = next(model.parameters()).dtype
     add_adapter(model, NewAdapter(kind, rank=4, alpha=8.0, targets=targets), dtype=dtype, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +162,7 @@ def with_adapter(model: PreTrainedModel, kind: Kind, *, targets: Sequence[str] |
 
 
 def examples(pairs: Iterable[PairTokens]) -> list[Example]:
-    """Pairs as rows take them."""
+    """The pairs as examples."""
     return [pair.example for pair in pairs]
 
 
@@ -181,21 +181,21 @@ def random_pairs(num_pairs: int, *, seed: int = 0, longest: int = 14, vocabulary
 
 
 def tree_examples(*, seed: int = 0) -> list[Example]:
-    """Examples with one, two, three and eight answers; nested beginnings; one prompt in several of them."""
+    """Examples with one, two, three, five and eight answers, some with nested beginnings, some with the same prompt."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> IntArray:
         return rng.integers(3, VOCABULARY, size=count)
 
     def in_a_chain(count: int, prompt: IntArray) -> Example:
-        """Each answer against the next one, and the first against the last."""
+        """An example that compares each answer with the next one, and the first with the last."""
         answers = tuple(tokens(int(n)) for n in rng.integers(1, 16, size=count))
         chain = [(k, k + 1) for k in range(count - 1)]
         comparisons = tuple([*chain, (0, count - 1)] if count > 2 else chain)
         return Example(prompt, answers, comparisons, tuple(float(-k // 2) for k in range(count)))  # some are ties
 
     def nested(prompt: IntArray) -> Example:
-        """Answers that part at different depths: four share `trunk`, three of them `branch` too, one ends with it."""
+        """Answers that diverge at different depths: four share `trunk`, and three of these also share `branch`."""
         trunk, branch = tokens(FEWEST_SHARED + 3), tokens(FEWEST_SHARED + 1)
         deep = [np.concatenate([trunk, branch, tokens(n)]) for n in (4, 6)]
         answers = (deep[0], np.append(trunk, tokens(1)), deep[1], np.append(trunk, branch), tokens(3))
@@ -214,7 +214,7 @@ def tree_examples(*, seed: int = 0) -> list[Example]:
 
 
 def labelled_trees(examples: Sequence[Example]) -> list[Example]:
-    """The same with labels in place of comparisons and scores: the first answer is bad, and every third one after."""
+    """The examples with labels instead of comparisons and scores: about every third answer is bad."""
     return [
         Example(one.prompt, one.answers, (), tuple(float((k + n) % 3 > 0) for k in range(len(one.answers))))
         for n, one in enumerate(examples)
@@ -222,10 +222,10 @@ def labelled_trees(examples: Sequence[Example]) -> list[Example]:
 
 
 def with_context(some: Iterable[Example], *, seed: int = 0, fractions: bool = False) -> list[Example]:
-    """The examples with turns of context in their answers, which end with a turn that is trained.
+    """The examples with turns of context in their answers, which end with a trained turn.
 
-    With `fractions`, turns have other weights than 0 and 1, and the first one may be context. Each answer has weights
-    of its own, also where it shares its beginning with another.
+    With `fractions`, turns also have weights other than 0 and 1, and the first one may be context. Each answer has its
+    own weights, even if it shares its beginning with another.
     """
     rng = np.random.default_rng(seed)
 
@@ -247,7 +247,7 @@ CHATML = (
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte, which knows every text."""
+    """A tokenizer with one token per byte, which can encode any text."""
     alphabet = sorted(ByteLevel.alphabet())
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     core = Tokenizer(BPE({token: i for i, token in enumerate(special + alphabet)}, []))

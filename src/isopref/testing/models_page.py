@@ -1,6 +1,7 @@
 """What works with each causal-LM architecture of transformers: `python -m isopref.testing.models_page docs/models.md`.
 
-Every architecture is built with random weights, tiny, and taken through what a run does before its first step.
+Every architecture is built as a tiny model with random weights and goes through the checks that a run makes before its
+first step.
 """
 
 import logging
@@ -26,7 +27,7 @@ from isopref.models.probe import check_layout
 from isopref.testing.families import FAMILIES, NotTinyError, tiny_family
 from isopref.testing.models import byte_tokenizer, with_adapter
 
-LAYOUTS: tuple[RowKind, ...] = ("shared", "packed", "padded")  # the first that works is what the page names
+LAYOUTS: tuple[RowKind, ...] = ("shared", "packed", "padded")  # the page names the first one that works
 IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
 
 
@@ -36,7 +37,7 @@ class Support:
 
     family: str
     rows: RowKind | None  # None: cannot be trained, or was not built
-    reason: str = ""  # why not with shared rows, or not at all
+    reason: str = ""  # why shared rows, or any rows, do not work
     built: bool = True
     unfolded: bool = False
     adapters: bool = False
@@ -45,7 +46,7 @@ class Support:
 
     @property
     def name(self) -> str:
-        """What transformers calls the model's class."""
+        """The name of the model's class in transformers."""
         return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family]
 
 
@@ -53,14 +54,14 @@ def is_decoder_only(family: str) -> bool:
     """Whether an architecture was made to be a causal LM: neither an encoder nor half of an encoder and a decoder."""
     try:
         config = CONFIG_MAPPING[family]()
-    except Exception:  # a config without defaults that fit each other
+    except Exception:  # the config's defaults do not fit together
         return True
     is_encoder = getattr(config, "is_decoder", True) is False and not family.startswith("gpt")
     return not is_encoder and not getattr(config, "is_encoder_decoder", False)
 
 
 def supported_rows(family: str) -> Support:
-    """The best layout of rows for an architecture, and why it is no better one."""
+    """The best kind of rows for an architecture, and why the better ones do not work."""
     try:
         model = tiny_family(family)
     except NotTinyError as error:
@@ -81,7 +82,7 @@ def supported_rows(family: str) -> Support:
 
 
 def support(family: str) -> Support:
-    """All that works with an architecture."""
+    """Everything that works with an architecture."""
     found = supported_rows(family)
     if found.rows is None:
         return found
@@ -107,7 +108,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 @torch.no_grad()
 def _round_trip(family: str) -> None:
-    """Raise ModelError unless a model that was exported loads again, and says the same."""
+    """Raise ModelError unless the exported model loads again and gives the same logits."""
     model = tiny_family(family)
     policy = Policy(model).eval()
     with tempfile.TemporaryDirectory() as folder, policy.saved_form(policy.state_dict()) as (saved, state):
@@ -118,11 +119,11 @@ def _round_trip(family: str) -> None:
         except Exception as error:  # transformers' own, while it saves or loads
             raise ModelError(f"{family} cannot be exported: {error}") from error
     if not same:
-        raise ModelError(f"{family} answers otherwise after it was exported and loaded")
+        raise ModelError(f"{family} gives different logits after it was exported and loaded")
 
 
 def _short(message: str) -> str:
-    """The reason in a refusal, without what all refusals say."""
+    """The reason in a refusal, without the words that all refusals share."""
     patterns = (
         r"fails on a sequence of tokens \((.*)\)\. Train",
         r"\([\w-]+ are off by [^;]*; that of a rejected [^;]*; (.*)\)\. (?:Set|Train) ",

@@ -1,6 +1,6 @@
-"""The slow, obvious oracle: one sequence at a time, straight from the equations, with the model's own forward.
+"""The slow, obvious oracle: one sequence at a time, straight from the equations, with the model's own forward pass.
 
-No packing, no microbatches, no shared prompts, no code of ours below the level of the definitions. Everything fast is
+No packing, no microbatches, no shared prompts, and none of our optimised code: only the definitions. Everything fast is
 compared with this.
 """
 
@@ -26,7 +26,7 @@ class Compared(NamedTuple):
 
 
 def predictions(model: Any, prompt: IntArray, completion: IntArray) -> Tensor:
-    """log softmax(logits) at the token before each token of the completion: C, V."""
+    """log softmax(logits) at the position before each token of the completion: C, V."""
     ids = torch.tensor([[*map(int, prompt), *map(int, completion)]])
     logits_TV = model(input_ids=ids).logits[0]
     logp_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(dim=-1)
@@ -43,7 +43,7 @@ def token_logps(model: Any, prompt: IntArray, completion: IntArray) -> list[Tens
 def sequence_logp(
     model: Any, prompt: IntArray, completion: IntArray, weights: Sequence[float] | FloatArray | None = None
 ) -> Tensor:
-    """The sum over the tokens of a completion of weight * log p(token | all before it); a weight is 1 without."""
+    """The sum over the tokens of a completion of weight * log p(token | all before it). Default weights are 1."""
     tokens = token_logps(model, prompt, completion)
     weights = [1.0] * len(tokens) if weights is None else weights
     return torch.stack([float(weight) * one for weight, one in zip(weights, tokens, strict=True)]).sum()
@@ -57,8 +57,8 @@ def num_trained(weights: Sequence[float] | FloatArray) -> int:
 def pair_logps(model: Any, pairs: Sequence[PairTokens | Compared], ld_alpha: float = 1.0) -> PairLogps:
     """Log-probabilities of both completions of every pair.
 
-    With `ld_alpha`, as LD-DPO has them (Liu et al. 2024): the first tokens that are trained, as many as the completion
-    with fewer of them has, and that much of the others.
+    `ld_alpha` is LD-DPO's discount (Liu et al. 2024): if the completion with fewer trained tokens has n of them, the
+    log-probabilities of the other's trained tokens after the first n are multiplied by `ld_alpha`.
     """
 
     def logp(prompt: IntArray, completion: IntArray, weights: list[float], common: int) -> Tensor:
@@ -84,13 +84,13 @@ def pair_logps(model: Any, pairs: Sequence[PairTokens | Compared], ld_alpha: flo
 
 
 def sequence_reward(model: Any, prompt: IntArray, answer: IntArray, _weights: Sequence[float] = ()) -> Tensor:
-    """What a model for sequence classification gives a prompt with one answer, whatever the weights of its tokens."""
+    """The reward that a sequence-classification model gives an answer. Token weights do not matter."""
     reward: Tensor = model(input_ids=torch.tensor([[*map(int, prompt), *map(int, answer)]])).logits[0, 0]
     return reward.to(torch.promote_types(reward.dtype, torch.float32))
 
 
 def pair_rewards(model: Any, pairs: Sequence[PairTokens | Compared]) -> PairLogps:
-    """The rewards of both answers of every pair, where others have log-probabilities."""
+    """The rewards of both answers of every pair, in place of log-probabilities."""
     return PairLogps(
         chosen=torch.stack([sequence_reward(model, pair.prompt, pair.chosen) for pair in pairs]),
         rejected=torch.stack([sequence_reward(model, pair.prompt, pair.rejected) for pair in pairs]),
@@ -104,7 +104,7 @@ def _compared(pair: PairTokens | Compared) -> Compared:
 
 
 def comparisons(examples: Sequence[Example]) -> list[Compared]:
-    """Every comparison as a pair of its own."""
+    """Every comparison as a separate pair."""
     return [
         Compared(
             example.prompt,
@@ -127,10 +127,7 @@ def token_weights(example: Example) -> list[list[float]]:
 
 @torch.no_grad()
 def wpo_weights(model: Any, pairs: Sequence[PairTokens | Compared]) -> list[float]:
-    """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over tokens of p(token) / sum of all p^2.
-
-    The tokens are those that are trained.
-    """
+    """w(x, c) w(x, r) of WPO (Zhou et al. 2024): w is the geometric mean over trained tokens of p(token) / sum p^2."""
 
     def weight(prompt: IntArray, completion: IntArray, weights: list[float]) -> float:
         p_CV = predictions(model, prompt, completion).double().exp()
@@ -146,9 +143,9 @@ def wpo_weights(model: Any, pairs: Sequence[PairTokens | Compared]) -> list[floa
 
 
 def balance(model: Any, examples: Sequence[Example]) -> Tensor:
-    """Switch Transformer's auxiliary loss (Fedus et al. 2021, eqs. 4 to 6), each token of each sequence.
+    """Switch Transformer's auxiliary loss (Fedus et al. 2021, eqs. 4 to 6), over all tokens of all sequences.
 
-    E sum_e f_e P_e, on the mean over layers. A token that goes to several experts counts in the f of each.
+    E sum_e f_e P_e, averaged over layers. A token routed to several experts counts in the f of each.
     """
     layers: dict[int, list[Tensor]] = {}
     for example in examples:
@@ -174,7 +171,7 @@ def weights(
     own: Sequence[float] | None = None,
     gaps: Sequence[float] | None = None,
 ) -> list[float]:
-    """w_p by its definition: all tokens of both sequences, the trained ones, one, or the gap between the scores."""
+    """w_p by its definition: the tokens of both sequences, the trained ones, 1, or the gap between the scores."""
     each = []
     for n, pair in enumerate(map(_compared, pairs)):
         sequences = len(pair.chosen) + len(pair.rejected) + 2 * len(pair.prompt)
@@ -202,20 +199,20 @@ def global_loss(loss_P: Tensor, weight_P: Sequence[float]) -> Tensor:
 
 
 def token_nll(policy: PairLogps, own: Sequence[float] | None = None) -> Tensor:
-    """-sum v_p log pi(c_p) / sum v_p n_p: the negative log-likelihood of a chosen token, each pair's v_p times."""
+    """-sum v_p log pi(c_p) / sum v_p n_p: the mean negative log-likelihood of a chosen token, weighted by v_p."""
     v = torch.ones(len(policy.chosen)).double() if own is None else torch.tensor(own, dtype=torch.float64)
     return -(v * policy.chosen.double()).sum() / (v * policy.num_chosen).sum()
 
 
 def gradient(model: nn.Module, loss: Tensor, *, again: bool = False) -> dict[str, Tensor]:
-    """dL/dparameter by name; zero where a parameter takes no part. `again`: log-probabilities are used once more."""
+    """dL/dparameter by name; zero for unused parameters. `again`: keep the graph, because it is used again."""
     names, params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=again)
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads, strict=True)}
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """||found - expected|| / ||expected|| over all parameters together, in float64. Never NaN-safe: NaN is an error."""
+    """||found - expected|| / ||expected|| over all parameters together, in float64. NaN gives NaN."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     difference = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in expected)
     size = sum(float(expected[n].double().square().sum()) for n in expected)

@@ -28,8 +28,8 @@ class RankDiedError(RankError):
 class Ranks:
     """`Ranks(4)` starts four processes; calling it runs a function on all of them and returns their results by rank.
 
-    The function and its arguments must be importable, and its results picklable. After a failure the ranks may be out
-    of step, so they are ended and started anew by the next call.
+    The function must be importable, and its arguments and results picklable. After a failure the ranks may be out of
+    step, so they are killed, and the next call starts new ones.
     """
 
     def __init__(self, world_size: int):
@@ -80,7 +80,7 @@ class Ranks:
                 raise RankError(f"rank {rank} did not start: {text}")
 
     def close(self) -> None:
-        """End the processes that were started here."""
+        """Kill the ranks."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -108,12 +108,12 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.enable()  # a crash in native code says where Python was
+    faulthandler.enable()  # a crash in native code then prints the Python stack
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=CALL_S)
     )
-    gc.freeze()  # a run collects garbage often, and looking through all imported code takes long
+    gc.freeze()  # runs collect garbage often; without this, every collection would scan all imported code
     pipe.send((True, None))
     while True:
         try:

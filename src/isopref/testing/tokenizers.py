@@ -1,4 +1,4 @@
-"""Tiny tokenizers, trained here in a moment, and chat templates in the styles of well-known models."""
+"""Tiny tokenizers, trained on the fly, and chat templates in the style of well-known models."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ WORDS = (
 
 
 def tiny_tokenizer(template: str | None = "chatml", *, kind: Literal["byte", "meta"] = "byte") -> Any:
-    """A tokenizer with a template of TEMPLATES (None: without). A new object each time.
+    """A new tokenizer with one of TEMPLATES, or without a template (None).
 
-    kind "byte": byte-level BPE, as GPT-2 and Llama 3; decoding gives the text back, byte for byte.
-    kind "meta": BPE with spaces as U+2581, as Llama 2; characters it was not trained on become <unk>.
+    kind "byte": byte-level BPE, like GPT-2 and Llama 3; decoding restores the text byte for byte.
+    kind "meta": BPE with spaces as U+2581, like Llama 2; characters that it was not trained on become <unk>.
     """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained(kind)),

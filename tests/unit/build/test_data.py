@@ -238,7 +238,9 @@ def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> No
 
 
 def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
-    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*as data\.eval: 0\.05"):
+    with pytest.raises(
+        DataError, match=r"prompts of all 20 pairs of data\.train.*share of the prompts: data\.eval: 0\.05"
+    ):
         load("data.eval=a.jsonl")
 
 
@@ -273,8 +275,8 @@ def test_text_that_is_templated_already(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([*rows, late, *records(0, 3)]))
     tables = load()
     assert tables.warnings == [
-        "a.jsonl: 9 of 12 records contain the tokenizer's special tokens, such as '<|im_start|>': if they are "
-        "templated already, set data.template: none"
+        "a.jsonl: 9 of 12 records contain the tokenizer's special tokens, such as '<|im_start|>': if a "
+        "template was already applied, set data.template: none"
     ]
     assert said(tables)[-1] == f"warning: {tables.warnings[0]}"
     assert tables.sources[0].found.special_tokens == {"<|im_start|>": 8, "<|eot|>": 1}
@@ -287,7 +289,7 @@ def test_special_tokens_in_turns(load: Load, folder: Path) -> None:
     (folder / "a.jsonl").write_text(jsonl([row] * 9))
     assert load().warnings == [
         "a.jsonl: 9 of 9 records contain the tokenizer's special tokens, such as '<s>': the template writes them "
-        "around each message, so take them out of the text"
+        "around each message, so remove them from the text"
     ]
 
 
@@ -297,7 +299,7 @@ def test_answers_that_repeat_the_prompt(load: Load, folder: Path) -> None:
     for template in ("null", "none"):
         assert load(f"data.template={template}").warnings == [
             "a.jsonl: in 10 of 19 records both answers begin with the prompt, which would be learnt as part of the "
-            "answer: take it out of them"
+            "answer: remove it there"
         ]
     (folder / "a.jsonl").write_text(jsonl(whole + records(10, 20)))
     assert load().warnings == []  # half of them: it may be what is asked
@@ -334,7 +336,7 @@ def test_a_prompt_that_is_a_guess_is_told_of(load: Load, folder: Path) -> None:
     assert use.found.shape == "common_start"
     assert use.prompt_from.startswith("what chosen and rejected both begin with, to the end of a line")
     (warning,) = tables.warnings
-    assert warning.startswith("a.jsonl: there is no column 'prompt', so the prompt is guessed to be what 'chosen' and ")
+    assert warning.startswith("a.jsonl: there is no column 'prompt', so the prompt is guessed: the text that 'chosen'")
     marked = [{side: f"User: why {n}?\nAssistant: {side}" for side in SIDES} for n in range(9)]
     (folder / "a.jsonl").write_text(jsonl(marked))
     assert load().warnings == []
@@ -374,7 +376,7 @@ def test_settings_of_scores_and_lists_where_there_are_none(folder: Path, load: L
 def test_a_batch_of_more_pairs_than_there_are(load: Load) -> None:
     assert load("optim.batch_size=20").warnings == []
     assert load("optim.batch_size=21").warnings == [
-        "optim.batch_size is 21, and there are 20 pairs to train on: an epoch is one step"
+        "optim.batch_size: 21 exceeds the number of pairs to train on, 20: an epoch is one step"
     ]
 
 

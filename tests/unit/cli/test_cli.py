@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from isopref import __version__
+from isopref.cli.arguments import words
 from isopref.cli.main import app
 from isopref.config.load import load_config
 from isopref.config.schema import run_id
@@ -493,3 +494,9 @@ def test_help_lists_commands_in_the_order_of_a_project() -> None:
     assert set(listed) == set(group.commands)
     for command in group.commands.values():
         assert len(command.help.partition("\n")[0]) <= 72, command.name  # fits a line of the list
+
+
+def test_options_as_words_of_a_command_line() -> None:
+    options = {"--prompts": Path("p.jsonl"), "--url": None, "--model": ("a", "b c"), "--seed": 0, "--top-p": 1.0}
+    assert words(options) == ["--prompts", "p.jsonl", "--model", "a", "--model", "b c", "--seed", "0", "--top-p", "1.0"]
+    assert words({"--model": ()}) == []

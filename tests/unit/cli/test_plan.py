@@ -127,7 +127,7 @@ def test_float8_is_faster_and_takes_the_same_memory(project: Path) -> None:
         ("H100", True, 128, "FlashAttention 4", None),
         ("B200", True, 64, "FlashAttention 4", None),
         ("A100", True, 128, "FlashAttention 2", None),
-        ("H200", True, 256, "FlashAttention 2", "no rate was measured for heads of 256"),
+        ("H200", True, 256, "FlashAttention 2", "its speed was not measured for heads of width 256"),
     ],
 )
 def test_the_kernel_is_the_one_that_the_card_would_run(
@@ -165,7 +165,10 @@ def test_a_model_larger_than_a_card_comes_from_the_host(project: Path, layout: t
     found = plan(project, *on_a_24gb_card)
     assert found["run"]["fits"]
     assert found["run"]["loading"] == pytest.approx(4 * (share * found["parameters"] + ROOT))
-    assert "while loading, 8 ranks of a machine share files of 16 bits; others take up to 239 GiB" in found["notes"]
+    assert (
+        "while loading, the 8 ranks of a machine share one copy of the weights if the files have 16 bits; otherwise, "
+        "loading takes up to 239 GiB of host memory"
+    ) in found["notes"]
     whole = plan(project, *on_a_24gb_card, "--memory", "41GB")
     assert whole["run"]["loading"] == 4 * found["parameters"] < 0.8 * 41e9
     assert not any("while loading" in note for note in whole["notes"])
@@ -327,7 +330,7 @@ def test_optimizers_and_adapters_are_planned_for(project: Path) -> None:
     assert tuned["run"]["memory"]["optimizer"] < 0.01 * plain["run"]["memory"]["optimizer"]
     assert tuned["run"]["flops"] < 0.7 * plain["run"]["flops"]
     assert packed["run"]["memory"]["weights"] / GIB == pytest.approx(0.516 * 6.98e9 / GIB + 1.96, rel=0.05)
-    assert "four bits" in packed["notes"][0]
+    assert "4-bit weights" in packed["notes"][0]
     assert any("adapter" in note for note in plan(project)["notes"])
 
 

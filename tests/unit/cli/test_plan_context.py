@@ -72,7 +72,7 @@ def test_rows_are_shared_by_a_group(project: Path) -> None:
     """On eight GPUs, two groups of four have two pairs each."""
     shown = text(project, *CARD, "layout.context_parallel=4")
     assert "fsdp, 4 ranks per row, grad_sync" in shown
-    assert "GB of them inside layers" in shown
+    assert "GB inside layers" in shown
     assert re.search(r"microbatches +2\.0 per rank, the largest with 1,048,576 tokens", shown)
     found = plan(project, *CARD, "layout.context_parallel=8")
     assert [one["overrides"] for one in found["reaches"] if "context" in one["overrides"]] == []  # no more than 8 GPUs
@@ -83,7 +83,7 @@ def test_rows_are_shared_by_a_group(project: Path) -> None:
     ("gpus", "size", "message"),
     [
         ("6", 4, "layout.context_parallel: 4 does not divide 6 GPUs. Change --gpus or layout.context_parallel."),
-        ("3", 3, "layout.context_parallel: 3 does not divide the heads of the model"),
+        ("3", 3, "layout.context_parallel: 3 does not divide 32, the number of parts into which ranks can divide the"),
     ],
 )
 def test_what_cannot_split_a_row_is_refused(project: Path, gpus: str, size: int, message: str) -> None:

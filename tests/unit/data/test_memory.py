@@ -180,7 +180,7 @@ def test_containers_that_are_not_taken() -> None:
     for value in (whole, datasets.Dataset.from_list(ROWS).to_iterable_dataset()):
         with pytest.raises(ConfigError, match=rf"^data\.eval: expected a Dataset, found a {type(value).__name__}\."):
             take_records(config(train=ROWS, eval=value))
-    with pytest.raises(ConfigError, match=r"^data\.train: is a DataFrame of pandas\. .* frame\.to_dict\('records'\)"):
+    with pytest.raises(ConfigError, match=r"^data\.train: is a pandas DataFrame\. .* frame\.to_dict\('records'\)"):
         take_records(config(train=pandas.DataFrame(ROWS)))
     load(train=pandas.DataFrame(ROWS).to_dict("records"))
 

@@ -67,9 +67,9 @@ def test_arguments_of_the_train_module(changes: dict[str, Any], message: str) ->
     [
         (
             {"table": random_pairs(3)},
-            "table must be a ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
+            "table must be an ExampleTable, as in ExampleTable.from_tokens(pairs); found a list.",
         ),
-        ({"table": TABLE.select([])}, "the table has no pairs."),
+        ({"table": TABLE.select([])}, "the table has no pairs. Pass a table with at least one."),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1; found 0."),
         ({"budget": 4096}, 'budget must be a Budget, as in Budget("shared", 8192); found 4096.'),
         ({"weighting": "tokens"}, "weighting must be one of token, completion, example, gap; found 'tokens'."),

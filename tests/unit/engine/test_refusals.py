@@ -57,7 +57,7 @@ def test_a_step_without_gradients_is_not_taken() -> None:
         reference=TableLogps(nothing),
     )
     module._trainer = SimpleNamespace(global_step=1)  # type: ignore[assignment]
-    with pytest.raises(RunError, match="would train nothing"):
+    with pytest.raises(RunError, match="the step would train nothing"):
         module.optim_step()
 
 
@@ -77,5 +77,5 @@ def test_gaps_that_nobody_told() -> None:
 
 def test_padded_batches_have_no_gaps() -> None:
     module, _ = build_module(Cell(objective="odpo"), TableLogps(torch.zeros(16)))
-    with pytest.raises(ConfigError, match="need the gap between the scores of two answers, and a padded batch"):
+    with pytest.raises(ConfigError, match="needs the gap between the scores of two answers, but a padded batch"):
         module.train_batch(padded_batch([0, 1], 8))

@@ -183,6 +183,6 @@ def test_data_of_another_kind_is_refused() -> None:
         check_table(ExampleTable.from_tokens([one._replace(scores=()) for one in trees]), pair_loss("kto"))
     for loss in ("sigmoid", "plackett_luce"):
         with pytest.raises(
-            DataError, match=rf"nothing to compare, and {loss} .* \(7 of 7 .* objective.loss: kto or bco"
+            DataError, match=rf"nothing to compare, but {loss} .* \(7 of 7 .* objective.loss: kto or bco"
         ):
             check_table(ExampleTable.from_tokens(labels), pair_loss(loss))

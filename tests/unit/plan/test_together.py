@@ -182,8 +182,9 @@ def test_degrees_that_do_not_fit(llama: ModelShape, degree: int, ranks: int, fit
     with pytest.raises(ConfigError) as refusal:
         check_tensor(llama, degree, network, ranks)
     assert str(refusal.value) == (
-        f"layout.tensor_parallel: {degree} does not fit {ranks} GPUs, 8 in a machine, and a model whose heads and key "
-        f"heads have the common divisor 2: it must divide both and stay within a machine. What does: {fitting}."
+        f"layout.tensor_parallel: {degree} does not fit {ranks} GPUs and this model. It must divide the number of "
+        "GPUs, divide the model's heads and key heads (their greatest common divisor is 2), and stay within one "
+        f"machine (8 GPUs). Possible values: {fitting}."
     )
     check_tensor(llama, 2, network, 6)
 
@@ -192,7 +193,7 @@ def test_a_group_stays_within_a_machine(llama: ModelShape) -> None:
     wide = replace(llama, heads=32, key_width=32 * llama.head_width)
     for degree in (1, 2, 4, 8):
         check_tensor(wide, degree, Network(inside=100e9, between=10e9), 64)
-    with pytest.raises(ConfigError, match=r"tensor_parallel: 16 .* What does: 1, 2, 4, 8\."):
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 16 .* Possible values: 1, 2, 4, 8\."):
         check_tensor(wide, 16, Network(inside=100e9, between=10e9), 64)
 
 
@@ -263,8 +264,8 @@ def test_ranks_that_cannot_split_a_row(llama: ModelShape) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_context(llama, 3, 6)
     assert str(refusal.value) == (
-        "layout.context_parallel: 3 does not divide the heads of the model that ranks can divide, 4. "
-        "What does: 1, 2, 4."
+        "layout.context_parallel: 3 does not divide 4, the number of parts into which ranks can divide the model's "
+        "heads. Possible values: 1, 2, 4."
     )
 
 

@@ -10,12 +10,12 @@ from olmo_core.train.callbacks import Callback
 
 @dataclass
 class EvaluateCallback(Callback):
-    """Calls `evaluate` with the step, every so many steps and after the last, and logs what it returns.
+    """Calls `evaluate` with the step, every `every` steps and after the last one, and logs the metrics it returns.
 
-    It may not touch weights or random state.
+    `evaluate` must not change weights or random state.
     """
 
-    priority: ClassVar[int] = 2  # as the speed's
+    priority: ClassVar[int] = 2  # before a checkpoint, for the same reason as in speed.py
 
     every: int | None = None
     evaluate: Callable[[int], dict[str, float]] = lambda _step: {}
@@ -31,7 +31,7 @@ class EvaluateCallback(Callback):
                 self._best, self.best_step = found["eval/loss"], self.step
 
     def forget_best(self) -> None:
-        """Let the next evaluation be the best so far."""
+        """Forget earlier evaluations, so that the next one is the best so far."""
         self._best, self.best_step = math.inf, None
 
     def state_dict(self) -> dict[str, Any]:

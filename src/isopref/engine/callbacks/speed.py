@@ -17,11 +17,11 @@ from isopref.examples import Lengths
 class PairSpeedCallback(SpeedMonitorCallback):
     """Hardware metrics between two logged steps. Replaces the engine's monitor, which counts padded input ids.
 
-    :param flops: useful operations of a global batch, from the lengths of its pairs.
-    :param peak_flops: operations a second that all ranks could do together. 0: not known, and no MFU is logged.
+    :param flops: useful floating-point operations of a global batch, from the lengths of its pairs.
+    :param peak_flops: peak operations per second of all ranks together. 0: unknown, and no MFU is logged.
     """
 
-    priority: ClassVar[int] = 3  # before a checkpoint, at which the engine passes on what it has
+    priority: ClassVar[int] = 3  # before a checkpoint, when the engine logs the metrics that it has so far
 
     flops: Callable[[Lengths], float] | None = None
     peak_flops: float = 0.0

@@ -9,7 +9,7 @@ from olmo_core.train.callbacks import Callback
 
 @dataclass
 class TensorBoardCallback(Callback):
-    """Writes event files. A resumed run takes back the steps that it does again."""
+    """Writes event files. A resumed run first removes the steps that it will repeat."""
 
     folder: Path = Path("tensorboard")
     _writer: Any = None

@@ -8,10 +8,10 @@ from olmo_core.train.callbacks import Callback
 
 @dataclass
 class WandbCallback(Callback):
-    """Logs to a run of Weights & Biases that is open already.
+    """Logs to a Weights & Biases run that is already open.
 
-    The engine's own needs an API key in the environment, also offline and after `wandb login`, and asks the service at
-    every check whether the run was cancelled there (OLMo-core 3.0.0).
+    The engine's own callback (OLMo-core 3.0.0) needs an API key in the environment, even offline and after
+    `wandb login`, and keeps asking the service whether the run was cancelled there.
     """
 
     run: Any = None

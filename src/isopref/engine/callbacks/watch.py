@@ -11,20 +11,20 @@ from olmo_core.train.callbacks import Callback
 from isopref.engine.display import Display
 
 WINDOW = 16  # logged steps that a loss is compared with
-SPIKE = 6.0  # standard deviations over their mean; and twice the mean
-FEW = 8  # logged steps that a likelihood is the mean of
-FALL = 1.0  # nats that a chosen token may lose
+SPIKE = 6.0  # standard deviations above their mean, and at least twice the mean, make a jump
+FEW = 8  # logged steps over which a likelihood is averaged
+FALL = 1.0  # nats that a chosen token may lose before each warning
 
 
 @dataclass
 class WatchCallback(Callback):
-    """Says once for each jump of the loss, and for each nat that the chosen answers lose."""
+    """Warns once for each jump of the loss, and once for each nat per token that the chosen answers lose."""
 
     display: Display = field(default_factory=Display)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _start: list[float] = field(default_factory=list)  # train/nll of the first logged steps
     _nlls: deque[float] = field(default_factory=lambda: deque(maxlen=FEW))  # of the last ones
-    _fallen: int = 0  # nats that were warned of
+    _fallen: int = 0  # multiples of FALL that were warned about
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         loss, nll = (metrics.get(name, math.nan) for name in ("train/loss", "train/nll"))
