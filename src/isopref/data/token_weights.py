@@ -22,8 +22,10 @@ class Runs(NamedTuple):
 
 
 def to_runs(example: Example) -> Runs:
-    """Raises ValueError where the weights are not those of its tokens, or an answer has none that is trained."""
+    """Raises ValueError if a part has no tokens, an answer none that is trained, or weights are not those of tokens."""
     flat = np.concatenate([np.ones(0), *example.weights])
+    if 0 in map(len, example.parts):
+        raise ValueError("a prompt and each of its answers need at least one token")
     if (flat == 1).all():
         return Runs(np.zeros(0, np.int32), np.zeros(0))
     if [len(one) for one in example.weights] != [len(one) for one in example.answers]:
