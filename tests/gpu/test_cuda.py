@@ -77,6 +77,26 @@ def test_varlen_attention_is_the_portable_one(
         assert relative(found, expected) < 1e-2
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("query_width", "value_width"), [(192, 128), (64, 128), (512, 512)])
+def test_heads_that_the_kernels_do_not_take_as_they_are(query_width: int, value_width: int, window: int | None) -> None:
+    """Values of another width, as in DeepSeek-V3, and heads that are too wide for any kernel."""
+    row = build_microbatch(examples(random_pairs(7, seed=5, longest=90)), "shared", row_tokens=2000).passes[0].to(CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shapes = ((8, 2000, query_width), (2, 2000, query_width), (2, 2000, value_width), (2000, 8, value_width))
+    *inputs, grad = (torch.randn(shape, generator=generator, device=CUDA, dtype=torch.float64) for shape in shapes)
+
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        assert row.segments is not None
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        q, k, v = leaves
+        out = segment_attention(q, k, v, row.segments, scale=query_width**-0.5, window=window)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    for found, expected in zip(run(torch.bfloat16), run(torch.float64), strict=True):
+        assert relative(found, expected) < 1e-2
+
+
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, None), (1.0, 5.0), (2.5, 3.0)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("max_logits", [None, 3 * 5000])

@@ -146,7 +146,7 @@ def test_a_filler_gives_every_parameter_a_gradient_of_zero(kind: RowKind) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_scores_are_summed_in_float32(kind: RowKind) -> None:
+def test_scores_of_a_bfloat16_model_are_in_float32(kind: RowKind) -> None:
     policy = Policy(tiny_model("llama", dtype=torch.bfloat16))
     assert policy(build_microbatch(examples(PAIRS), kind)).logp.view(2, -1).dtype == torch.float32
 

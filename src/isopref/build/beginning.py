@@ -17,6 +17,7 @@ import numpy as np
 from isopref.build.run import Run
 from isopref.data.table import ExampleTable
 from isopref.errors import RunError
+from isopref.models import hf
 from isopref.places import write_whole
 from isopref.reference.answers import Items
 from isopref.reference.fill import Known, complete, find
@@ -116,6 +117,14 @@ class Beginning:
 def items_of(run: Run, table: ExampleTable) -> Items:
     """The parts of a table that a run's reference scores."""
     return Items(table, heads=run.loss.needs.heads, mismatched=run.loss.needs_mismatched)
+
+
+def check_fits(run: Run, model: Any, tokenizer: Any, table: ExampleTable) -> None:
+    """`hf.check_fits` for all that is scored of a table: its answers, heads of them, and mismatched pairs."""
+    sharing = run.config.layout.context_parallel
+    hf.check_fits(
+        model, tokenizer, table.lengths, table.origin, sharing=sharing, shortest=items_of(run, table).shortest
+    )
 
 
 def read_models(path: Path) -> dict[str, tuple[str | None, Identity]]:

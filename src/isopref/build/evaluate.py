@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from isopref.build import reference
-from isopref.build.beginning import NamedTable
+from isopref.build.beginning import NamedTable, check_fits
 from isopref.build.data import held_out_table
 from isopref.build.hardware import check_hardware, say_attention
 from isopref.build.held_out import HeldOut, say_figures
@@ -56,9 +56,7 @@ def evaluate_model(
         else:
             ref = reference.none_needed([table])
         policy = load_policy(run, model, setting="--model")
-        hf.check_fits(
-            policy.model, tokenizer, table.pairs.lengths, table.pairs.origin, sharing=run.config.layout.context_parallel
-        )
+        check_fits(run, policy.model, tokenizer, pairs)
         logps = score_all(run, spread(run, policy), table.pairs, "model")
         found = HeldOut(run, table.pairs, ref.logps[0]).of(logps)
         say_figures(run, found)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isopref
-from isopref.build.beginning import Beginning, NamedTable, items_of
+from isopref.build.beginning import Beginning, NamedTable, check_fits, items_of
 from isopref.build.data import Tables
 from isopref.build.model import answer_progress, load_policy, spread
 from isopref.build.run import Run, check_score_budget
@@ -144,9 +144,7 @@ def _load_and_look_up(
     )
     policy = load_policy(run, path, setting=setting)
     for table in tables:
-        hf.check_fits(
-            policy.model, tokenizer, table.pairs.lengths, table.pairs.origin, sharing=run.config.layout.context_parallel
-        )
+        check_fits(run, policy.model, tokenizer, table.pairs)
     store = open_store(run, policy, name)
     if beginning is not None:
         beginning.check_reference(store.identity)  # before hours are spent on scoring with the wrong model

@@ -10,7 +10,7 @@ from olmo_core.train import Trainer
 from torch import nn
 
 from isopref.build import export, reference, samples, spot_checks, summary
-from isopref.build.beginning import Beginning, Models, NamedTable
+from isopref.build.beginning import Beginning, Models, NamedTable, check_fits
 from isopref.build.data import NO_MEMORY, Tables, pair_tables, read_tokenizer, say_tables
 from isopref.build.folder import Resume, claim_folder, is_finished, open_folder, resumes
 from isopref.build.hardware import check_hardware, say_attention
@@ -33,7 +33,6 @@ from isopref.config.schema import Config
 from isopref.data.memory import MemoryData
 from isopref.data.template_files import NO_TEMPLATE, read_template
 from isopref.errors import FirstStepError
-from isopref.models import hf
 from isopref.models.experts import check_routers
 from isopref.models.policy import Policy
 from isopref.models.reward import RewardModel
@@ -158,9 +157,7 @@ def _load_policy(run: Run, data: Data) -> Policy:
     if run.loss.balance_weight:
         check_routers(policy.model)
     for table in data.tables.all:
-        hf.check_fits(
-            policy.model, data.tokenizer, table.lengths, table.origin, sharing=run.config.layout.context_parallel
-        )
+        check_fits(run, policy.model, data.tokenizer, table)
     return policy
 
 

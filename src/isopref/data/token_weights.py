@@ -22,8 +22,13 @@ class Runs(NamedTuple):
 
 
 def to_runs(example: Example) -> Runs:
-    """The runs of an example's weights. Raises ValueError for wrong weights, or an answer without trained tokens."""
+    """The runs of an example's weights.
+
+    Raises ValueError for wrong weights, a part without tokens, or an answer without trained tokens.
+    """
     flat = np.concatenate([np.ones(0), *example.weights])
+    if 0 in map(len, example.parts):
+        raise ValueError("a prompt and each of its answers need at least one token")
     if (flat == 1).all():
         return Runs(np.zeros(0, np.int32), np.zeros(0))
     if [len(one) for one in example.weights] != [len(one) for one in example.answers]:

@@ -146,8 +146,8 @@ def _labels(
     return Labels(
         reward=answer_rewards(policy, ref, lengths, loss),
         good=good,
-        nll=-loss.nll_weight * policy.answers / lengths.answer,
-        liked=own[lengths.of_answer] * lengths.answer * good,
+        nll=-loss.nll_weight * policy.answers / lengths.trained,
+        liked=own[lengths.of_answer] * lengths.trained * good,
         example=lengths.of_answer,
     )
 

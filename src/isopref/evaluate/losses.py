@@ -58,7 +58,7 @@ def losses_of_labels(
     """One term for each labelled answer. The anchors are those of all held-out answers as one batch."""
     weights = label_weights(lengths, weighting, own_N)
     share, good = torch.from_numpy(coefficients(weights)), torch.from_numpy(scores > 0)
-    known = torch.from_numpy(lengths.answer.astype(np.int64)), good
+    known = torch.from_numpy(lengths.trained.astype(np.int64)), good
     both = [LabelLogps(torch.from_numpy(side.answers), *known) for side in (policy, ref)]
     gain = both[0].logp - both[1].logp
     sides = torch.stack([share * good, share * ~good])

@@ -279,10 +279,12 @@ def check_fits(
     lengths: Lengths,
     name: Callable[[int], str],
     sharing: int = 1,
+    shortest: int | None = None,
 ) -> None:
     """Raise ModelError if the model cannot take the tokens, or if a sequence's score would depend on its batch.
 
-    `name` gives an example's name in messages; `sharing` is the number of ranks that split a row.
+    `name` gives an example's name in messages; `sharing` is the number of ranks that split a row; `shortest` is the
+    number of tokens of the shortest sequence that is scored, if there are others than those of `lengths`.
     """
     config = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
@@ -299,11 +301,12 @@ def check_fits(
             f"{shorter_pairs(limit)}"
         )
     # If ranks split a row, each of them must have a token beyond the border.
-    shortest = int(lengths.sequence.min() if sharing == 1 else lengths.prompt.min() - sharing + 1)
+    least = int(lengths.sequence.min()) if shortest is None else shortest
+    least = least if sharing == 1 else int(lengths.prompt.min()) - sharing + 1
     rope = getattr(config, "rope_parameters", None) or {}
     for part in rope.values() if all(isinstance(one, dict) for one in rope.values()) else [rope]:
         border = part.get("original_max_position_embeddings") or limit
-        mixes = {"dynamic": most > border, "longrope": shortest <= border < most}
+        mixes = {"dynamic": most > border, "longrope": least <= border < most}
         if mixes.get(part.get("rope_type", "")):
             raise ModelError(
                 f"the model's rope ({part['rope_type']}) changes for all sequences of a forward pass if one is over "

@@ -124,9 +124,9 @@ class Policy(nn.Module):
             logp_C, confidence_C = self._tokens(full(hidden_BTD).flatten(0, 1), one, needs.confidence)
             if one.weight is not None:
                 logp_C = logp_C * one.weight.to(logp_C.dtype)
-            logp_A = _plus(logp_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, logp_C))
+            logp_A = _plus(logp_A, _by_answer(logp_C, one.answer, num_answers))
             if confidence_C is not None:
-                confidence_A = _plus(confidence_A, logp_C.new_zeros(num_answers).index_add(0, one.answer, confidence_C))
+                confidence_A = _plus(confidence_A, _by_answer(confidence_C, one.answer, num_answers))
             if needs.heads:
                 head_2M = _plus(head_2M, _head_logps(logp_C, one, microbatch))
             if needs.routing:
@@ -233,6 +233,16 @@ def _tied_again(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
         if name in state:
             tied[name] = state[first.setdefault(id(parameter), name)]
     return tied
+
+
+def _by_answer(values_C: Tensor, answer_C: Tensor, num_answers: int) -> Tensor:
+    """The sum over the tokens of each answer: A.
+
+    Added up in float64: in float32, the sum over 100,000 tokens is off by nats, by how many depends on the order, and
+    a GPU adds in any order.
+    """
+    wide_C = values_C.double()
+    return wide_C.new_zeros(num_answers).index_add(0, answer_C, wide_C).to(values_C.dtype)
 
 
 def _head_logps(logp_C: Tensor, one: Pass, microbatch: Microbatch) -> Tensor:

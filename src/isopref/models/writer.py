@@ -7,6 +7,7 @@ Dimensions: R slots, N tokens of the longest answer.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from isopref.models.draw import draw, noise
 from isopref.models.policy import Policy
@@ -234,11 +235,21 @@ def write_batches(policy: Policy, requests: Sequence[Request], choice: Choice, *
 
     every = [_Place(n, number) for n, one in enumerate(requests) for number in range(len(one.seeds))]
     every.sort(key=length, reverse=True)
-    with policy.plain() as model:
+    with policy.plain() as model, _nothing_suggested(model):
         for _, group in groupby(every, key=length):
             places = list(group)
             for start in range(0, len(places), rows):
                 yield from _generate(model, requests, choice, places[start : start + rows])
+
+
+@contextmanager
+def _nothing_suggested(model: Any) -> Iterator[None]:
+    """`generate` without what the model's generation_config.json adds, such as a repetition penalty."""
+    suggested, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = suggested
 
 
 def _generate(model: Any, requests: Sequence[Request], choice: Choice, places: list[_Place]) -> Iterator[Answer]:

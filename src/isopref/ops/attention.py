@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from isopref.ops import exchange, flash
 from isopref.ops.sinks import attend_with_sinks
@@ -22,6 +22,7 @@ GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signatur
 
 # FlashAttention 4, torch's FlashAttention 2 over packed rows, or torch's attention for one segment after another.
 Kernel = Literal["flash-attn-4", "varlen_attn", "segments"]
+WIDEST, MULTIPLE = 256, 8  # of a head, for torch's kernel over packed rows
 
 
 def kernel_for(query_width: int, value_width: int, *, half: bool, softcap: float | None, newer: bool) -> Kernel:
@@ -29,7 +30,8 @@ def kernel_for(query_width: int, value_width: int, *, half: bool, softcap: float
 
     `half`: in bfloat16 or float16; `newer`: flash-attn-4 can be used and supports the card.
     """
-    if not half or softcap is not None:
+    width = max(query_width, value_width)  # narrower ones are padded
+    if not half or softcap is not None or width > WIDEST or width % MULTIPLE:
         return "segments"
     return "flash-attn-4" if newer and flash.takes(query_width, value_width) else "varlen_attn"
 
@@ -113,6 +115,11 @@ def _varlen(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    width = v.shape[-1]
+    if q.shape[-1] != width:  # as in DeepSeek-V3. The kernels know one width; zeros change neither scores nor sums
+        most = max(q.shape[-1], width)
+        q, k, v = (pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
+        return _varlen(kernel, q, k, v, segments, scale, window, sinks)[..., :width].contiguous()
     if sinks is not None:
         return attend_with_sinks(q, k, v, sinks, segments, scale, window)
     if kernel == "flash-attn-4":

@@ -74,6 +74,11 @@ class Items:
             parts.append(self.others.lengths.answer)
         return np.concatenate(parts)
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest item with its prompt."""
+        return int((self.table.lengths.prompt[self.example] + self.num_tokens).min())
+
     def _head_tokens(self) -> IntArray:
         """Tokens of the heads, context included: up to as many trained ones as the shorter answer has: 2 M."""
         lengths = self.table.lengths

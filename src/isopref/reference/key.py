@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from isopref.errors import ModelError
 from isopref.ranks import num_ranks, own_rank
 
-SCORE_VERSION = 1  # raise it when the same weights and tokens give different log-probabilities, beyond rounding
+SCORE_VERSION = 2  # raise it when the same weights and tokens give different log-probabilities, beyond rounding
 HASH_THREADS = 8
 
 # Config fields that cannot change a log-probability. Every field not listed here counts.

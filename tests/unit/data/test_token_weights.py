@@ -6,7 +6,7 @@ import pytest
 from isopref.data.table import ExampleTable
 from isopref.data.table_file import TableRow, record_batch
 from isopref.data.token_weights import from_runs, to_runs
-from isopref.examples import PAIR, PAIR_SCORES, Example, Lengths
+from isopref.examples import PAIR, PAIR_SCORES, Example, Lengths, PairTokens
 from isopref.testing.models import random_pairs, tree_examples, with_context
 
 
@@ -76,3 +76,13 @@ def test_a_table_without_weights_grows_by_a_few_bytes_and_one_with_them_by_runs(
 def test_weights_that_make_no_sense_are_refused(weights: tuple[list[float], ...], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         ExampleTable.from_tokens([example(*weights)])
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_parts_without_tokens_are_refused(empty: int) -> None:
+    """A mean over the tokens of such an answer would be NaN, and its step would be skipped."""
+    parts = [np.array([3, 4]), np.array([5]), np.array([6, 7])]
+    parts[empty] = np.array([], np.int64)
+    for given in (PairTokens(*parts), PairTokens(*parts).example):
+        with pytest.raises(ValueError, match="at least one token"):
+            ExampleTable.from_tokens([given])

@@ -54,3 +54,24 @@ def test_a_table_of_labelled_answers_alone(loss: str) -> None:
     values = found.auc.value, found.reward_good.value, found.reward_bad.value
     assert values == pytest.approx((1.0, 2 * beta, 0.0))
     assert all(math.isfinite(value) for value in found.as_metrics().values())
+
+
+def test_the_likelihood_of_good_answers_is_a_mean_over_their_trained_tokens() -> None:
+    """As in training: 6 and 3 nats over two and one trained tokens, whatever context stands between them."""
+    answers = [np.array([4, 5, 6, 7]), np.array([4]), np.array([8, 9])]
+    weights = [np.array([1.0, 0.0, 0.0, 1.0]), np.ones(1), np.array([0.0, 1.0])]
+    examples = [
+        Example(np.array([3]), (answer,), (), (score,), weights=(own,))
+        for answer, own, score in zip(answers, weights, (1.0, 1.0, 0.0), strict=True)
+    ]
+    policy = TableLogps(np.array([-6.0, -3.0, -1.0]))
+    alone, with_likelihood = (
+        evaluate(
+            *(policy, policy, Lengths.of(examples), np.ones(3)),
+            loss=pair_loss("bco", nll_weight=nll_weight),
+            weighting="example",
+            scores=np.array([1.0, 1.0, 0.0]),
+        ).loss.value
+        for nll_weight in (0.0, 0.5)
+    )
+    assert with_likelihood - alone == pytest.approx(0.5 * (6 + 3) / 3)

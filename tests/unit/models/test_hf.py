@@ -17,8 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref import optional
 from isopref.batch.rows import build_microbatch
+from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError, ModelError, UserError
-from isopref.examples import Lengths
+from isopref.examples import Lengths, PairTokens
 from isopref.models import hf
 from isopref.models.hf import (
     Origin,
@@ -31,6 +32,7 @@ from isopref.models.hf import (
     stop_tokens,
 )
 from isopref.models.policy import Policy
+from isopref.reference.answers import Items
 from isopref.testing.models import ARCHITECTURES, byte_tokenizer, examples, random_pairs, tiny_folder, tiny_model
 
 IDS = torch.tensor([[5, 17, 3, 44, 9, 61, 20, 8]])
@@ -414,6 +416,22 @@ def test_ranks_that_split_a_row_must_all_see_that_it_is_long() -> None:
     check_fits(model, tokenizer, lengths((68, 5, 9)), "pair {}".format, sharing=4)
     with pytest.raises(ModelError, match=r"rope \(longrope\).*as pair 0 is"):
         check_fits(model, tokenizer, lengths((67, 5, 9)), "pair {}".format, sharing=4)
+
+
+def test_what_is_scored_besides_the_pairs_may_be_shorter() -> None:
+    """KTO's mismatched pairs share rows with sequences over the border of 64: a short prompt, a short answer."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters=rope)
+    pairs = [PairTokens(*(np.arange(count) for count in counts)) for counts in ((60, 10, 12), (10, 60, 70))]
+    table = ExampleTable.from_tokens(pairs)
+    alone, mismatched = Items(table), Items(table, mismatched=True)
+    assert alone.shortest == 70
+    assert mismatched.shortest in (20, 22)
+    check_fits(model, tokenizer, table.lengths, table.origin, shortest=alone.shortest)
+    with pytest.raises(ModelError, match=r"rope \(longrope\).*as pair 1 is \(80\)"):
+        check_fits(model, tokenizer, table.lengths, table.origin, shortest=mismatched.shortest)
 
 
 def test_a_generation_config_stays_what_it_is(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ def test_models_that_cannot_write_in_slots(architecture: str) -> None:
         assert found[n, 1].tokens == alone(policy, request, 1, GREEDY)
 
 
+def test_batches_draw_as_asked_whatever_the_model_suggests() -> None:
+    """transformers would apply what the model's generation_config.json says besides temperature and top_p."""
+    policy, asked = policy_of("gpt2", torch.float64), requests()
+    expected = by_place(write(policy, asked, DRAWN, rows=3))
+    suggested = policy.model.generation_config
+    assert suggested is not None
+    suggested.update(repetition_penalty=1.8, min_new_tokens=4, suppress_tokens=[7, 8, 9], temperature=0.3, top_k=2)
+    assert by_place(write(policy, asked, DRAWN, rows=3)) == expected
+    assert by_place(write_batches(policy, asked, DRAWN, rows=3)) == expected
+    assert policy.model.generation_config is suggested
+
+
 def test_the_check_sees_slots_that_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: every answer reads the positions of the first slot."""
     mask = slots._Tokens.mask

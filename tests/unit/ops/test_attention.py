@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from isopref.ops import attention
 from isopref.ops.attention import batch_attention, segment_attention
+from isopref.types import Segments
 from support.segments import (
     ONE_BY_ONE,
     PADDED_ROW,
@@ -139,6 +141,38 @@ def test_any_layout_against_the_dense_mask(
     layout: Layout, groups: int, repeats: int, window: int | None, softcap: float | None, seed: int
 ) -> None:
     assert_same(layout, groups * repeats, groups, window, softcap, seed)
+
+
+@pytest.mark.parametrize(("query_width", "value_width"), [(6, 4), (4, 6), (4, 4)])
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_kernels_of_one_width_take_heads_of_two(
+    query_width: int, value_width: int, sunk: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's kernels refuse keys and values of different widths; here a stand-in does."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sinks: Tensor | None) -> Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attention._portable(q, k, v, segments, 0.7, window, None, sinks)
+
+    segments = segments_of(ONE_BY_ONE)
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *_, **_options: kernel(q, k, v, segments, None))
+    monkeypatch.setattr(attention, "attend_with_sinks", lambda q, k, v, sinks, *_: kernel(q, k, v, segments, sinks))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in ((4, 14, query_width), (2, 14, query_width), (2, 14, value_width))
+    )
+    sinks = random_sinks(4) if sunk else None
+    rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    found = attention._varlen("varlen_attn", *rows, segments, 0.7, window, sinks)
+    expected = segment_attention(q, k, v, segments, scale=0.7, window=window, sinks=sinks)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    for one, other in zip(*(torch.autograd.grad(out, (q, k, v), upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_mask_by_hand() -> None:
