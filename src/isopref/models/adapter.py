@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from isopref import optional
 from isopref.errors import ModelError
 from isopref.models.head import REWARD_HEADS, head_of, reward_head_name
+from isopref.models.low_rank import compute_beside, wrapped_experts
 from isopref.models.unused import is_inside, without_gradient
 
 Kind = Literal["lora", "dora", "rslora"]
@@ -114,16 +115,25 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
             )
 
 
-def summed_parameters(model: PreTrainedModel) -> int:
-    """Of weights that are no layer, as those of fused experts. peft adds the update to all of them in every pass.
+def has_wrapped_parameters(model: PreTrainedModel) -> bool:
+    """Whether an adapter is on weights that are no layer, as those of fused experts and of routers.
 
-    The sum is kept for the backward pass; and it lies in a class that is made anew each time, so that a compiler would
-    never be done.
+    peft gives a router a new class for every pass, so layers with one would be compiled every time.
+    """
+    return has_adapter(model) and any(isinstance(module, _param_wrapper()) for module in model.modules())
+
+
+def summed_parameters(model: PreTrainedModel) -> int:
+    """Of weights that are no layer, and whose adapter does not compute beside them (low_rank.py), as those of routers.
+
+    peft adds the update to all of them in every pass, and the sum is kept for the backward pass.
     """
     if not has_adapter(model):
         return 0
-    wrapper = _peft("model.adapter is set").tuners.lora.layer.ParamWrapper
-    return sum(module.get_param().numel() for module in model.modules() if isinstance(module, wrapper))
+    wrapper = _param_wrapper()
+    beside = {id(one) for nested in wrapped_experts(model, wrapper) for one in nested}
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, wrapper)]
+    return sum(one.get_param().numel() for one in wrappers if id(one) not in beside)
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:
@@ -272,6 +282,11 @@ def _check_rank(model: PreTrainedModel, rank: int) -> None:
         )
 
 
+def _param_wrapper() -> Any:
+    """The class of what peft puts around a weight that is no layer."""
+    return _peft("model.adapter is set").tuners.lora.layer.ParamWrapper
+
+
 def _wrapper(peft: Any) -> Any:
     """The class of what is put around a layer."""
     return peft.tuners.tuners_utils.BaseTunerLayer
@@ -334,6 +349,7 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    compute_beside(model, _param_wrapper())
     if config.use_dora:
         _measure_lengths(model, dtype)
 
