@@ -131,7 +131,7 @@ def summed_parameters(model: PreTrainedModel) -> int:
     if not has_adapter(model):
         return 0
     wrapper = _param_wrapper()
-    beside = {id(one) for nested in wrapped_experts(model, wrapper) for one in nested}
+    beside = {id(one) for nested in wrapped_experts(model, wrapper) if "forward" in vars(nested[0]) for one in nested}
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, wrapper)]
     return sum(one.get_param().numel() for one in wrappers if id(one) not in beside)
 
