@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from isopref.batch.rows import build_microbatch
+from isopref.models.adapter import summed_parameters
 from isopref.models.low_rank import compute_beside, one_by_one, wrapped_experts
 from isopref.models.parallel import checkpoint_layers
 from isopref.models.policy import Policy
 from isopref.testing.families import tiny_family
 from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
 from isopref.testing.oracle import relative_error
+from support.fused_experts import CHOSEN, TOKENS, computed, first_experts
 
 GATED = ("gate_up_proj", "down_proj")
-TOKENS, CHOSEN = 50, 2
 
 
 def adapted(
@@ -53,31 +53,6 @@ def as_peft_computes(model: PreTrainedModel) -> PreTrainedModel:
     for outermost, *_ in wrapped_experts(own, ParamWrapper):
         del outermost.forward
     return own
-
-
-def first_experts(model: PreTrainedModel) -> Any:
-    """The outermost wrapper of the first experts module."""
-    return next(wrapped_experts(model, ParamWrapper))[0]
-
-
-def computed(wrapper: Any) -> dict[str, Tensor]:
-    """Outputs of some experts, and the gradients of everything that has one; one expert gets no token."""
-    experts = wrapper.get_base_layer()
-    weight = experts.down_proj
-    width = weight.shape[2] if experts.is_transposed else weight.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    random = partial(torch.randn, generator=generator, dtype=torch.float64)
-    hidden = random(TOKENS, width).to(weight.dtype).requires_grad_()
-    shares = random(TOKENS, CHOSEN).softmax(dim=1).to(weight.dtype).requires_grad_()
-    scores = torch.rand(TOKENS, experts.num_experts, generator=generator)
-    scores[:, 1] = -1
-    out = wrapper(hidden, scores.topk(CHOSEN).indices, shares)
-    (out * random(TOKENS, width).to(weight.dtype)).sum().backward()
-    found = {name: one.grad for name, one in wrapper.named_parameters() if one.grad is not None}
-    assert found
-    assert hidden.grad is not None
-    assert shares.grad is not None
-    return {**found, "out": out.detach(), "hidden": hidden.grad, "shares": shares.grad}
 
 
 CASES = [
@@ -189,6 +164,17 @@ def test_routers_are_left_to_peft() -> None:
     wrappers = [one for one in model.modules() if isinstance(one, ParamWrapper)]
     assert [one.parameter_name for one in wrappers if "forward" in vars(one)] == ["down_proj"] * 2  # the outermost
     assert sum(one.parameter_name == "weight" for one in wrappers) == 2
+
+
+def test_experts_outside_the_interface_are_left_to_peft() -> None:
+    model = tiny_family("llama4_text")
+    weights = [f"feed_forward.experts.{one}" for one in GATED]
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=[], target_parameters=weights), model)
+    compute_beside(model, ParamWrapper)
+    wrappers = [one for one in model.modules() if isinstance(one, ParamWrapper)]
+    assert len(wrappers) == 4
+    assert not any("forward" in vars(one) for one in wrappers)
+    assert summed_parameters(model) == sum(one.get_param().numel() for one in wrappers)
 
 
 def test_the_config_stays_what_it_was() -> None:
