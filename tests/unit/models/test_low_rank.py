@@ -1,7 +1,7 @@
 """LoRA on fused experts beside their weights: peft's own numbers, without a second copy of the experts."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,9 +101,9 @@ class Largest(TorchDispatchMode):
     """The numbers of the largest tensor that an operation makes; views are not made."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        self.numbers = 0
+        self.numbers: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -137,26 +137,27 @@ def test_nothing_as_large_as_the_experts_is_made(dtype: torch.dtype, recompute: 
     assert largest_made(model, recompute) <= adapter <= down_proj / 2
 
 
-def test_what_cannot_be_computed_so_is_left_to_peft() -> None:
-    """Adapters that are off, merged, or two at once; and another implementation of the experts."""
+def set_each(model: PreTrainedModel, change: Callable[[Any], Any]) -> None:
+    for nested in wrapped_experts(model, ParamWrapper):
+        for wrapper in nested:
+            change(wrapper)
 
-    def check(changed: Any) -> None:
-        nonlocal model
-        model = adapted("qwen3_moe", torch.float32, *GATED, names=("other",))
-        changed()
-        hidden = torch.randn(TOKENS, 32)
-        arguments = (hidden, torch.rand(TOKENS, 4).topk(CHOSEN).indices, torch.rand(TOKENS, CHOSEN))
-        found, own = (first_experts(one)(*arguments) for one in (model, as_peft_computes(model)))
-        assert torch.equal(found, own)
 
-    def wrappers() -> Iterator[Any]:
-        return (one for nested in wrapped_experts(model, ParamWrapper) for one in nested)
-
-    model = adapted("qwen3_moe", torch.float32, *GATED)
-    check(lambda: [one.enable_adapters(False) for one in wrappers()])
-    check(lambda: [one.merge(adapter_names=["default"]) for one in wrappers()])
-    check(lambda: [one.set_adapter(["default", "other"]) for one in wrappers()])
-    check(lambda: model.set_experts_implementation("batched_mm"))
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model: set_each(model, lambda one: one.enable_adapters(False)), id="disabled"),
+        pytest.param(lambda model: set_each(model, lambda one: one.merge(adapter_names=["default"])), id="merged"),
+        pytest.param(lambda model: set_each(model, lambda one: one.set_adapter(["default", "other"])), id="two"),
+        pytest.param(lambda model: model.set_experts_implementation("batched_mm"), id="another implementation"),
+    ],
+)
+def test_what_cannot_be_computed_so_is_left_to_peft(change: Callable[[Any], Any]) -> None:
+    model = adapted("qwen3_moe", torch.float32, *GATED, names=("other",))
+    change(model)
+    arguments = (torch.randn(TOKENS, 32), torch.rand(TOKENS, 4).topk(CHOSEN).indices, torch.rand(TOKENS, CHOSEN))
+    found, own = (first_experts(one)(*arguments) for one in (model, as_peft_computes(model)))
+    assert torch.equal(found, own)
 
 
 def test_routers_are_left_to_peft() -> None:
@@ -171,7 +172,7 @@ def test_experts_outside_the_interface_are_left_to_peft() -> None:
     weights = [f"feed_forward.experts.{one}" for one in GATED]
     inject_adapter_in_model(LoraConfig(r=3, target_modules=[], target_parameters=weights), model)
     compute_beside(model, ParamWrapper)
-    wrappers = [one for one in model.modules() if isinstance(one, ParamWrapper)]
+    wrappers: list[Any] = [one for one in model.modules() if isinstance(one, ParamWrapper)]
     assert len(wrappers) == 4
     assert not any("forward" in vars(one) for one in wrappers)
     assert summed_parameters(model) == sum(one.get_param().numel() for one in wrappers)
