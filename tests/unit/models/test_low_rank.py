@@ -118,7 +118,8 @@ def largest_made(model: PreTrainedModel, recompute: bool) -> int:
     policy = Policy(model).train()
     checkpoint_layers(policy, 2 * recompute)
     microbatch = build_microbatch(examples(random_pairs(1)), "shared")
-    with Largest(model) as largest:
+    largest = Largest(model)
+    with largest:
         policy(microbatch).logp.sum().backward()
     return largest.numbers
 
