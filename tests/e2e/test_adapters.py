@@ -141,14 +141,14 @@ def test_an_adapter_to_go_on_with_is_the_reference(
     assert all((before[name] - after[name]).abs().max() < 0.05 for name in before)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_8bit_sr", "adamw_skip", "muon", "nf4"])
-def test_a_resumed_run_ends_in_the_same_bits(make_project: MakeProject, wide: Path, kind: str) -> None:
-    """Each optimizer, and a base in four bits. The 8-bit state is that of matrices of 4,096 numbers and more."""
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_8bit_sr", "adamw_skip", "muon", "nf4", "experts"])
+def test_a_resumed_run_ends_in_the_same_bits(make_project: MakeProject, tmp_path: Path, wide: Path, kind: str) -> None:
+    """Each optimizer, a base in four bits, and experts. Matrices of 4,096 numbers and more have 8-bit state."""
     project = make_project(model={"dtype": "bfloat16" if kind.endswith("_sr") else "float32"})
     arguments = [
-        f"model.path={wide}",
-        f"model.adapter={{rank: 64, quantize: {'nf4' if kind == 'nf4' else 'null'}}}",
-        f"optim.kind={'adamw' if kind == 'nf4' else kind}",
+        f"model.path={tiny_folder(tmp_path / 'experts', 'qwen3_moe') if kind == 'experts' else wide}",
+        f"model.adapter={{rank: {8 if kind == 'experts' else 64}, quantize: {'nf4' if kind == 'nf4' else 'null'}}}",
+        f"optim.kind={'adamw' if kind in ('nf4', 'experts') else kind}",
         *("run.save_every=3", "run.keep=9", "data.eval=null"),
     ]
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from isopref.models.parallel import compile_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
+from isopref.testing.oracle import relative_error
 from support.cuda import Command
+from support.fused_experts import computed, first_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +62,18 @@ def test_four_bits_are_the_same_numbers_as_on_the_cpu() -> None:
         layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
         found.append(layer.weight.to(torch.float32).cpu())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj"], ["gate_proj", "up_proj", "down_proj"]])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_experts_compute_what_they_do_in_float64_on_the_cpu(
+    dtype: torch.dtype, bound: float, targets: list[str]
+) -> None:
+    """The rank of down projections, 4, is padded."""
+    model = with_adapter(tiny_model("qwen3_moe", dtype=dtype, **WIDE), "lora", targets=targets)
+    wrapper = first_experts(model)
+    exact = copy.deepcopy(wrapper).double()
+    assert relative_error(computed(wrapper.to(CUDA)), computed(exact)) <= bound
 
 
 @pytest.mark.parametrize(

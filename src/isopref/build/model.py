@@ -271,20 +271,20 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
 def _compiles(run: Run, policy: Policy) -> bool:
     """Whether to compile the layers; logged if layout.compile is null. Raises ConfigError."""
     asked, rows = run.config.layout.compile, run.config.layout.rows
-    summed = bool(adapter.summed_parameters(policy.model))
+    wrapped = adapter.has_wrapped_parameters(policy.model)
     balanced = bool(run.loss.balance_weight)
     unfolded = bool(policy.unfolded)
     can = resolve.can_compile(
-        run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, summed=summed, unfolded=unfolded
+        run.config, on_cuda=run.env.device.type == "cuda", balanced=balanced, wrapped=wrapped, unfolded=unfolded
     )
     if asked and balanced:
         raise ConfigError(
             "layout.compile: true with objective.balance_weight, but compiled layers do not expose their routers' "
             "decisions. Remove one of them."
         )
-    if asked and summed:
+    if asked and wrapped:
         raise ConfigError(
-            "layout.compile: true with an adapter of fused experts, whose layers would be recompiled for each pass. "
+            "layout.compile: true with an adapter of fused experts or routers, whose layers cannot be compiled. "
             "Remove layout.compile, or set model.adapter.targets without experts and routers."
         )
     if asked and unfolded and rows in ("shared", "packed"):

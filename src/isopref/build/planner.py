@@ -178,8 +178,8 @@ class Planner:
             check_shard(asked.hsdp_shard or node, averaging, tensor_parallel=tensor) if chosen == "hsdp" else averaging
         )
         kept = resolve.kept_whole(self.config, trained=trained, whole=whole) / tensor
-        summed, balanced = bool(self.shape.summed_parameters), bool(loss.balance_weight)
-        can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, summed=summed)
+        wrapped, balanced = self.shape.has_wrapped_parameters, bool(loss.balance_weight)
+        can = resolve.can_compile(self.config, on_cuda=True, balanced=balanced, wrapped=wrapped)
         compiled = resolve.compiles(self.config, can=can, has_layers=self.shape.has_layers)
         spread = asked.offload or (sharded and ranks > 1)
         from_host = resolve.from_host(whole, room, sharded=spread and tensor == 1)

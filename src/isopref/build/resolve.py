@@ -46,14 +46,15 @@ def parallel(config: Config, state: float, room: float, *, ranks: int) -> Parall
     return "ddp" if state < STATE_SHARE * room else "fsdp"
 
 
-def can_compile(config: Config, *, on_cuda: bool, balanced: bool, summed: bool, unfolded: bool = False) -> bool:
+def can_compile(config: Config, *, on_cuda: bool, balanced: bool, wrapped: bool, unfolded: bool = False) -> bool:
     """Whether layers compile once for all rows. Only the CUDA kernel takes a full row; others recompile for each row.
 
-    `balanced`: the loss needs router decisions, which compiled layers do not expose. `summed`: an adapter is on fused
-    experts, whose layers would recompile in every pass. `unfolded`: recurrent layers unfold a row into its sequences.
+    `balanced`: the loss needs router decisions, which compiled layers do not expose. `wrapped`: an adapter is on fused
+    experts or routers; with one on a router, a layer would recompile in every pass. `unfolded`: recurrent layers unfold
+    a row into its sequences.
     """
     half = config.model.pass_dtype == "bfloat16"
-    one_code = not balanced and not summed and not unfolded
+    one_code = not balanced and not wrapped and not unfolded
     return on_cuda and half and config.layout.rows in ("shared", "packed") and one_code
 
 

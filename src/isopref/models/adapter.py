@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from isopref import optional
 from isopref.errors import ModelError
 from isopref.models.head import REWARD_HEADS, head_of, reward_head_name
+from isopref.models.low_rank import compute_beside, wrapped_experts
 from isopref.models.unused import is_inside, without_gradient
 
 Kind = Literal["lora", "dora", "rslora"]
@@ -115,16 +116,25 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
             )
 
 
-def summed_parameters(model: PreTrainedModel) -> int:
-    """The number of weights that have an adapter but belong to no layer, such as fused experts.
+def has_wrapped_parameters(model: PreTrainedModel) -> bool:
+    """Whether an adapter is on weights that belong to no layer, such as those of fused experts and of routers.
 
-    In every pass, peft adds the update to all of them, keeps the sum for the backward pass, and creates a new class,
-    which torch.compile would have to compile again.
+    In every pass, peft creates a new class for a router, which torch.compile would have to compile again.
+    """
+    return has_adapter(model) and any(isinstance(module, _param_wrapper()) for module in model.modules())
+
+
+def summed_parameters(model: PreTrainedModel) -> int:
+    """The number of weights with an adapter that belong to no layer and are not computed beside it (low_rank.py).
+
+    Routers are such weights. In every pass, peft adds the update to all of them, and keeps the sum for the backward pass.
     """
     if not has_adapter(model):
         return 0
-    wrapper = _peft("model.adapter is set").tuners.lora.layer.ParamWrapper
-    return sum(module.get_param().numel() for module in model.modules() if isinstance(module, wrapper))
+    wrapper = _param_wrapper()
+    beside = {id(one) for nested in wrapped_experts(model, wrapper) if "forward" in vars(nested[0]) for one in nested}
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, wrapper)]
+    return sum(one.get_param().numel() for one in wrappers if id(one) not in beside)
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:
@@ -272,6 +282,11 @@ def _check_rank(model: PreTrainedModel, rank: int) -> None:
         )
 
 
+def _param_wrapper() -> Any:
+    """The class of what peft puts around a weight that is no layer."""
+    return _peft("model.adapter is set").tuners.lora.layer.ParamWrapper
+
+
 def _wrapper(peft: Any) -> Any:
     """The class of peft's wrappers around layers."""
     return peft.tuners.tuners_utils.BaseTunerLayer
@@ -336,6 +351,7 @@ def _inject(peft: Any, model: PreTrainedModel, config: Any, dtype: torch.dtype) 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    compute_beside(model, _param_wrapper())
     if config.use_dora:
         _measure_lengths(model, dtype)
 

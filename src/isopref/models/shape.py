@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from isopref.models.adapter import summed_parameters
+from isopref.models.adapter import has_wrapped_parameters, summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
@@ -34,6 +34,7 @@ class ModelShape:
     root_parameters: int  # outside the decoder layers: embeddings, head, last norm
     largest_matrix: int  # numbers of the largest linear map in a decoder layer
     frozen_in_maps: int  # numbers of all frozen linear maps; fused experts do not count
+    has_wrapped_parameters: bool  # whether an adapter is on weights that belong to no layer, so layers do not compile
     summed_parameters: int  # those kept a second time with an adapter's update added (adapter.summed_parameters)
     adapter_sides: int  # sum of the inputs and outputs of all linear maps with an adapter, per token, in numbers
     layers: int
@@ -103,6 +104,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         root_parameters=sum(p.numel() for _, p in text if id(p) not in in_layers),
         largest_matrix=max((p.numel() for p in linear if id(p) in in_layers), default=0),
         frozen_in_maps=sum(p.numel() for p in linear if not p.requires_grad),
+        has_wrapped_parameters=has_wrapped_parameters(model),
         summed_parameters=summed_parameters(model),
         adapter_sides=sum(max(p.shape) for name, p in text if "lora_" in name and p.ndim == 2),
         layers=config.num_hidden_layers,

@@ -4,8 +4,8 @@ A layer keeps the input and the output of every matrix product once for its back
 inner side of F; the layer's two residual sums and their two norms are D wide each. So a token keeps 4 D numbers, plus
 the layer's matrix entries divided by D. Attention adds one float32 per head, and the keys and values of prompts copied
 for the second answer. Compiled layers keep only that; uncompiled ones also keep what their operations save. MLPs in
-tiles keep their input, and intermediate activations for one tile. Fused experts under an adapter are kept with its
-update added, independent of the tokens.
+tiles keep their input, and intermediate activations for one tile. Weights that peft adds an adapter's update to, as
+those of routers, are kept as that sum, independent of the tokens.
 
 Tensor-parallel ranks divide the weights (norms count as divided, too), tokens outside attention and MLPs, and inner
 sides in them. The inputs of both are gathered and kept for all tokens, and so are the head's.
