@@ -127,7 +127,8 @@ def has_wrapped_parameters(model: PreTrainedModel) -> bool:
 def summed_parameters(model: PreTrainedModel) -> int:
     """The number of weights with an adapter that belong to no layer and are not computed beside it (low_rank.py).
 
-    Routers are such weights. In every pass, peft adds the update to all of them, and keeps the sum for the backward pass.
+    Routers are such weights. In every pass, peft adds the update to all of them and keeps the sum for the backward
+    pass.
     """
     if not has_adapter(model):
         return 0
