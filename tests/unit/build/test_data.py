@@ -238,7 +238,7 @@ def test_prompts_of_data_eval_are_not_trained_on(load: Load, folder: Path) -> No
 
 
 def test_the_same_file_on_both_sides_is_refused(load: Load) -> None:
-    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*as data\.eval: 0\.05"):
+    with pytest.raises(DataError, match=r"prompts of all 20 pairs of data\.train.*share of .*: data\.eval: 0\.05"):
         load("data.eval=a.jsonl")
 
 
