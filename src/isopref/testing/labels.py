@@ -69,16 +69,16 @@ def label_weights(examples: Sequence[Example], weighting: str, own: Sequence[flo
         weight
         * {
             "token": len(one.prompt) + len(answer),
-            "completion": len(answer),
+            "completion": oracle.num_trained(of_tokens),
             "example": 1 / len(one.answers),
         }[weighting]
         for one, weight in zip(examples, own, strict=True)
-        for answer in one.answers
+        for answer, of_tokens in zip(one.answers, oracle.token_weights(one), strict=True)
     ]
 
 
-def mismatched(examples: Sequence[Example]) -> list[tuple[IntArray, IntArray]]:
-    """Each prompt with an answer to the next different prompt, in the order of content ids.
+def mismatched(examples: Sequence[Example]) -> list[tuple[IntArray, IntArray, list[float]]]:
+    """Each prompt with an answer to the next different prompt, in the order of content ids, and its tokens' weights.
 
     Answers are cut so that no pair is longer than the longest example.
     """
@@ -89,8 +89,13 @@ def mismatched(examples: Sequence[Example]) -> list[tuple[IntArray, IntArray]]:
         place = order.index(n)
         circle = [examples[m] for m in order[place + 1 :] + order[:place]]
         partner = next(other for other in circle if list(other.prompt) != list(one.prompt))
-        by_id = {answer_id(partner.prompt, answer): answer for answer in partner.answers}
-        found.append((one.prompt, by_id[min(by_id)][: longest - len(one.prompt)]))
+        by_id = {
+            answer_id(partner.prompt, answer, partner.weights_of(k)): (answer, weights)
+            for k, (answer, weights) in enumerate(zip(partner.answers, oracle.token_weights(partner), strict=True))
+        }
+        answer, weights = by_id[min(by_id)]
+        room = longest - len(one.prompt)
+        found.append((one.prompt, answer[:room], weights[:room]))
     return found
 
 
@@ -107,17 +112,18 @@ def expected(
 ) -> tuple[float, dict[str, Tensor], dict[str, float], TableLogps]:
     """Loss, gradient and metrics of a global batch, and the log-probabilities of the reference, `other`."""
 
-    def scored(prompt: IntArray, answer: IntArray) -> Answer:
+    def scored(prompt: IntArray, answer: IntArray, of_tokens: Sequence[float]) -> Answer:
         with torch.no_grad():
-            ref = oracle.sequence_logp(other, prompt, answer).double()
-        return Answer(oracle.sequence_logp(model, prompt, answer).double(), ref, len(answer))
+            ref = oracle.sequence_logp(other, prompt, answer, of_tokens).double()
+        policy = oracle.sequence_logp(model, prompt, answer, of_tokens).double()
+        return Answer(policy, ref, oracle.num_trained(of_tokens))
 
     labelled = [
-        (scored(one.prompt, answer), score == 1)
+        (scored(one.prompt, answer, of_tokens), score == 1)
         for one in examples
-        for answer, score in zip(one.answers, one.scores, strict=True)
+        for answer, of_tokens, score in zip(one.answers, oracle.token_weights(one), one.scores, strict=True)
     ]
-    pairs = [scored(prompt, answer) for prompt, answer in mismatched(examples)]
+    pairs = [scored(*one) for one in mismatched(examples)]
     weights = label_weights(examples, weighting, own)
     anchors = {"kto": mean_mismatch(pairs, own), "bco": middle(labelled, weights)}
     of_answer = [weight for one, weight in zip(examples, own, strict=True) for _ in one.answers]

@@ -10,6 +10,7 @@ from isopref.errors import DataError
 from isopref.examples import Example
 from isopref.testing import labels
 from isopref.testing.cells import tree_batch
+from isopref.testing.models import with_context
 
 
 def ids(*firsts: int) -> np.ndarray:
@@ -38,14 +39,17 @@ def test_a_table_with_one_question_is_refused() -> None:
         Mismatched(table)
 
 
-def test_every_prompt_has_the_answer_that_the_oracle_gives_it() -> None:
-    examples = tree_batch()[0]
+@pytest.mark.parametrize("context", [False, True])
+def test_every_prompt_has_the_answer_that_the_oracle_gives_it(context: bool) -> None:
+    examples = with_context(tree_batch()[0], fractions=True) if context else tree_batch()[0]
     found = Mismatched(ExampleTable.from_tokens(examples))
-    for n, (prompt, answer) in enumerate(labels.mismatched(examples)):
+    for n, (prompt, answer, weights) in enumerate(labels.mismatched(examples)):
         one = found.example(n)
+        assert one.token_weights[0].tolist() == weights
+        assert found.lengths.trained[n] == np.count_nonzero(weights)
         assert (one.prompt.tolist(), one.answers[0].tolist()) == (prompt.tolist(), answer.tolist())
         assert (found.lengths.prompt[n], found.lengths.answer[n]) == (len(prompt), len(answer))
-        assert found.answer_ids[n].tobytes() == answer_id(prompt, answer)
+        assert found.answer_ids[n].tobytes() == answer_id(prompt, answer, one.weights_of(0))
 
 
 def test_an_answer_is_cut_where_the_sequence_would_be_the_longest() -> None:

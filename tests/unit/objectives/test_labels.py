@@ -15,14 +15,16 @@ from isopref.errors import ConfigError, DataError
 from isopref.examples import Example
 from isopref.objectives.labels import midpoint
 from isopref.objectives.loss import pair_loss
+from isopref.testing import matrix
 from isopref.testing.answer import Answer
-from isopref.testing.cells import Cell, batch, tree_batch
+from isopref.testing.cells import KINDS, Cell, batch, tree_batch
 from isopref.testing.equations import LABEL_CASES
-from isopref.testing.exactness import build_module, full_gradient
+from isopref.testing.exactness import build_module, full_gradient, measure
 from isopref.testing.expected import expected
 from isopref.testing.labels import LABEL_EQUATIONS
 from isopref.testing.models import labelled_trees
 from isopref.types import Anchors, LabelLogps
+from support import mutations
 
 
 def number(value: float) -> torch.Tensor:
@@ -34,6 +36,25 @@ def labelled(gains: list[float], good: list[bool]) -> tuple[LabelLogps, LabelLog
     known = torch.full((len(gains),), 5), torch.tensor(good)
     ref = torch.linspace(-40, -20, len(gains), dtype=torch.float64)
     return LabelLogps((ref + torch.tensor(gains).double()).requires_grad_(), *known), LabelLogps(ref, *known)
+
+
+@pytest.mark.parametrize("rows", KINDS)
+@pytest.mark.parametrize("objective", ["kto", "bco"])
+def test_context_inside_labelled_answers(objective: str, rows: Any) -> None:
+    """Of answers and of mismatched ones, in every kind of row, against the oracle."""
+    cell = Cell(objective=objective, rows=rows, trees=True, context="weights", weighting="completion", nll_weight=0.7)
+    found = measure(cell)
+    assert found.gradient_error <= matrix.bound(cell)
+    assert found.loss_error <= matrix.value_bound(cell)
+    assert found.metric_error <= matrix.value_bound(cell)
+
+
+@pytest.mark.parametrize(
+    "name", ["trained_tool_results", "weights_of_other_turns", "weights_of_the_token_before", "leaking_attention"]
+)
+def test_planted_bugs_in_context_show(name: str) -> None:
+    cell = Cell(objective="kto", trees=True, context="weights")
+    assert mutations.mutated(name, measure, cell).gradient_error > 1e-3
 
 
 def test_kto_by_hand() -> None:
