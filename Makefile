@@ -31,7 +31,7 @@ help:
 	@echo "make trajectories  compare complete runs of all objectives and layouts with recorded ones (some minutes)"
 	@echo "make trl           install TRL into .venv and compare losses with it; afterwards make test does so too"
 	@echo "make bench         measure all missing GPU figures, most important first (hours; benchmarks/RESULTS.md)"
-	@echo "make dist          build the wheel and the source distribution in dist/"
+	@echo "make dist          build the wheel and the source distribution in dist/; for a release, URL=https://REPOSITORY"
 	@echo "make package       install the wheel into empty environments, lowest and newest versions, and train with it"
 	@echo "make audit         look for known vulnerabilities in the pinned versions (needs a network)"
 	@echo "make clean         remove .venv and caches, but not runs/"
@@ -97,7 +97,7 @@ dist: $(READY)
 	$(PYTHON) -m venv $(VENV)/dist
 	$(VENV)/dist/bin/python -m pip --disable-pip-version-check install -q build
 	rm -rf dist
-	$(VENV)/dist/bin/pyproject-build
+	ISOPREF_URL=$(URL) $(VENV)/dist/bin/pyproject-build
 
 package: dist
 	rm -rf $(VENV)/package
