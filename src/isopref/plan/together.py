@@ -113,7 +113,7 @@ def check_tensor(shape: ModelShape, size: int, network: Network, ranks: int) -> 
         raise ConfigError(
             f"layout.tensor_parallel: {size} does not fit {ranks} GPUs and this model. It must divide the number of "
             f"GPUs, divide the model's heads and key heads (their greatest common divisor is {heads}), and stay within "
-            f"one machine ({node} GPUs). Possible values: {_listed(fitting)}."
+            f"one machine ({node} GPUs). Use one of {_listed(fitting)}."
         )
 
 
@@ -126,7 +126,7 @@ def check_context(shape: ModelShape, size: int, ranks: int) -> None:
         fitting = _listed(_divisors(shape.row_parts))
         raise ConfigError(
             f"{what} does not divide {shape.row_parts}, the number of parts into which ranks can divide the model's "
-            f"heads. Possible values: {fitting}."
+            f"heads. Use one of {fitting}."
         )
 
 

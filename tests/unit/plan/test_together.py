@@ -184,7 +184,7 @@ def test_degrees_that_do_not_fit(llama: ModelShape, degree: int, ranks: int, fit
     assert str(refusal.value) == (
         f"layout.tensor_parallel: {degree} does not fit {ranks} GPUs and this model. It must divide the number of "
         "GPUs, divide the model's heads and key heads (their greatest common divisor is 2), and stay within one "
-        f"machine (8 GPUs). Possible values: {fitting}."
+        f"machine (8 GPUs). Use one of {fitting}."
     )
     check_tensor(llama, 2, network, 6)
 
@@ -193,7 +193,7 @@ def test_a_group_stays_within_a_machine(llama: ModelShape) -> None:
     wide = replace(llama, heads=32, key_width=32 * llama.head_width)
     for degree in (1, 2, 4, 8):
         check_tensor(wide, degree, Network(inside=100e9, between=10e9), 64)
-    with pytest.raises(ConfigError, match=r"tensor_parallel: 16 .* Possible values: 1, 2, 4, 8\."):
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 16 .* Use one of 1, 2, 4, 8\."):
         check_tensor(wide, 16, Network(inside=100e9, between=10e9), 64)
 
 
@@ -265,7 +265,7 @@ def test_ranks_that_cannot_split_a_row(llama: ModelShape) -> None:
         check_context(llama, 3, 6)
     assert str(refusal.value) == (
         "layout.context_parallel: 3 does not divide 4, the number of parts into which ranks can divide the model's "
-        "heads. Possible values: 1, 2, 4."
+        "heads. Use one of 1, 2, 4."
     )
 
 
