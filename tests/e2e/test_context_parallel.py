@@ -119,7 +119,7 @@ def test_mixed_precision_and_a_model_whose_heads_the_ranks_do_not_divide(make_pr
     project = make_project("llama", model={"dtype": "float32"})
     outcome = isopref_on_ranks(project, "train", "my.yaml", "layout.context_parallel=3", num_ranks=3)
     assert outcome.code == 1
-    assert "layout.context_parallel: 3 does not divide the heads of the model, 4. What does: 1, 2, 4." in outcome.err
+    assert "layout.context_parallel: 3 does not divide the heads of the model, 4. Use one of 1, 2, 4." in outcome.err
     settings = ("model.compute_dtype=bfloat16", "optim.epochs=1")
     outcome = isopref_on_ranks(project, "train", "my.yaml", SPLIT, *settings)
     assert outcome.code == 0, outcome.err

@@ -25,6 +25,7 @@ NOT_RUN = {
     "python benchmarks/*": "needs a GPU, or many minutes",
     "python examples/*": "tests/e2e/test_examples.py runs the scripts",
     "python -m isopref.cli.elastic": "names a launcher that tests/e2e/test_preemption.py starts",
+    "python -m isopref.demo.rejected *": "takes a real model; tests/unit/test_demo.py runs it",
     "isopref push runs/my-ID me/my-model --license *": "needs the hub; tests/e2e/test_push.py uploads to a stand-in",
     "isopref train ... && next": "stands for any run and any command after it",
     "isopref cache rm": "is named without the key of a store",

@@ -9,7 +9,7 @@ import pytest
 
 from isopref import demo
 from isopref.data.spot_checks import read_spot_checks
-from isopref.demo.rejected import LONGER, whole_sentences
+from isopref.demo.rejected import LONGER, main, whole_sentences
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "demo"
 TRAIN = demo.records("train.jsonl")
@@ -98,3 +98,13 @@ def test_sums_are_right() -> None:
 )
 def test_an_answer_that_was_cut_off_ends_with_a_sentence(text: str, cut: str) -> None:
     assert whole_sentences(text) == cut
+
+
+@pytest.mark.soak
+@pytest.mark.real_model
+def test_the_rejected_answers_are_the_model_s_own(tmp_path: Path) -> None:
+    """As `python -m isopref.demo.rejected` writes them."""
+    source, target = tmp_path / "questions.jsonl", tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps({name: TRAIN[0][name] for name in ("prompt", "chosen")}) + "\n")
+    main(source, target)
+    assert json.loads(target.read_text()) == TRAIN[0]

@@ -40,8 +40,12 @@ def whole_sentences(text: str) -> str:
     return text[: ends[-1]] if ends else text
 
 
-if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
+def main(source: Path, target: Path) -> None:
+    """Write the pairs of a file of questions."""
     questions = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs(questions)]
     target.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

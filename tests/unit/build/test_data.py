@@ -363,8 +363,8 @@ def test_many_dropped_pairs(load: Load, folder: Path) -> None:
 
 
 def test_settings_of_scores_and_lists_where_there_are_none(folder: Path, load: Load) -> None:
-    compare = "data.compare: there are no lists of answers, so it changes nothing"
-    gap = "data.min_gap: the data has no scores, so it changes nothing"
+    compare = "data.compare: there are no lists of answers, so it has no effect"
+    gap = "data.min_gap: the data has no scores, so it has no effect"
     assert load("data.compare=adjacent", "data.min_gap=0.5").warnings == [compare, gap]
     (folder / "a.jsonl").write_text(jsonl([{**row, "margin": 1} for row in records(0, 20)]))
     assert load("data.min_gap=0.5").warnings == []
