@@ -2,7 +2,6 @@
 
 import re
 import sys
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,20 +9,16 @@ from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.ci_script import ROOT, ci_script
+
 README = (ROOT / "README.md").read_text()
 HOOK = mock.Mock(MetadataHookInterface=object)  # hatchling is installed only where packages are built
 
 
 @pytest.fixture(scope="module")
 def metadata() -> ModuleType:
-    spec = util.spec_from_file_location("metadata", ROOT / ".ci" / "metadata.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {"hatchling.metadata.plugin.interface": HOOK}):
-        spec.loader.exec_module(module)
-    return module
+        return ci_script("metadata")
 
 
 def test_links_lead_to_files_of_the_repository(metadata: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

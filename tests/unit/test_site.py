@@ -1,7 +1,6 @@
 """The website of the docs: what can be checked without mkdocs. `make site` builds it."""
 
 import re
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 
@@ -9,18 +8,14 @@ import pytest
 
 import isopref
 from isopref.testing import api_page
+from support.ci_script import ci_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
-    spec = util.spec_from_file_location("docs_site", ROOT / ".ci" / "docs_site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("docs_site")
 
 
 def test_api_page_is_up_to_date() -> None:

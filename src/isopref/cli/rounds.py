@@ -21,6 +21,18 @@ class Reference(StrEnum):
     previous = "previous"
 
 
+JudgeModel = Annotated[str | None, typer.Option(metavar="NAME", help="With a judge URL: the model that judges.")]
+JudgeParallel = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="With a judge URL: requests in flight. Default: 16.")
+]
+Rubric = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", callback=in_home, help="With a judge URL: file with the question, as in isopref judge."
+    ),
+]
+
+
 def rounds(
     config_file: ConfigFile,
     overrides: Overrides = None,
@@ -36,18 +48,9 @@ def rounds(
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
     seed: Seed = 0,
-    judge_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With a judge URL: the model that judges.")
-    ] = None,
-    judge_parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With a judge URL: requests in flight. Default: 16.")
-    ] = None,
-    rubric: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=in_home, help="With a judge URL: file with the question, as in isopref judge."
-        ),
-    ] = None,
+    judge_model: JudgeModel = None,
+    judge_parallel: JudgeParallel = None,
+    rubric: Rubric = None,
     ties: Annotated[
         Ties, typer.Option(help="With a judge URL: drop ties and disagreements, or count them as half a win each.")
     ] = Ties.drop,
