@@ -290,15 +290,15 @@ def _whole_table(
                 say=(lambda text: display.say(f"warning: {text}")) if is_first else log.warning,
             )
         except OSError as error:
-            if error.filename is not None and not _is_of(folder, Path(error.filename)):
-                raise  # about the data
+            if error.filename is not None and not _is_in_or_above(folder, Path(error.filename)):
+                raise  # about the data, not the cache
             raise ConfigError(
                 f"{folder}: cannot be written ({error}). Set ISOPREF_CACHE to a writable folder with free space."
             ) from error
 
 
-def _is_of(folder: Path, path: Path) -> bool:
-    """Whether a path is in a folder, or the folder in it."""
+def _is_in_or_above(folder: Path, path: Path) -> bool:
+    """Whether a path is the folder, lies in it, or contains it."""
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 

@@ -211,6 +211,7 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
     ]
     found = means(np.stack(columns, axis=1), np.ones(len(margin)), pairs.example)
     reward_margin, first, second, *moments = found.T
+    of_reward_model = pairs.per_token is None
     return {
         "pairs": len(margin),
         "accuracy": share(pairs.won, pairs.example),
@@ -218,9 +219,7 @@ def _of_pairs(pairs: Pairs) -> dict[str, Any]:
         "reward_margin_std": figure(np.sqrt(np.maximum(second - first**2, 0.0))),
         "logp_accuracy": None if pairs.per_token is None else share(won(pairs.per_token), pairs.example),
         "length_correlation": correlation(*moments),
-        "calibration_error": None
-        if pairs.per_token is not None
-        else calibration_error(reward_margin_N, pairs.won, pairs.example),
+        "calibration_error": calibration_error(reward_margin_N, pairs.won, pairs.example) if of_reward_model else None,
         "by_length": tuple(buckets(pairs)),
     }
 
