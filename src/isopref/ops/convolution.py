@@ -43,7 +43,9 @@ class _TreeConvolution(torch.autograd.Function):
             total = total + _pick(x_TD, index_JT[j]).to(wide) * weight_JD[j]
         if bias_D is not None:
             total = total + bias_D.to(wide)
-        return total.to(x_TD.dtype)
+        # Without the condition, a layer compiled by torch 2.11 has no gradient here in float32: there, a cast to the same
+        # dtype hides the output from its autograd. Fixed in torch 2.13.
+        return total if total.dtype == x_TD.dtype else total.to(x_TD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
