@@ -10,12 +10,9 @@ starts after a step in which torch compiled nothing (`warmup_steps`, `compiled_w
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 import workload
@@ -24,6 +21,8 @@ from profile_step import StepProfile, kernels_of, seconds_by_kind
 from ready import Cell, ready_trainer
 from records import UnavailableError
 from transformers import PreTrainedModel
+
+from isopref.ops import delta
 
 _ATTENDING = (2, 5, 8, 10, 12, 14)  # of LFM2's 16 layers; the others convolve
 MODELS: dict[str, dict[str, Any]] = {
@@ -86,10 +85,9 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
         settings["compile"] = False  # on a CPU, compiling takes longer than everything else
     if layout != "shared" and model in PADDED_TOKENS:
         settings["microbatch_tokens"] = PADDED_TOKENS[model]
-    following = mock.patch.dict(os.environ, ISOPREF_FOLLOW_STATES="1")
     if profiled:  # one step more, which is not timed
         cell = replace(cell, warmup=cell.warmup + cell.spare, spare=0, steps=cell.steps + 1)
-    with following, ready_trainer(cell, layout=settings, make=of_cell) as ready:
+    with ready_trainer(cell, layout=settings, make=of_cell) as ready:
         clock = Clock(replace(cell, steps=cell.steps - 1) if profiled else cell)
         ready.trainer.add_callback("clock", EngineClock(clock))
         spy = StepProfile(cell.warmup + cell.steps)
@@ -109,11 +107,10 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
 
 
 def _require_kernels() -> None:
-    """Raise UnavailableError without flash-linear-attention: in plain PyTorch, a Gated DeltaNet step takes minutes."""
-    try:
-        importlib.metadata.version("flash-linear-attention")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UnavailableError("flash-linear-attention is not installed") from error
+    """Raise UnavailableError without the kernel: in plain PyTorch, a Gated DeltaNet step takes minutes."""
+    kernel = delta.kernel()
+    if kernel.run is None:
+        raise UnavailableError(f"{kernel.fault}: {kernel.way_out}")
 
 
 def _tell(spy: StepProfile) -> None:

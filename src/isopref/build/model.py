@@ -14,7 +14,7 @@ from isopref.build import resolve
 from isopref.build.hardware import compute_dtype, rounding_dtype, say_precision, use_float8
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
-from isopref.build.states import say_unfolded, settle_states
+from isopref.build.states import check_kernels, say_unfolded
 from isopref.config.values import AdapterConfig
 from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
@@ -47,7 +47,7 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
         policy = kind(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
-    settle_states(run, policy)
+    check_kernels(run, policy)
     place(run, policy)
     if not from_host(run, policy):  # otherwise after sharding
         check_finite(policy.model, f"{setting}: {path or model.path}")

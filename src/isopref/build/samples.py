@@ -11,7 +11,6 @@ from isopref.build.data import sample_prompts
 from isopref.build.model import from_host, load_exported
 from isopref.build.run import Run
 from isopref.build.spot_checks import Measured, Tokenised
-from isopref.build.states import settle_states
 from isopref.data.surprises import special_token_pattern
 from isopref.data.table import ExampleTable
 from isopref.models.generate import Answer, answers
@@ -57,9 +56,7 @@ def say_answers(run: Run, model: nn.Module, tokenizer: Any, before: Before) -> N
     if before.prompts:
         _say_samples(run, exported, tokenizer, before)
     if before.checks is not None and before.measured is not None:
-        written = Policy(exported)
-        settle_states(run, written, quiet=True)  # like the policy before training
-        after = spot_checks.measure(run, written, tokenizer, before.checks)
+        after = spot_checks.measure(run, Policy(exported), tokenizer, before.checks)
         spot_checks.say_cost(run, before.checks, before.measured, after)
 
 

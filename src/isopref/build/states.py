@@ -1,46 +1,32 @@
-"""Decides whether recurrent layers follow the tree of a packed row, and tells the user."""
-
-import os
+"""Which kernels the recurrent layers of a model use on this card: told to the user, or refused."""
 
 from isopref.build.run import Run
 from isopref.errors import ConfigError
-from isopref.models.follow import has_kernel
+from isopref.models.follow import kernel_of
 from isopref.models.policy import Policy
 from isopref.ops import delta
 
-# The code with which layers follow a row has run only on CPUs. Once tests/gpu/test_states.py and benchmarks/layouts.py
-# have run on a GPU, remove this variable and let the layers follow everywhere.
-FOLLOW_ON_CUDA = "ISOPREF_FOLLOW_STATES"
 
+def check_kernels(run: Run, policy: Policy) -> None:
+    """Tell the user if recurrent layers run without a kernel on CUDA, and why.
 
-def settle_states(run: Run, policy: Policy, *, quiet: bool = False) -> None:
-    """Unfold recurrent layers on CUDA unless an environment variable overrides that, and log which kernels they use.
-
-    Called before a policy scores its first row. `quiet`: log nothing, because the user has been told. Raises
-    ConfigError if ranks split rows, since unfolded layers do not support that.
+    Raises ConfigError if a padded batch would run into a kernel that refuses this card.
     """
-    if run.env.device.type != "cuda" or run.config.layout.rows not in ("shared", "packed") or not policy.following:
+    if run.env.device.type != "cuda" or not policy.following:
         return
     first = policy.following[0]
-    layer = policy.model.get_submodule(first)
-    if os.environ.get(FOLLOW_ON_CUDA) != "1":
-        if (size := run.config.layout.context_parallel) > 1:
-            raise ConfigError(
-                f"layout.context_parallel: {size} needs code for {first} and layers like it that has been tested only "
-                f"on CPUs. To try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment; or set "
-                "layout.context_parallel: 1."
-            )
-        policy.unfold_all()
-        if quiet:
-            return
+    kernel = kernel_of(policy.model.get_submodule(first))
+    if kernel is None or kernel.run is not None:
+        return
+    if run.config.layout.rows != "padded":
         run.display.say(
-            f"note: {first} and layers like it compute a shared prompt once per answer. The code that computes it only "
-            f"once has been tested only on CPUs; to try it on this GPU, set {FOLLOW_ON_CUDA}=1 in the environment"
+            f"note: {first} and layers like it run in plain PyTorch, because {kernel.fault}. For speed: "
+            f"{kernel.way_out}"
         )
-    elif has_kernel(layer) and delta.kernel() is None and not quiet:
-        run.display.say(
-            f"note: {first} and layers like it run in plain PyTorch, because flash-linear-attention is not installed. "
-            "For speed: pip install 'isopref[linear]'"
+    elif kernel.refuses and kernel is delta.kernel():  # transformers' own Mamba2 does not use the package
+        raise ConfigError(
+            f"layout.rows: padded runs transformers' own {first}, but {kernel.fault}. Set layout.rows: shared; or "
+            f"{kernel.way_out}; or pip uninstall flash-linear-attention."
         )
 
 

@@ -27,6 +27,7 @@ from transformers.activations import ACT2FN
 from isopref.models.row import current_row
 from isopref.ops import delta, exchange, state_space
 from isopref.ops.convolution import Taps, tree_convolution
+from isopref.ops.fla import Kernel
 from isopref.types import ContextGroup
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # queries, keys and values before convolution; gate; beta; log decay
@@ -40,18 +41,19 @@ def can_follow(layer: nn.Module) -> bool:
 def follow(layers: Iterable[nn.Module]) -> None:
     """Make these layers follow the tree of a packed row. Idempotent."""
     for layer in layers:
-        layer.forward = MethodType(KINDS[type(layer).__name__], layer)
+        layer.forward = MethodType(KINDS[type(layer).__name__].forward, layer)
 
 
-def has_kernel(layer: nn.Module) -> bool:
-    """Whether flash-linear-attention has a kernel for what this kind of following layer computes."""
-    return KINDS[type(layer).__name__] is not _short_convolution
+def kernel_of(layer: nn.Module) -> Kernel | None:
+    """The kernel for the recurrence of a following layer; None if it has only a convolution."""
+    kind = KINDS[type(layer).__name__]
+    return None if kind.kernel is None else kind.kernel()
 
 
 def heads_of(layer: nn.Module) -> int:
     """How many heads, or channels, a following layer has that ranks can divide among them."""
     kept: Any = layer
-    return len(kept.conv.weight if KINDS[type(layer).__name__] is _short_convolution else kept.A_log)
+    return len(kept.conv.weight if KINDS[type(layer).__name__].kernel is None else kept.A_log)
 
 
 def unfollow(layers: Iterable[nn.Module]) -> None:
@@ -122,7 +124,7 @@ def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_pro
         context: ContextGroup | None = _context()
         given = _given(self.conv1d, mixed_TD, sizes, widths, [beta_TH, log_decay_TH], context)
         (q_THK, k_THK, v_THV), (beta_TH, log_decay_TH) = _convolved(self, given, widths, taps), given.rates
-        out: Tensor = _rule(delta.Inputs(q_THK, k_THK, v_THV, log_decay_TH, beta_TH))
+        out: Tensor = _rule(delta.Inputs(delta.unit(q_THK), delta.unit(k_THK), v_THV, log_decay_TH, beta_TH))
         if context is not None:
             out = exchange.from_heads(out, context)
         out = getattr(self, norm)(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
@@ -258,17 +260,28 @@ def _falcon_h1_normed(layer: Any, out_TD: Tensor, gate_TD: Tensor) -> Tensor:
     return _normed(layer, out_TD, gate_TD) if layer.mamba_rms_norm else out_TD * silu(gate_TD)
 
 
-KINDS: dict[str, Callable[..., Tensor]] = {
-    "Qwen3NextGatedDeltaNet": _gated_delta_net(_qwen3_next, "norm", "out_proj"),
+class Kind(NamedTuple):
+    """What a kind of layer computes over the tree of a row."""
+
+    forward: Callable[..., Tensor]
+    kernel: Callable[[], Kernel] | None  # of its recurrence
+
+
+def _delta(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_proj: str) -> Kind:
+    return Kind(_gated_delta_net(inputs, norm, out_proj), delta.kernel)
+
+
+KINDS: dict[str, Kind] = {
+    "Qwen3NextGatedDeltaNet": _delta(_qwen3_next, "norm", "out_proj"),
     **dict.fromkeys(
         ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"),
-        _gated_delta_net(_qwen3_5, "norm", "out_proj"),
+        _delta(_qwen3_5, "norm", "out_proj"),
     ),
-    "OlmoHybridGatedDeltaNet": _gated_delta_net(_olmo_hybrid, "o_norm", "o_proj"),
+    "OlmoHybridGatedDeltaNet": _delta(_olmo_hybrid, "o_norm", "o_proj"),
     **dict.fromkeys(
         ("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
-        _mamba2(_projected, _normed),
+        Kind(_mamba2(_projected, _normed), state_space.kernel),
     ),
-    "FalconH1Mixer": _mamba2(_falcon_h1_projected, _falcon_h1_normed),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _short_convolution),
+    "FalconH1Mixer": Kind(_mamba2(_falcon_h1_projected, _falcon_h1_normed), state_space.kernel),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), Kind(_short_convolution, None)),
 }

@@ -13,8 +13,8 @@ import torch
 
 from isopref.batch.rows import copies_of, on_device
 from isopref.ops.convolution import Taps
-from isopref.ops.levels import Level, Levels
-from isopref.types import Segments
+from isopref.ops.levels import CHUNK, Level, Levels
+from isopref.types import IntArray, Segments
 
 SHORT = 32  # tokens: parts up to this length are not worth a batch of their own
 
@@ -61,6 +61,7 @@ def levels_of(segments: Segments) -> Levels:
             Level(
                 bounds=tuple(bounds.tolist()),
                 offsets=on_device(bounds, device),
+                chunks=on_device(_chunks(length), device),
                 batches=batches,
                 slots=on_device(np.arange(bounds[-1]) + np.repeat(padding, length), device),
                 parent=None if depth == 0 else on_device(parent, device),
@@ -68,6 +69,13 @@ def levels_of(segments: Segments) -> Levels:
             )
         )
     return Levels(on_device(order, device), on_device(np.argsort(order), device), tuple(levels))
+
+
+def _chunks(lengths: IntArray) -> IntArray:
+    """For each chunk of all parts, its part and its number there."""
+    counts = -(-lengths // CHUNK)
+    part = np.repeat(np.arange(len(lengths)), counts)
+    return np.stack([part, np.arange(len(part)) - (np.cumsum(counts) - counts)[part]], axis=1)
 
 
 def _longest_first(by_depth: list[list[tuple[int, int, int]]]) -> list[list[tuple[int, int, int]]]:

@@ -43,8 +43,8 @@ class _TreeConvolution(torch.autograd.Function):
             total = total + _pick(x_TD, index_JT[j]).to(wide) * weight_JD[j]
         if bias_D is not None:
             total = total + bias_D.to(wide)
-        # Without the condition, a layer compiled by torch 2.11 has no gradient here in float32: there, a cast to the same
-        # dtype hides the output from its autograd. Fixed in torch 2.13.
+        # Without the condition, layers compiled by torch 2.11 in float32 get no gradient, because it loses track of an
+        # output that was cast to its own dtype. torch 2.13 does not.
         return total if total.dtype == x_TD.dtype else total.to(x_TD.dtype)
 
     @staticmethod

@@ -9,20 +9,20 @@ Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, 
 and values, C tokens of a chunk, M chunks.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
+from isopref.ops import fla
+from isopref.ops.levels import CHUNK, Level, Levels, in_batches, over_levels
 
-CHUNK = 64
 EPSILON = 1e-6  # for normalising queries and keys, as in all models with this rule
 
 
 class Inputs(NamedTuple):
-    """The rule's inputs for each token. Queries and keys may have fewer heads than the others."""
+    """The rule's inputs for each token. Queries and keys have length 1 (`unit`), and may have fewer heads."""
 
     q: Tensor  # T, H, K
     k: Tensor  # T, H, K
@@ -31,26 +31,31 @@ class Inputs(NamedTuple):
     beta: Tensor  # T, H
 
 
+def unit(x: Tensor) -> Tensor:
+    """Queries or keys, scaled to length 1. In a compiled layer this is part of the kernel that makes them."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + EPSILON)).to(x.dtype)
+
+
 def tree_delta_rule(inputs: Inputs, levels: Levels) -> Tensor:
     """The rule's output for each token of the row: T, H, V."""
-    fused = inputs.q.is_cuda and inputs.q.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
+    fused = inputs.q.is_cuda and inputs.q.dtype in (torch.bfloat16, torch.float16) and kernel().run is not None
     rule = _fused if fused else _eager
     return over_levels(lambda given, level, state: rule(Inputs(*given), level, state), inputs, levels)
 
 
-def kernel() -> Any:
-    """flash-linear-attention's rule, or None if the package is not installed."""
-    return fla_kernel("gated_delta_rule", "chunk_gated_delta_rule")
+def kernel() -> fla.Kernel:
+    """flash-linear-attention's rule."""
+    return fla.load("gated_delta_rule", "chunk_gated_delta_rule", has_tiles=True)
 
 
 def _fused(inputs: Inputs, level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, final = kernel()(
+    out, final = kernel().run(
         *(x[None] for x in inputs),
         initial_state=state,
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
         cu_seqlens=level.offsets,
-        cu_seqlens_cpu=torch.tensor(level.bounds),  # otherwise the kernel would copy them from the device
+        chunk_indices=level.chunks,  # otherwise they would be computed on the host, which waits for the device
     )
     return out[0], final
 
@@ -76,7 +81,7 @@ def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
         return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
 
     q, k, v, g, beta = (chunks(x) for x in inputs)
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    q = q * q.shape[-1] ** -0.5
     decay = g.cumsum(dim=-1)  # log of the share of the chunk's initial state that is left at each token
     between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # the share of token j's update left at i
     system = (k * beta[..., None]) @ k.mT * between
@@ -96,7 +101,3 @@ def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
         state = state * started[:, :, m, -1:] + (k * left)[:, :, m].mT @ update
     out = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
     return out.to(inputs.q.dtype), state
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)

@@ -3,13 +3,11 @@
 Sequences with a common prefix share its state: a part starts from the final state of the part that it continues. Parts
 of equal depth form a level and are computed together: all prompts, then all their answers.
 
-Dimensions: T tokens of the row, N parts of one level or of one batch of it, L tokens of the longest part.
+Dimensions: T tokens of the row, N parts of one level or of one batch of it, L tokens of the longest part, M chunks of
+`CHUNK` tokens.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +15,15 @@ from torch import Tensor
 
 from isopref.ops.take import take
 
+CHUNK = 64  # tokens that a recurrence computes at once
+
 
 class Level(NamedTuple):
     """The parts of one depth, the longest first, one after the other in the order of `Levels`."""
 
     bounds: tuple[int, ...]  # N+1: where parts begin and end among the tokens of this level
     offsets: Tensor  # N+1, int64: the same on the device
+    chunks: Tensor  # M, 2, int64: the part of each chunk of this level, and the chunk's number in it
     batches: tuple[tuple[int, int], ...]  # (N, L) of each padded batch; the parts fill the batches in their order
     slots: Tensor  # the slot of each of the level's tokens among the N * L slots of all batches
     parent: Tensor | None  # N: the part of the previous level that each part continues; None at depth 0
@@ -76,12 +77,6 @@ def in_batches(
         outputs.append(out.flatten(0, 1))
         after.append(last)
     return _collect(torch.cat(outputs), level.slots), torch.cat(after)
-
-
-@cache
-def fla_kernel(module: str, name: str) -> Any:
-    """A kernel of flash-linear-attention, or None if the package is not installed."""
-    return None if find_spec("fla") is None else getattr(import_module(f"fla.ops.{module}"), name)
 
 
 def _reorder(x: Tensor, order: Tensor, place: Tensor) -> Tensor:

@@ -10,15 +10,14 @@ Dimensions: T tokens of the row, N parts of one depth, L tokens of the longest, 
 b and c, K and V widths of a head's b and x, C tokens of a chunk, M chunks.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isopref.ops.levels import Level, Levels, fla_kernel, in_batches, over_levels
-
-CHUNK = 64
+from isopref.ops import fla
+from isopref.ops.levels import CHUNK, Level, Levels, in_batches, over_levels
 
 
 class Inputs(NamedTuple):
@@ -33,7 +32,7 @@ class Inputs(NamedTuple):
 
 def tree_state_space(inputs: Inputs, levels: Levels) -> Tensor:
     """The recurrence's output for each token of the row: T, H, V."""
-    fused = inputs.x.is_cuda and inputs.x.dtype in (torch.bfloat16, torch.float16) and kernel() is not None
+    fused = inputs.x.is_cuda and inputs.x.dtype in (torch.bfloat16, torch.float16) and kernel().run is not None
     scan = _fused if fused else chunk_scan
 
     def rule(given: tuple[Tensor, ...], level: Level, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -43,16 +42,16 @@ def tree_state_space(inputs: Inputs, levels: Levels) -> Tensor:
     return over_levels(rule, inputs, levels)
 
 
-def kernel() -> Any:
-    """flash-linear-attention's simple gated linear attention, or None if the package is not installed."""
-    return fla_kernel("simple_gla", "chunk_simple_gla")
+def kernel() -> fla.Kernel:
+    """flash-linear-attention's simple gated linear attention."""
+    return fla.load("simple_gla", "chunk_simple_gla", has_tiles=False)
 
 
 def _fused(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
     """Takes a padded batch: with `cu_seqlens`, the kernel would wait for the device to count the chunks."""
     share = inputs.x.shape[2] // inputs.b.shape[2]
     values = inputs.x * inputs.dt[..., None]
-    out, last = kernel()(
+    out, last = kernel().run(
         inputs.c.repeat_interleave(share, dim=2),
         inputs.b.repeat_interleave(share, dim=2),
         values.to(inputs.x.dtype),

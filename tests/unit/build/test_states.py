@@ -1,4 +1,4 @@
-"""Layers with a state on CUDA: unfolded, unless the environment asks otherwise."""
+"""Recurrent layers on CUDA: which kernels they use, and what the user is told."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,76 +6,90 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from isopref.build import model, samples, spot_checks
 from isopref.build.run import Run
-from isopref.build.states import FOLLOW_ON_CUDA, settle_states
+from isopref.build.states import check_kernels
 from isopref.config.schema import Config
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment
+from isopref.errors import ConfigError
 from isopref.models.policy import Policy
+from isopref.ops import delta, fla, state_space
 from isopref.testing.models import tiny_model
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("rows", ["shared", "packed", "padded"])
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "bamba", "lfm2"])
-def test_layers_follow_on_cuda_only_if_asked(
-    architecture: str,
-    device: str,
-    rows: str,
-    asked: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv(FOLLOW_ON_CUDA, "1" if asked else "")
+def run_of(rows: str = "shared", device: str = "cuda") -> Run:
+    """A run on CUDA, as far as its settings say."""
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "layout": {"rows": rows}})
-    run = Run(config, Path("run"), Environment(0, 1, torch.device(device)), Display())
-    policy = Policy(tiny_model(architecture))
-    settle_states(run, policy)
-    unfolds = device == "cuda" and rows != "padded" and not asked
-    assert bool(policy.unfolded) is unfolds
-    assert bool(policy.following) is not unfolds
-    said = capsys.readouterr()
-    assert (FOLLOW_ON_CUDA in said.out + said.err) is unfolds
-    # No kernels are installed here, and convolutions need none.
-    slow = device == "cuda" and rows != "padded" and asked and architecture != "lfm2"
-    assert ("isopref[linear]" in said.out + said.err) is slow
+    return Run(config, Path("run"), Environment(0, 1, torch.device(device)), Display())
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run on CUDA, as far as its settings say."""
-    monkeypatch.delenv(FOLLOW_ON_CUDA, raising=False)
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}})
-    return Run(config, Path("run"), Environment(0, 1, torch.device("cuda")), Display())
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with a Hopper card and these packages."""
+
+    def machine(*packages: str, triton: str = "3.6.0", capability: int = 9) -> None:
+        fla.load.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+        monkeypatch.setattr(fla, "find_spec", lambda name: name if name in packages else None)
+        monkeypatch.setattr(fla, "version", {"triton": triton}.__getitem__)
+        functions = SimpleNamespace(chunk_gated_delta_rule="delta", chunk_simple_gla="gla")
+        monkeypatch.setattr(fla, "import_module", lambda _name: functions)
+
+    yield machine
+    fla.load.cache_clear()
 
 
-def test_a_policy_is_settled_before_it_scores_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spot checks score packed rows before the policy is spread over ranks."""
-    monkeypatch.setattr(model, "_check_readout", lambda *_: None)
-    monkeypatch.setattr(model, "_load_whole", lambda *_: Policy(tiny_model("olmo_hybrid")))
-    monkeypatch.setattr(model, "place", lambda *_: None)
-    monkeypatch.setattr(model, "from_host", lambda *_: False)
-    policy = model.load_policy(run)
-    assert policy.unfolded
-    assert not policy.following
-
-
-def test_the_exported_model_is_settled_like_the_policy(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rows", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("architecture", ["olmo_hybrid", "bamba", "lfm2", "llama"])
+def test_a_missing_kernel_is_told(
+    architecture: str, device: str, rows: str, hopper: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exported = tiny_model("olmo_hybrid")
-    monkeypatch.setattr(exported, "to", lambda _device: exported)
-    monkeypatch.setattr(samples, "load_exported", lambda _run: exported)
-    monkeypatch.setattr(spot_checks, "say_cost", lambda *_: None)
-    measured: list[Policy] = []
-    monkeypatch.setattr(spot_checks, "measure", lambda _run, policy, *_: measured.append(policy))
-    before: Any = SimpleNamespace(prompts=[], checks=SimpleNamespace(), measured=SimpleNamespace())
-    samples.say_answers(run, nn.Linear(1, 1), None, before)
-    assert measured[0].unfolded
-    assert not measured[0].following
+    hopper()
+    policy = Policy(tiny_model(architecture))
+    check_kernels(run_of(rows, device), policy)
+    assert bool(policy.following) is (architecture != "llama")
     said = capsys.readouterr()
-    assert FOLLOW_ON_CUDA not in said.out + said.err  # it was said when the policy was loaded
+    slow = device == "cuda" and rows != "padded" and architecture in ("olmo_hybrid", "bamba")
+    assert ("flash-linear-attention is not installed" in said.out + said.err) is slow
+    assert ("pip install 'isopref[linear]'" in said.out + said.err) is slow
+
+
+@pytest.mark.parametrize(
+    ("packages", "triton", "capability", "delta_runs", "space_runs"),
+    [
+        (["fla"], "3.3.1", 9, True, True),
+        (["fla"], "3.4.0", 9, False, False),
+        (["fla"], "3.7.0", 9, False, False),
+        (["fla"], "3.7.1", 9, True, True),
+        (["fla"], "3.6.0", 10, True, True),
+        (["fla", "tilelang"], "3.6.0", 9, True, False),
+        (["tilelang"], "3.3.1", 9, False, False),
+    ],
+)
+def test_kernels_that_are_miscompiled_are_not_used(
+    packages: list[str], triton: str, capability: int, delta_runs: bool, space_runs: bool, hopper: Any
+) -> None:
+    hopper(*packages, triton=triton, capability=capability)
+    assert (delta.kernel().run is not None) is delta_runs
+    assert (state_space.kernel().run is not None) is space_runs
+
+
+def test_a_kernel_that_refuses_the_card_is_told(hopper: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    hopper("fla")
+    check_kernels(run_of(), Policy(tiny_model("olmo_hybrid")))
+    said = capsys.readouterr()
+    assert "refuses Hopper GPUs with Triton 3.6.0. For speed: pip install tilelang, or" in " ".join(
+        (said.out + said.err).split()
+    )
+
+
+def test_padded_rows_would_run_into_a_kernel_that_refuses_the_card(hopper: Any) -> None:
+    hopper("fla")
+    check_kernels(run_of("padded"), Policy(tiny_model("bamba")))  # transformers does not use the package there
+    with pytest.raises(ConfigError, match=r"layout\.rows: padded .* refuses Hopper GPUs .*pip install tilelang"):
+        check_kernels(run_of("padded"), Policy(tiny_model("olmo_hybrid")))
+    hopper("fla", "tilelang")
+    check_kernels(run_of("padded"), Policy(tiny_model("olmo_hybrid")))

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from isopref.models.tree import levels_of
-from isopref.ops.delta import CHUNK, Inputs, chunk_rule, tree_delta_rule
+from isopref.ops.delta import Inputs, chunk_rule, tree_delta_rule, unit
+from isopref.ops.levels import CHUNK
 from support.recurrences import ROW_TOKENS, gradients, one_by_one, segments_of_trees
 
 
@@ -19,6 +20,10 @@ def inputs(*tokens: int, seed: int = 0) -> Inputs:
     drawn = [torch.randn(*tokens, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
     drawn[3], drawn[4] = -softplus(drawn[3] - 2), drawn[4].sigmoid()
     return Inputs(*(x.requires_grad_() for x in drawn))
+
+
+def scaled(given: Inputs) -> Inputs:
+    return given._replace(q=unit(given.q), k=unit(given.k))
 
 
 def recurrence(given: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -45,7 +50,7 @@ def test_chunks_are_the_recurrence(length: int, started: bool) -> None:
         torch.randn(1, 4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) if started else None
     )
     leaves = [*given, *([] if state is None else [state.requires_grad_()])]
-    found = chunk_rule(given, state)
+    found = chunk_rule(scaled(given), state)
     expected = recurrence(Inputs(*(x[0] for x in given)), None if state is None else state[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one[0], other, rtol=0, atol=1e-11)
@@ -64,7 +69,7 @@ def test_chunks_are_transformers_own() -> None:
         q.repeat_interleave(2, dim=2), k.repeat_interleave(2, dim=2), v, g=g, beta=beta, initial_state=state,
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    for one, other in zip(chunk_rule(Inputs(q, k, v, g, beta), state), expected, strict=True):
+    for one, other in zip(chunk_rule(Inputs(unit(q), unit(k), v, g, beta), state), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -73,7 +78,7 @@ def test_every_sequence_of_a_row_is_computed_as_if_alone(kind: Any) -> None:
     """Trees of several depths: outputs, and gradients that reach a prompt through the states of its answers."""
     row = segments_of_trees(kind)
     given = inputs(ROW_TOKENS)
-    found = tree_delta_rule(given, levels_of(row))
+    found = tree_delta_rule(scaled(given), levels_of(row))
     expected = one_by_one(row, given, lambda own: recurrence(Inputs(*own), None)[0])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     for one, other in zip(gradients([found], given), gradients([expected], given), strict=True):

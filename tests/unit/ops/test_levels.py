@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from isopref.models.tree import SHORT, _batches, levels_of
+from isopref.models.tree import SHORT, _batches, _chunks, levels_of
 from isopref.ops.levels import Level, in_batches
 from support.recurrences import ROW_TOKENS, gradients, segments_of_trees
 
@@ -32,6 +33,11 @@ def test_a_row_is_cut_where_sequences_part() -> None:
                 assert before[tokens[0]] == last_ends[int(level.parent[n])]
             ends.append(tokens[-1])
         last_ends, start = ends, start + level.bounds[-1]
+
+
+def test_chunks_by_hand() -> None:
+    """Parts of exactly one chunk, of a token more, and of one token."""
+    assert _chunks(np.array([64, 65, 1])).tolist() == [[0, 0], [1, 0], [1, 1], [2, 0]]
 
 
 def counts_of_tokens(given: tuple[Tensor, ...], state: Tensor | None) -> tuple[Tensor, Tensor]:

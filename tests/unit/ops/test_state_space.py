@@ -9,7 +9,9 @@ from torch.nn.functional import softplus
 
 from isopref.models.tree import levels_of
 from isopref.ops import state_space
-from isopref.ops.state_space import CHUNK, Inputs, chunk_scan, tree_state_space
+from isopref.ops.fla import Kernel
+from isopref.ops.levels import CHUNK
+from isopref.ops.state_space import Inputs, chunk_scan, tree_state_space
 from support.recurrences import ROW_TOKENS, gradients, one_by_one, segments_of_trees
 
 LENGTHS = [1, 7, CHUNK, 2 * CHUNK + 3]
@@ -99,7 +101,7 @@ def simple_gla(
 @pytest.mark.parametrize("started", [False, True])
 def test_the_kernel_is_given_what_the_recurrence_says(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the formula of the kernel; the kernel itself is compared in tests/gpu."""
-    monkeypatch.setattr(state_space, "kernel", lambda: simple_gla)
+    monkeypatch.setattr(state_space, "kernel", lambda: Kernel(simple_gla))
     given = inputs(3, 40)
     state = torch.randn(3, 4, 6, 5, dtype=torch.float64) if started else None
     for one, other in zip(state_space._fused(given, state), chunk_scan(given, state), strict=True):
