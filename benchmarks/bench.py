@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py                                     # everything not measured yet; also `make bench`
     python benchmarks/bench.py --list                              # the measurements: time they took, what is done
-    python benchmarks/bench.py --only 1b-agents layouts --minutes 9   # some of them, with a time limit
+    python benchmarks/bench.py --only 1b-agents qwen3-next --minutes 9   # some of them, with a time limit
     python benchmarks/bench.py --minutes 0                         # only write the measured*.json files
     python benchmarks/bench.py --tiny --out /tmp/tiny              # the same code with tiny shapes, on a CPU
 
@@ -107,7 +107,6 @@ GENERATE = [
 ]
 SAMPLES = [Run("sampling.measure", {"system": "isopref", "setting": setting}) for setting in ("128", "256")]
 PRECISIONS = [Run("float8.measure", {"precision": precision}) for precision in ("bfloat16", "float8")]
-ROWS = rows("lfm2") + rows("qwen3-next") + rows("gpt-oss")
 LARGEST = [
     Run("largest.measure", {"kind": kind, "layers": layers}, WHOLE_CARD)
     for kind, layers in (("full", 62), ("lora", 81), ("qlora", 76))
@@ -118,16 +117,17 @@ MEASUREMENTS = [
                 gpu_tests("test_long_rows.py", "test_states.py"), 240, rounds=1),
     Measurement("1b-agents", "trajectories that share 90% of their tokens, against TRL",
                 peers("1b-agents", "isopref", "trl"), 200, file=AGENTS),
-    Measurement("layouts", "shared against padded rows: LFM2, Qwen3-Next and gpt-oss shapes",
-                ROWS, 300, rounds=1, file=LAYOUTS),
+    Measurement("qwen3-next", "shared against padded rows: Gated DeltaNet", rows("qwen3-next"), 300, file=LAYOUTS),
     Measurement("long", "pairs of 32k to 512k tokens: 8B with LoRA, 8B and 1B with all weights, offloading",
-                long_pairs("8b-lora", "262144/window=4096") + long_pairs("8b", "65536")
-                + long_pairs("1b", "524288/window=4096")
-                + long_pairs("8b-lora", "32768/steps=4", "32768/checkpointing=full,steps=4",
-                             "65536/offload=none,steps=3", "65536/offload=full,steps=3"), 300, rounds=1, file=LONG),
+                long_pairs("8b-lora", "32768/steps=4", "32768/checkpointing=full,steps=4",
+                           "65536/offload=none,steps=3", "65536/offload=full,steps=3")
+                + long_pairs("8b", "65536")
+                + long_pairs("8b-lora", "524288/window=4096,steps=1", "262144/window=4096,steps=1")
+                + long_pairs("1b", "524288/window=4096"), 300, rounds=1, file=LONG),
     Measurement("long-trl", "TRL on these: the longest pair by doubling, and 32k under several settings",
-                long_pairs("trl-8b-lora", *(f"{2**n}/window=4096" for n in (16, 17, 18)), "32768/steps=4",
-                           "32768/cudnn=true,steps=4", "32768/offload=full,steps=4"), 300, rounds=1, file=LONG),
+                long_pairs("trl-8b-lora", "32768/cudnn=true,steps=4", "32768/steps=4",
+                           *(f"{2**n}/window=4096" for n in (17, 18, 16)), "32768/offload=full,steps=4"), 300, rounds=1,
+                file=LONG),
     Measurement("8b-lora", "8B with LoRA, also in float8, against TRL",
                 peers("8b-lora", "isopref", "isopref-float8", "trl"), 300, file=CELLS),
     Measurement("8b-lora-float8", "of these: bfloat16 against float8",
@@ -158,7 +158,8 @@ MEASUREMENTS = [
     Measurement("1b-reward-hh", "reward model, hh lengths", peers("1b-reward-hh", "isopref", "trl"), 200, file=TASKS),
     Measurement("variants", "1b-chat in microbatches of 8,192 tokens, with float32 masters, and all on auto",
                 peers("1b-chat", "isopref-small", "isopref-mixed", "isopref-auto"), 200, file=CELLS),
-    Measurement("layouts-again", "the runs of layouts, repeated", ROWS, 300, file=LAYOUTS),
+    Measurement("lfm2", "shared against padded rows: short convolutions", rows("lfm2"), 300, file=LAYOUTS),
+    Measurement("gpt-oss", "shared against padded rows: experts, sinks", rows("gpt-oss"), 300, file=LAYOUTS),
     Measurement("float8-layouts", "what another layout changes, in both precisions", PRECISIONS, 200, rounds=1,
                 file=FLOAT8),
     Measurement("largest", "the largest shapes still fit", LARGEST, 300, rounds=1, file=MODELS),

@@ -1,6 +1,6 @@
 """Shared rows compared with padded ones, both in isopref's trainer: models with a state, with sinks, with experts.
 
-    python benchmarks/bench.py --only layouts
+    python benchmarks/bench.py --only lfm2 qwen3-next gpt-oss
     python benchmarks/layouts.py lfm2 shared --profile
 
 Shapes of about a billion random weights, chat lengths, bfloat16. Padded rows hold pairs of similar length, as they
