@@ -73,6 +73,9 @@ def test_varlen_attention_is_the_portable_one(
         out = segment_attention(q, k, v, row.segments, scale=0.125, window=window, sinks=sinks[0] if sunk else None)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
+    # A sink's gradient sums grad * out over all tokens. If grad does not depend on out, these terms nearly cancel, and
+    # what is left is mostly rounding.
+    grad = grad + run(torch.float64)[0].detach()
     for found, expected in zip(run(dtype), run(torch.float64), strict=True):
         assert relative(found, expected) < 1e-2
 

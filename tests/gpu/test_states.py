@@ -26,7 +26,8 @@ from isopref.testing.models import tiny_model, tree_examples
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-WIDE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+# With a larger range, bamba's own gradient in bfloat16 is off by a quarter.
+WIDE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
 SETTINGS: dict[str, dict[str, Any]] = {  # widths that kernels take
     "olmo_hybrid": {**WIDE, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     "lfm2": WIDE,
@@ -130,7 +131,7 @@ def test_following_layers_train(architecture: str, compiled: bool) -> None:
         got = {name: p.grad.double().cpu() for name, p in policy.named_parameters() if p.grad is not None}
         off = oracle.relative_error(got, wanted)
         assert relative(found, expected) < 3e-2
-        assert off < 0.15
+        assert off < 0.08
 
 
 def test_a_step_never_waits_for_the_device() -> None:

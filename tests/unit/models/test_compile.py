@@ -21,13 +21,17 @@ from isopref.engine.environment import Environment
 from isopref.errors import ConfigError
 from isopref.models.adapter import quantize_nf4
 from isopref.models.conversion import from_hf
-from isopref.models.parallel import checkpoint_layers, decoder_layers, parallelize, split_rows
+from isopref.models.parallel import checkpoint_layers, compile_layers, decoder_layers, parallelize, split_rows
 from isopref.models.policy import Policy
 from isopref.models.probe import check_layout, own_logps
 from isopref.ops import attention
 from isopref.testing import oracle
 from isopref.testing.models import examples, random_pairs, tiny_model, tree_examples, with_adapter
 from isopref.types import Segments
+
+# Layers that are compiled in parts, and how many graphs that gives at most: StableLM's stop for their attention, which
+# asks for its segments, and others for the tables of their convolution and for their state.
+IN_PARTS = {"stablelm": 12, "lfm2": 20, "bamba": 24}
 
 
 def opaque(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *_: object) -> Tensor:
@@ -47,7 +51,7 @@ def world() -> Iterator[None]:
 @pytest.mark.parametrize(("mode", "splits"), [("single", False), ("fsdp", False), ("fsdp", True)])
 @pytest.mark.parametrize(
     ("architecture", "quantised"),
-    [("llama", False), ("llama", True), ("gemma3", False), ("gpt2", False), ("stablelm", False)],
+    [("llama", False), ("llama", True), *((name, False) for name in ("gemma3", "gpt2", "stablelm", "lfm2", "bamba"))],
 )
 def test_after_the_probe_and_a_row_nothing_compiles(
     architecture: str, quantised: bool, mode: Any, splits: bool, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +71,7 @@ def test_after_the_probe_and_a_row_nothing_compiles(
     policy = Policy(made)
     own = own_logps(policy)
     for layer in decoder_layers(policy):
-        layer.compile(backend=backend, fullgraph=mode == "single" and architecture != "stablelm")
+        layer.compile(backend=backend, fullgraph=mode == "single" and architecture not in IN_PARTS)
     model: nn.Module = parallelize(policy, mode, device=torch.device("cpu"))
     if splits:
         split_rows(policy, 1, torch.device("cpu"))
@@ -78,10 +82,37 @@ def test_after_the_probe_and_a_row_nothing_compiles(
         model(build_microbatch(examples(random_pairs(pairs, seed=seed, longest=20)), "shared")).logp.sum().backward()
         if seed == 0:
             so_far = len(graphs)
-    # StableLM's layers stop for their attention, which asks for its segments: a graph before it, and one after.
-    assert len(graphs) == so_far <= (12 if architecture == "stablelm" else 6)
+    assert len(graphs) == so_far <= IN_PARTS.get(architecture, 6)
     widths = [node for node in graphs[-1].graph.nodes if node.op == "placeholder" and "head_dim" in node.name]
     assert not widths
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """torch's default limit, and an error where it is reached."""
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        yield
+
+
+@pytest.mark.usefixtures("strict")
+def test_torch_does_not_give_up_on_layers_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bamba's layers with attention and with a state share their code; each mode needs versions of both."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "_portable", opaque)
+    policy = Policy(tiny_model("bamba"))
+    compile_layers(policy)
+    for layer in decoder_layers(policy):
+        layer.compile(backend="eager")
+    batches = [examples(random_pairs(pairs, seed=pairs, longest=20)) for pairs in (3, 4)]
+    batches += [tree_examples(seed=seed) for seed in (0, 1)]
+    for recomputing in (0, 1):
+        checkpoint_layers(policy, recomputing)
+        for training in (True, False):
+            policy.train(training)
+            for batch in batches:
+                policy(build_microbatch(batch, "shared")).logp.sum().backward()
+                with torch.no_grad():
+                    policy(build_microbatch(batch, "shared"))
 
 
 @pytest.mark.parametrize(
