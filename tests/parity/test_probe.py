@@ -166,7 +166,7 @@ def test_attention_that_counts_or_chooses_gets_sequences(
     """In chunks, by place, over compressed or chosen keys: right when unfolded, and refused when not."""
     check_layout(Policy(tiny_family(family)), kind)
     monkeypatch.setattr(unfold, "MASKING", ())
-    monkeypatch.setattr(unfold, "_layer_type", lambda *_: None)
+    monkeypatch.setattr(unfold, "layer_type", lambda *_: None)
     with pytest.raises(ModelError, match=r"Set layout\.rows: padded"):
         check_layout(Policy(tiny_family(family)), kind)
 

@@ -14,6 +14,7 @@ from isopref.examples import Lengths
 from isopref.models.head import head_of
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
+from isopref.models.windows import attention_windows, seen
 
 
 class UsefulFlops:
@@ -41,17 +42,22 @@ class UsefulFlops:
         self.frozen_per_logits = 0 if head.weight.requires_grad else self.per_logits
         heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
         width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-        # For every query and key: a score, and a product with the value.
-        self.per_query_key = 4 * width * heads * config.num_hidden_layers
+        self.windows = attention_windows(policy)
+        # For every query and key of a layer: a score, and a product with the value.
+        self.per_query_key = 4 * width * heads
 
     def __call__(self, lengths: Lengths) -> float:
-        prompt, answer = lengths.prompt.astype(float), lengths.answer.astype(float)
-        of_prompts = prompt * (prompt + 1) / 2
-        of_answers = answer * (answer + 1) / 2 + answer * prompt[lengths.of_answer]
-        seen = of_prompts.sum() + of_answers.sum()
+        keys = sum(count * _keys(lengths, window) for window, count in self.windows.items())
         tokens, predicted = lengths.tree.sum(), lengths.trained.sum()
-        forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * seen
+        forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * keys
         return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
+
+
+def _keys(lengths: Lengths, window: int | None) -> float:
+    """Keys that all tokens see, added up: of a prompt once, and of each answer after it."""
+    of_prompts = seen(lengths.prompt.astype(float), window)
+    whole = seen(lengths.prompt[lengths.of_answer] + lengths.answer.astype(float), window)
+    return float(of_prompts.sum() + (whole - of_prompts[lengths.of_answer]).sum())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -52,7 +52,7 @@ def adapt_layers(model: PreTrainedModel | NativeModel) -> tuple[tuple[str, ...],
         return (), ()
     attentions = dict(_unfollowing(model))
     inside = {id(part) for module in attentions.values() for part in module.modules()}
-    stateful = {name: module for name, module in _stateful(model, "") if id(module) not in inside}
+    stateful = {name: module for name, module in recurrent_layers(model) if id(module) not in inside}
     # Layers unfolded for another policy of this model stay unfolded: they failed the probe.
     following = {name: module for name, module in stateful.items() if can_follow(module) and not _is_unfolded(module)}
     follow(following.values())
@@ -80,23 +80,23 @@ def unknown_layers(model: PreTrainedModel | NativeModel) -> set[str]:
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - set(FOLLOWING)
     if not types or not isinstance(model, PreTrainedModel):
         return types
-    return types - {_layer_type(module, model.config) for _, module in _unfollowing(model)}
+    return types - {layer_type(module, model.config) for _, module in _unfollowing(model)}
 
 
-def _stateful(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def recurrent_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The outermost recurrent modules, and their names."""
     for name, child in module.named_children():
         convolves = any(isinstance(part, nn.Conv1d) for part in child.children())
         if convolves or type(child).__name__.endswith(STATEFUL):
             yield prefix + name, child
         else:
-            yield from _stateful(child, f"{prefix}{name}.")
+            yield from recurrent_layers(child, f"{prefix}{name}.")
 
 
 def _unfollowing(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Attention that needs more than segments and a window."""
     for name, module in model.named_modules():
-        kind = _layer_type(module, model.config) if type(module).__name__.endswith("Attention") else None
+        kind = layer_type(module, model.config) if type(module).__name__.endswith("Attention") else None
         if type(module).__name__ in MASKING or (kind is not None and kind not in FOLLOWING):
             yield name, module
 
@@ -106,7 +106,7 @@ def _config_of(module: nn.Module, model: PreTrainedModel) -> Any:
     return getattr(module, "config", None) or model.config.get_text_config()
 
 
-def _layer_type(module: nn.Module, config: Any) -> str | None:
+def layer_type(module: nn.Module, config: Any) -> str | None:
     """The type of the layer that a module belongs to, if its config lists it."""
     types = getattr(getattr(module, "config", config), "layer_types", None)
     number = getattr(module, "layer_idx", None)
@@ -163,7 +163,7 @@ class _Unfolding:
         config = self.config
         if config is None:
             return None
-        kind = _layer_type(module, config)
+        kind = layer_type(module, config)
         windowed = kind in (None, "sliding_attention", "hybrid_sliding") and getattr(config, "sliding_window", None)
         make: Any = create_sliding_window_causal_mask if windowed else create_causal_mask
         if kind is not None and kind not in FOLLOWING:

@@ -1,14 +1,20 @@
 """Useful operations, counted by hand for a tiny Llama."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
+from isopref.batch.rows import build_microbatch
 from isopref.cards import CARDS
 from isopref.examples import Lengths
+from isopref.models.attention import RECORDED, recorded
+from isopref.models.conversion import from_hf
 from isopref.models.flops import UsefulFlops, peak_flops
 from isopref.models.policy import Policy
-from isopref.testing.models import ARCHITECTURES, VOCABULARY, tiny_model, with_adapter
+from isopref.models.windows import attention_windows
+from isopref.testing.models import ARCHITECTURES, VOCABULARY, examples, random_pairs, tiny_model, with_adapter
 
 ATTENTION = 32 * 32 + 2 * 32 * 16 + 32 * 32  # of one layer: queries, keys and values, output
 
@@ -20,6 +26,43 @@ def test_one_pair_by_hand() -> None:
     keys = 15 + 4 * 3 + 10
     forward = 2 * weights * (3 + 2 + 4) + 2 * 32 * VOCABULARY * (2 + 4) + 2 * 4 * (4 * 8) * keys
     assert UsefulFlops(Policy(tiny_model("llama")))(Lengths.of_pairs(np.array([[3, 2, 4]]))) == 3 * forward
+
+
+def test_only_attention_costs_more_with_every_token() -> None:
+    """A window of 4, prompt 3, chosen 2, rejected 4; and the two kinds of layers of Olmo 3 and LFM2."""
+    lengths = Lengths.of_pairs(np.array([[3, 2, 4]]))
+    of_full = 1 + 2 + 3 + (4 + 5) + (4 + 5 + 6 + 7)
+    of_windows = 1 + 2 + 3 + (4 + 4) + (4 + 4 + 4 + 4)
+    flops = UsefulFlops(Policy(tiny_model("llama")))
+    assert flops.windows == {None: 2}
+    rest = flops(lengths) - 3 * 2 * 4 * (4 * 8) * of_full
+    flops.windows = Counter({4: 1})
+    assert flops(lengths) == rest + 3 * 4 * (4 * 8) * of_windows
+    flops.windows = Counter()
+    assert flops(lengths) == rest
+
+
+ASKING = ("gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "mistral", "olmo2", "olmo3", "qwen2", "qwen3_moe", "stablelm")
+HYBRID = {"bamba": 1, "lfm2": 1, "mamba": 0, "olmo_hybrid": 1}  # layers with attention
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_windows_are_what_layers_ask_for(name: str) -> None:
+    policy = Policy(tiny_model(name))
+    row = build_microbatch(examples(random_pairs(2, seed=0)), "shared")
+    policy.packed_attention = RECORDED
+    with recorded() as asked:
+        policy(row)
+    assert attention_windows(policy) == Counter(one.window for one in asked)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_layers_with_a_state_do_not_attend(name: str) -> None:
+    assert attention_windows(Policy(tiny_model(name))).total() == HYBRID[name]
+
+
+def test_modules_of_olmo_core_have_the_windows_of_their_config() -> None:
+    assert attention_windows(Policy(from_hf(tiny_model("olmo3")))) == attention_windows(Policy(tiny_model("olmo3")))
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:

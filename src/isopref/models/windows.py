@@ -1,0 +1,52 @@
+"""Which of a model's layers attend, and with which sliding windows: the basis for counting attention's work."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from isopref.models.policy import Policy
+from isopref.models.unfold import layer_type, recurrent_layers
+from isopref.models.unused import is_inside
+from isopref.types import FloatArray, IntArray
+
+Windows = Counter[int | None]  # how many layers attend with each window; None is full attention
+
+
+def attention_windows(policy: Policy) -> Windows:
+    """Counts the attention layers by window. Recurrent layers do not attend."""
+    config = policy.model.config.get_text_config()
+    if policy.native is not None:
+        kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+        return Counter(_window(kind, config) for kind in kinds)
+    return Counter(_window(layer_type(module, config), config) for module in _attentions(policy))
+
+
+def seen(queries: IntArray | FloatArray, window: int | None) -> FloatArray:
+    """Keys that the first `queries` tokens of a sequence see, all added up; of each token, itself and those before."""
+    full = queries * (queries + 1) / 2
+    if window is None:
+        return np.asarray(full)
+    beyond = np.maximum(0, queries - window)
+    return np.asarray(full - beyond * (beyond + 1) / 2)
+
+
+def _attentions(policy: Policy) -> Iterator[nn.Module]:
+    """The outermost attention modules that text uses."""
+    skipped = (*(name for name, _ in recurrent_layers(policy.model)), *policy.unused)
+    outermost = None
+    for name, module in policy.model.named_modules():
+        inside = outermost is not None and name.startswith(f"{outermost}.")
+        if type(module).__name__.endswith("Attention") and not inside and not is_inside(name, skipped):
+            outermost = name
+            yield module
+
+
+def _window(kind: str | None, config: Any) -> int | None:
+    """The window of a layer of this kind; without kinds, all layers have the model's window."""
+    if kind is not None and "chunked" in kind:
+        return getattr(config, "attention_chunk_size", None)  # a token sees at most these
+    windowed = kind is None or "sliding" in kind
+    return getattr(config, "sliding_window", None) if windowed else None
