@@ -1,14 +1,17 @@
-"""Predictions of `isopref plan` next to measurements by `vs_trl.py`.
+"""Predictions of `isopref plan` next to measurements by `vs_trl.py` and `longest.py`.
 
 python benchmarks/plan_check.py [results.json ...]     # default: the files behind RESULTS.md
 """
 
 import argparse
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import longest
 import torch
 import workload
 from ready import Cell
@@ -31,7 +34,7 @@ from isopref.plan.network import Network
 from isopref.plan.scale import forecast
 
 FOLDER = Path(__file__).parent
-MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8")]
+MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8", "_long")]
 OURS = ("isopref", "isopref-small", "isopref-mixed", "isopref-torch", "isopref-float8")
 SMALL_TOKENS = 8192
 MIXED: dict[str, Any] = {"parallel": "fsdp", "weight_bytes": 4, "state_bytes": 8}
@@ -44,14 +47,14 @@ class Comparison:
     cell: str
     system: str
     unit: str
-    measured_per_s: float
+    measured_per_s: float | None  # None if only memory was measured
     predicted_per_s: float
     measured_gib: float
     predicted_gib: float
 
     @property
-    def speed_error(self) -> float:
-        return self.predicted_per_s / self.measured_per_s - 1
+    def speed_error(self) -> float | None:
+        return None if self.measured_per_s is None else self.predicted_per_s / self.measured_per_s - 1
 
     @property
     def memory_error(self) -> float:
@@ -109,10 +112,57 @@ def compare(result: dict[str, Any]) -> Comparison:
     )
 
 
-def comparisons(*files: Path) -> list[Comparison]:
-    """Comparisons for all of isopref's results in files written by bench.py."""
-    results = [one for file in files for one in json.loads(file.read_text())["results"]]
-    return [compare(one) for one in results if one.get("system") in OURS]
+def compare_long(result: dict[str, Any]) -> Comparison:
+    """Predict a result of longest.py: steps of one microbatch, of which the first compiles and is not compared."""
+    kind, trial = longest.KINDS[result["kind"]], longest.Trial.of(result["trial"])
+    with torch.device("meta"):
+        model = longest.model(kind, trial, torch.device("meta"))
+        if kind.adapter is not None:
+            add_adapter(model, new_adapter(AdapterConfig(**kind.adapter)), dtype=torch.bfloat16, seed=0)
+        shape = shape_of(model)
+    every = shape.layers
+    chosen = " ".join(result["auto"])  # what a run says that `auto` chose
+    recompute = every if trial.checkpointing == "full" else int(_found(r"checkpointing: auto is (\d+)", chosen))
+    offloaded = (
+        every - 1 if trial.offload == "full" else int(_found(r"offload_activations: auto is (\d+)", chosen, "0"))
+    )
+    layout = replace(ONE_GPU, kernel="flash-attn-4", recompute=recompute, offloaded=offloaded)
+    card, lengths = CARDS["H200"], Lengths.of(trial.examples(1000)[:1])
+    found = forecast(
+        shape,
+        layout,
+        card,
+        Network.of(card),
+        [lengths],
+        Budget("shared", trial.tokens),
+        answers=0,
+        attention_share=resolve.attention_share(shape.width),
+    )
+    timed = len(result["steps_s"]) > 1
+    return Comparison(
+        f"{trial.tokens:,} tokens, {recompute} layers recompute" + (f", {offloaded} offload" if offloaded else ""),
+        result["kind"],
+        "pairs",
+        1 / result["step_s"] if timed else None,
+        found.examples_per_s,
+        result["peak_memory_gib"],
+        found.memory.total / GIB,
+    )
+
+
+def _found(pattern: str, text: str, default: str | None = None) -> str:
+    match = re.search(pattern, text)
+    assert match is not None or default is not None, (pattern, text)
+    return match[1] if match else str(default)
+
+
+def comparisons(*files: Path) -> Iterator[Comparison]:
+    """Comparisons for all of isopref's results in files written by bench.py that say how they were computed."""
+    for one in (one for file in files for one in json.loads(file.read_text())["results"]):
+        if one.get("system") in OURS:
+            yield compare(one)
+        elif "auto" in one:
+            yield compare_long(one)
 
 
 def main() -> None:
@@ -121,9 +171,14 @@ def main() -> None:
     print("| | per second | predicted | | GiB | predicted | |")
     print("|---|---|---|---|---|---|---|")
     for one in comparisons(*parser.parse_args().results):
+        speed = " | | "
+        if one.measured_per_s is not None and one.speed_error is not None:
+            digits = 1 if one.measured_per_s > 1 else 4
+            measured, predicted = (f"{value:.{digits}f}" for value in (one.measured_per_s, one.predicted_per_s))
+            speed = f"{measured} {one.unit} | {predicted} | {one.speed_error:+.1%}"
         print(
-            f"| {one.cell}, {one.system} | {one.measured_per_s:.1f} {one.unit} | {one.predicted_per_s:.1f} | "
-            f"{one.speed_error:+.1%} | {one.measured_gib:.1f} | {one.predicted_gib:.1f} | {one.memory_error:+.1%} |"
+            f"| {one.cell}, {one.system} | {speed} | {one.measured_gib:.1f} | {one.predicted_gib:.1f} | "
+            f"{one.memory_error:+.1%} |"
         )
 
 

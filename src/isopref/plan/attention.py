@@ -24,7 +24,7 @@ class AttentionRate(NamedTuple):
 
 
 RATES: dict[Kernel, dict[int, AttentionRate]] = {
-    "flash-attn-4": {64: AttentionRate(0.36, 1.6), 128: AttentionRate(0.42, 1.6)},
+    "flash-attn-4": {64: AttentionRate(0.36, 1.6), 128: AttentionRate(0.61, 4.7)},
     "varlen_attn": {64: AttentionRate(0.165), 128: AttentionRate(0.20)},
     "segments": {64: AttentionRate(0.165)},  # not measured: taken from varlen_attn
 }

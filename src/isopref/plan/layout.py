@@ -1,5 +1,6 @@
 """The planner's view of a layout, and the sizes of the microbatches into which the run would split a batch."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ import numpy as np
 from isopref.batch.packing import Budget, Group, RowKind, padded_tokens, plan_step
 from isopref.examples import Lengths
 from isopref.models.shape import ModelShape
+from isopref.models.windows import Windows
 from isopref.ops.attention import Kernel
 from isopref.types import FloatArray, IntArray
 
@@ -97,7 +99,7 @@ class Loads:
     tokens: FloatArray  # slots, padding included
     keys: FloatArray  # slots of keys, a shared prompt's once for each answer
     predicted: FloatArray  # trained tokens of answers
-    scores: FloatArray  # of queries with keys, computed in whole tiles
+    scores: FloatArray  # of queries with keys, computed in whole tiles, in all layers with attention
     tile_rows: FloatArray  # rows of such tiles
 
     @property
@@ -119,23 +121,28 @@ class Loads:
         return Loads(*(x * (tokens / self.tokens.sum()) for x in vars(self).values()))
 
 
-def step_loads(lengths: Lengths, budget: Budget, *, ranks: int, attention_share: float) -> Loads:
-    """The microbatches of a global batch, cut as the run would cut it."""
+ONE_LAYER: Windows = Counter([None])  # with full attention
+
+
+def step_loads(
+    lengths: Lengths, budget: Budget, *, ranks: int, attention_share: float, windows: Windows = ONE_LAYER
+) -> Loads:
+    """The microbatches of a global batch, cut as the run would cut it. `windows`: of the model's attention."""
     plan = plan_step(lengths, budget, num_ranks=ranks, attention_share=attention_share)
-    return loads_of(lengths, plan, budget.kind)
+    return loads_of(lengths, plan, budget.kind, windows)
 
 
-def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -> Loads:
+def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind, windows: Windows = ONE_LAYER) -> Loads:
     groups = [group for rank in plan for group in rank]
     of_group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     examples = lengths.select([example for group in groups for example in group])
     if kind in ("shared", "packed"):
-        sizes = _packed(examples, kind)
+        sizes = _packed(examples, kind, windows)
     else:
         slots = np.array([padded_tokens(lengths, group, kind) / max(1, len(group)) for group in groups])[of_group]
         count = examples.num_answers
         each = slots / count
-        sizes = np.stack([slots, slots, count * tile_scores(each, each), count * np.ceil(each / TILE)])
+        sizes = np.stack([slots, slots, *(count * tiles for tiles in _tiles(each, each, windows))])
     sizes = np.vstack([sizes, _sums(examples, examples.trained)])
     tokens, keys, scores, tile_rows, predicted = (
         np.bincount(of_group, size, minlength=len(groups)).astype(np.float64).reshape(len(plan), -1) for size in sizes
@@ -143,14 +150,14 @@ def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind) -
     return Loads(tokens, keys, predicted, scores, tile_rows)
 
 
-def _packed(examples: Lengths, kind: RowKind) -> FloatArray:
+def _packed(examples: Lengths, kind: RowKind, windows: Windows) -> FloatArray:
     """Tokens, keys, scores and rows of tiles of each example: 4, N. A common start of answers counts once for each."""
     queries = keys = examples.sequence.astype(np.float64)
     if kind == "shared":  # the prompt is computed with the first answer
         queries = queries - examples.prompt[examples.of_answer]
         queries[examples.first_answer] += examples.prompt
     tokens = examples.tree if kind == "shared" else _sums(examples, keys)
-    of_answers = (keys, tile_scores(queries, keys), np.ceil(queries / TILE))
+    of_answers = (keys, *_tiles(queries, keys, windows))
     return np.stack([tokens, *(_sums(examples, one) for one in of_answers)])
 
 
@@ -159,10 +166,18 @@ def _sums(examples: Lengths, of_answers: IntArray | FloatArray) -> FloatArray:
     return np.bincount(examples.of_answer, of_answers, minlength=len(examples)).astype(np.float64)
 
 
-def tile_scores(queries: FloatArray, keys: FloatArray) -> FloatArray:
+def _tiles(queries: FloatArray, keys: FloatArray, windows: Windows) -> tuple[FloatArray, FloatArray]:
+    """Scores and rows of tiles in all layers with attention, of segments with these queries and keys."""
+    scores = sum((count * tile_scores(queries, keys, window) for window, count in windows.items()), np.zeros(1))
+    return scores + np.zeros_like(queries), windows.total() * np.ceil(queries / TILE)
+
+
+def tile_scores(queries: FloatArray, keys: FloatArray, window: int | None = None) -> FloatArray:
     """Scores computed for causal segments of these queries and keys, aligned at their ends, in full tiles."""
     total = np.zeros_like(queries)
     for first in range(0, int(queries.max(initial=0)), TILE):
         seen = keys - queries + np.minimum(first + TILE, queries)
-        total += np.where(queries > first, TILE * TILE * np.ceil(seen / TILE), 0.0)
+        hidden = 0.0 if window is None else np.maximum(0.0, keys - queries + first + 1 - window)
+        tiles = np.ceil(seen / TILE) - np.floor(hidden / TILE)
+        total += np.where(queries > first, TILE * TILE * tiles, 0.0)
     return total

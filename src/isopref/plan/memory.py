@@ -47,10 +47,11 @@ class Memory:
         return self.gathered + self.gradients + self.activations + self.logits
 
 
-def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int) -> Memory:
+def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int, alone: bool = False) -> Memory:
     """Memory of a rank whose largest microbatch is `load`, with stored reference values for `answers` answers.
 
-    `load` counts complete rows, even if ranks split them.
+    `load` counts complete rows, even if ranks split them. `alone`: it is the only microbatch of its step, so a layer's
+    gradients take memory only once its activations are freed. (DDP and FSDP allocate gradients in other ways.)
     """
     load = load.split(layout.context)
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
@@ -64,17 +65,22 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int)
     # When the first offloaded input returns, while the one before it is being copied, all others have been freed.
     on_device = max(layout.recompute - layout.offloaded, min(2, layout.offloaded))
     activations = plain * kept + on_device * inputs + 2 * inputs  # and the embeddings, the last norm
-    again = kept if layout.recompute else 0.0
+    # Layers that do not recompute come last, and are free again before the first one recomputes.
+    again = kept if layout.recompute and not plain else 0.0
     # The gradients of a layer's two residual sums are held for all tokens: just gathered, or about to be reduced.
     gradients = inputs * (shape.active_parameters / shape.width**2 + 2 * layout.tensor)
     if layout.tile is not None:
         inner = 3 * shape.inner_width * layout.compute_bytes
         gradients += inside * tile - inner * (tokens - tile) + _tile_sums(shape)
     backward = again + gradients + unpacked_bytes(shape, layout) + summed
+    of_weights = _gradients(shape, layout)
+    if alone and layout.parallel == "single":
+        of_root = min(shape.root_parameters, shape.trained_parameters) * layout.weight_bytes
+        of_weights = max(of_root, of_weights - activations)
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.parts,
         gathered=_gathered(shape, layout),
-        gradients=_gradients(shape, layout),
+        gradients=of_weights,
         optimizer=0.0 if layout.offload else shape.trained_parameters * layout.state_bytes / layout.parts,
         activations=activations,
         logits=max(_head(shape, layout, predicted) + _gathered_hidden(shape, layout, tokens), backward),

@@ -1,6 +1,7 @@
 """Plans: counted by hand on tiny shapes, and held to what was measured on a GPU."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,32 @@ def test_tiles_by_hand() -> None:
     assert (tile_scores(queries, keys) / 128**2).tolist() == [0, 1, 1, 1 + 2, 3]
 
 
+def test_tiles_of_a_window_by_hand() -> None:
+    """With a window of 10, the last of 300 keys sees those from 290 on (counted from 0), all in its own tile of keys.
+
+    With a window of 50, it sees those from 250 on, in two tiles. The first of the last 129 keys, which is key 171, sees
+    those from 122 on, so its row of tiles needs all three.
+    """
+    queries, keys = np.array([1.0, 129, 128, 256]), np.array([300.0, 300, 128, 256])
+    assert (tile_scores(queries, keys, 10) / 128**2).tolist() == [1, 2 + 1, 1, 1 + 2]
+    assert (tile_scores(queries, keys, 50) / 128**2).tolist() == [2, 3 + 2, 1, 1 + 2]
+    assert (tile_scores(queries, keys, 300) == tile_scores(queries, keys)).all()
+
+
+def test_layers_with_windows_and_without_attention_do_less() -> None:
+    """Olmo 3's layers have windows, most of LFM2's do not attend at all."""
+    lengths = Lengths.of_pairs(np.array([[300, 500, 700]]))
+    cut = [[[0]]]
+    one, windowed, both = (
+        loads_of(lengths, cut, "shared", Counter(windows)) for windows in ({None: 1}, {128: 1}, {None: 2, 128: 3})
+    )
+    assert both.scores == 2 * one.scores + 3 * windowed.scores
+    assert both.tile_rows == 5 * one.tile_rows
+    assert windowed.scores < one.scores
+    for name, windows in (("olmo3", Counter({12: 2})), ("lfm2", Counter([None]))):
+        assert shape_of(tiny_model(name)).flops.windows == windows
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens", "keys", "tiles"),
     [
@@ -145,13 +172,26 @@ def test_peak_by_hand(llama: ModelShape, predicted: float, on_top: float) -> Non
     assert found.total == pytest.approx(sum(vars(expected).values()))
 
 
+def test_gradients_take_the_place_of_activations_in_a_step_of_one_microbatch(llama: ModelShape) -> None:
+    """Those of the embedding and the head are there from the start."""
+    for tokens, of_weights in ((1e6, 2 * llama.root_parameters), (0.0, 2 * llama.parameters)):
+        row = load(tokens, tokens, 0.0)
+        found, usual = (peak_memory(llama, ONE_GPU, row, answers=0, alone=alone) for alone in (True, False))
+        assert usual.gradients == 2 * llama.parameters
+        assert vars(found) == {**vars(usual), "gradients": of_weights}
+    ddp = layout(parallel="ddp", ranks=8)
+    assert peak_memory(llama, ddp, row, answers=0, alone=True) == peak_memory(llama, ddp, row, answers=0)
+
+
 def test_recomputing_layers_keep_their_inputs(llama: ModelShape) -> None:
     row = load(1000.0, 1000.0, 600.0)
-    plain, one, all_of_them = (
-        peak_memory(llama, layout(recompute=count), row, answers=0).activations for count in (0, 1, 2)
-    )
+    plain, one, all_of_them = (peak_memory(llama, layout(recompute=count), row, answers=0) for count in (0, 1, 2))
     kept = 1000 * kept_bytes(llama, ONE_GPU)[0]
-    assert plain - one == one - all_of_them == kept - 1000 * D * 2
+    inputs = 1000 * D * 2
+    assert plain.activations - one.activations == one.activations - all_of_them.activations == kept - inputs
+    # The other layer's activations are free again when the first recomputes its own.
+    assert one.logits == plain.logits
+    assert all_of_them.logits == pytest.approx(plain.logits + kept)
 
 
 def test_sharding_divides_what_it_should(llama: ModelShape) -> None:
@@ -274,7 +314,7 @@ def test_the_slowest_rank_sets_the_pace(llama: ModelShape) -> None:
         ("varlen_attn", 256, 0.20, 0),  # not measured: that of 128
         ("varlen_attn", 32, 0.165, 0),  # not measured: that of 64
         ("flash-attn-4", 64, 0.36, 1.6),
-        ("flash-attn-4", 128, 0.42, 1.6),
+        ("flash-attn-4", 128, 0.61, 4.7),
     ],
 )
 def test_attention_takes_the_time_of_its_kernel(
@@ -284,7 +324,7 @@ def test_attention_takes_the_time_of_its_kernel(
     card, wide = CARDS["H200"], replace(llama, head_width=head_width)
     row = load(1000.0, 1000.0, 0.0, 9 * 128.0**2, 5.0)
     found = step_time(wide, layout(kernel=kernel), card, row, Network.of(card)).attention
-    assert found == pytest.approx((2 + 5) * 2 * Q * 2 * (9 + row_tiles * 5) * 128**2 / (share * 989e12))
+    assert found == pytest.approx((2 + 5) * 2 * Q * (9 + row_tiles * 5) * 128**2 / (share * 989e12))
     assert is_measured(kernel, head_width) == (head_width in (64, 128))
 
 
@@ -311,10 +351,11 @@ def test_predictions_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from plan_check import MEASURED, comparisons
 
-    found = comparisons(*MEASURED)
-    assert len(found) >= 14
+    found = list(comparisons(*MEASURED))
     for one in found:
-        assert abs(one.memory_error) < 0.07, one
-        assert abs(one.speed_error) < (0.10 if one.cell == "1b-kto" else 0.06), one
-    assert sum(abs(one.speed_error) for one in found) / len(found) < 0.03
+        assert abs(one.memory_error) < 0.03, one
+        assert one.speed_error is None or abs(one.speed_error) < (0.10 if one.cell == "1b-kto" else 0.06), one
+    speeds = [abs(one.speed_error) for one in found if one.speed_error is not None]
+    assert len(speeds) >= 20
+    assert sum(speeds) / len(speeds) < 0.03
     sys.modules.pop("plan_check", None)
