@@ -60,6 +60,9 @@ CELLS = {
     "1b-agents": Cell(  # trajectories of about 3,000 tokens that share the first 90%
         "1b", "agents", 32, microbatch_tokens=49152, trl_batch=4, warmup=2, steps=3
     ),
+    "1b-agents-16": Cell(  # as measured before 2026-11-19
+        "1b", "agents", 16, microbatch_tokens=24576, trl_batch=4, warmup=2, steps=3
+    ),
     "olmoe-chat": Cell("olmoe", "chat", 64, microbatch_tokens=16384, trl_batch=8, warmup=2, steps=4),
     "cpu-hh": Cell("135m", "hh", 8, microbatch_tokens=2048, trl_batch=4, dtype="float32", warmup=1, steps=2),
 }  # fmt: skip

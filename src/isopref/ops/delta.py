@@ -100,4 +100,4 @@ def chunk_rule(inputs: Inputs, state_NHKV: Tensor | None) -> tuple[Tensor, Tenso
         outputs.append(from_state[:, :, m] @ state + within[:, :, m] @ update)
         state = state * started[:, :, m, -1:] + (k * left)[:, :, m].mT @ update
     out = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
-    return out.to(inputs.q.dtype), state
+    return out.to(inputs.v.dtype), state
