@@ -6,14 +6,18 @@
 Shapes of about a billion random weights, chat lengths, bfloat16. Padded rows hold pairs of similar length, as they
 always do with `layout.rows: padded`. "padded" is isopref's default, uncompiled; "padded-compiled" sets
 `layout.compile: true`. All layouts get the same pairs in the same global batches, and precomputed references. Timing
-starts after a step in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`).
+starts after a step in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`). Kernels of
+flash-linear-attention are not tuned (fla_kernels.py).
 """
 
 import argparse
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import fla_kernels
 import torch
 import workload
 from clocks import Clock, EngineClock
@@ -75,6 +79,7 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
     """One model in one layout."""
     cell = replace(SMALL_CELL if tiny else CELL, shape=model)
     if model == "qwen3-next" and torch.cuda.is_available():
+        fla_kernels.use(Path(tempfile.gettempdir()) / "isopref-fla-kernels")
         _require_kernels()
 
     def of_cell(name: str, **options: Any) -> PreTrainedModel:
