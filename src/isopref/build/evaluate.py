@@ -57,7 +57,7 @@ def evaluate_model(
             ref = reference.none_needed([table])
         policy = load_policy(run, model, setting="--model")
         check_fits(run, policy.model, tokenizer, pairs)
-        logps = score_all(run, spread(run, policy), table.pairs, "model")
+        logps = score_all(run, spread(run, policy, trained=False), table.pairs, "model")
         found = HeldOut(run, table.pairs, ref.logps[0]).of(logps)
         say_figures(run, found)
         if json_file is not None and run.env.is_first:

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from isopref.build import resolve
 from isopref.build.hardware import compute_dtype, rounding_dtype, say_precision, use_float8
+from isopref.build.kernels import check_recurrence
 from isopref.build.microbatch import device_memory
 from isopref.build.run import Run
-from isopref.build.states import check_kernels, say_unfolded
 from isopref.config.values import AdapterConfig
 from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
@@ -47,7 +47,6 @@ def load_policy(run: Run, path: str | None = None, *, setting: str = "model.path
         policy = kind(_load_adapted(run, model.path, None, setting))
     else:
         policy = _load_whole(run, path or model.path, setting)
-    check_kernels(run, policy)
     place(run, policy)
     if not from_host(run, policy):  # otherwise after sharding
         check_finite(policy.model, f"{setting}: {path or model.path}")
@@ -258,10 +257,9 @@ def spread(run: Run, policy: Policy, *, trained: bool = True) -> nn.Module:
     )
     if large:
         check_finite(unwrap(model).model, f"model {policy.name}")
-    follows = policy.following
+    followed = policy.following
     check_layout(model, run.config.layout.rows, own=own, compute_dtype=rounding_dtype(run))
-    if follows and not policy.following:
-        say_unfolded(run, policy, follows[0])
+    check_recurrence(run, policy, followed, trained=trained)
     if isinstance(tile, int):
         check_tiles(model, run.config.layout.rows, compute_dtype=rounding_dtype(run))
     say_precision(run)

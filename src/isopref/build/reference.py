@@ -148,7 +148,7 @@ def _load_and_look_up(
     store = open_store(run, policy, name)
     if beginning is not None:
         beginning.check_reference(store.identity)  # before hours are spent on scoring with the wrong model
-    model = cache(lambda: spread(run, policy))
+    model = cache(lambda: spread(run, policy, trained=False))
     return in_store(run, store, tables, model, beginning)
 
 

@@ -2,17 +2,9 @@
 
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
-
-import torch
-from packaging.version import Version
-
-HOPPER = 9  # major compute capability
-# Triton miscompiles a backward kernel for Hopper cards, so the package refuses to run it
-# (github.com/fla-org/flash-linear-attention/issues/640): from the first of these versions, before the second.
-MISCOMPILED = Version("3.4"), Version("3.7.1")
 
 
 class Kernel(NamedTuple):
@@ -26,21 +18,18 @@ class Kernel(NamedTuple):
 
 @cache
 def load(module: str, name: str, *, has_tiles: bool) -> Kernel:
-    """The function `name` of fla.ops.`module`. `has_tiles`: TileLang has a version of its backward kernel."""
+    """The function `name` of fla.ops.`module`, for the current CUDA card.
+
+    `has_tiles`: if Triton miscompiles the backward pass, TileLang's version of it can be used. It needs a compiler.
+    """
     if find_spec("fla") is None:
         return Kernel(None, "flash-linear-attention is not installed", "pip install 'isopref[linear]'")
-    if _is_miscompiled() and not (has_tiles and find_spec("tilelang") is not None):
+    about = import_module("fla.utils")
+    # The condition under which the package's backward pass raises an error (its issue 640).
+    miscompiled = about.IS_NVIDIA_HOPPER and about.TRITON_ABOVE_3_4_0 and not about.TRITON_ABOVE_3_7_1
+    if miscompiled and not (has_tiles and find_spec("tilelang") is not None and about.has_usable_nvcc()):
         fault = f"flash-linear-attention refuses Hopper GPUs with Triton {version('triton')}"
-        newer = f"use Triton {MISCOMPILED[1]} or newer"
-        return Kernel(None, fault, f"pip install tilelang, or {newer}" if has_tiles else newer, refuses=True)
+        newer = "use Triton 3.7.1 or newer"
+        way_out = f"pip install tilelang and CUDA's nvcc, {newer}" if has_tiles else newer
+        return Kernel(None, fault, way_out, refuses=True)
     return Kernel(getattr(import_module(f"fla.ops.{module}"), name))
-
-
-def _is_miscompiled() -> bool:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
-        return False
-    try:
-        triton = Version(version("triton"))
-    except PackageNotFoundError:
-        return False
-    return MISCOMPILED[0] <= triton < MISCOMPILED[1]

@@ -149,8 +149,7 @@ refused.
 - **padded**: set `layout.rows: padded`. Same result, slower.
 - *unfolded*: some layers cannot follow the segments of a row: Mamba's first version, most linear attention, sparse or
   chunked attention. They get the row's sequences as a padded batch and compute a prompt once per answer; all other
-  layers compute it once. Gated DeltaNet, Mamba2 and the short convolutions of LFM2 can follow segments, but on CUDA
-  they are unfolded too by default ([limits](limits.md)).
+  layers compute it once. Gated DeltaNet, Mamba2 and the short convolutions of LFM2 can follow segments.
 - **LoRA**: an adapter can be trained. **OLMo-core**: `model.native: true` works. **Export**: the tuned model loads in
   transformers and gives the same logits.
 
