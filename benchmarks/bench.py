@@ -34,7 +34,7 @@ from records import FOLDER, Record, Records, commit, ratios
 from worker import environment
 
 ROOT = FOLDER.parent
-LIGER, WHOLE_CARD, TESTS = "liger", "whole card", "tests"  # processes besides the shared one
+LIGER, WHOLE_CARD, TESTS, FIXED = "liger", "whole card", "tests", "fixed kernels"  # processes besides the shared one
 ALONE = {WHOLE_CARD, TESTS}
 
 
@@ -83,9 +83,9 @@ def long_pairs(kind: str, *trials: str) -> list[Run]:
     return [Run("longest.measure", {"kind": kind, "trial": trial}, process) for trial in trials]
 
 
-def rows(model: str) -> list[Run]:
+def rows(model: str, process: str = "shared") -> list[Run]:
     layouts = ("shared", "padded-compiled", "padded")
-    return [Run("layouts.measure", {"model": model, "layout": layout}) for layout in layouts]
+    return [Run("layouts.measure", {"model": model, "layout": layout}, process) for layout in layouts]
 
 
 def trainings(system: str, seeds: int) -> list[Run]:
@@ -117,7 +117,8 @@ MEASUREMENTS = [
                 gpu_tests("test_long_rows.py", "test_states.py"), 240, rounds=1),
     Measurement("1b-agents", "trajectories that share 90% of their tokens, against TRL",
                 peers("1b-agents", "isopref", "trl"), 200, file=AGENTS),
-    Measurement("qwen3-next", "shared against padded rows: Gated DeltaNet", rows("qwen3-next"), 300, file=LAYOUTS),
+    Measurement("qwen3-next", "shared against padded rows: Gated DeltaNet", rows("qwen3-next", FIXED), 300,
+                file=LAYOUTS),
     Measurement("long", "pairs of 32k to 512k tokens: 8B with LoRA, 8B and 1B with all weights, offloading",
                 long_pairs("8b-lora", "32768/steps=4", "32768/checkpointing=full,steps=4",
                            "65536/offload=none,steps=3", "65536/offload=full,steps=3")
@@ -148,6 +149,8 @@ MEASUREMENTS = [
     Measurement("1b-kto-single", "KTO, one answer per prompt", peers("1b-kto-single", "isopref", "trl", "trl-liger"),
                 200, file=TASKS),
     Measurement("1b-agents-liger", "1b-agents, TRL with Liger", peers("1b-agents", "trl-liger"), 200, file=AGENTS),
+    Measurement("1b-agents-16", "1b-agents with 16 pairs per step",
+                peers("1b-agents-16", "isopref", "trl", "trl-liger"), 200, file=AGENTS),
     Measurement("sampling", "isopref sample against generate, padded batches, in two orders", SAMPLES + GENERATE, 120,
                 file=SAMPLING),
     Measurement("1b-lists", "four answers per prompt, all comparisons",

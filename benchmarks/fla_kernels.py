@@ -6,6 +6,7 @@ of some. These are of its own lists and passed tests/gpu/test_states.py on an H2
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ CONFIGS: dict[str, dict[str, Any]] = {  # constants of a kernel; its stages wher
 def use(folder: Path) -> None:
     """Write the configurations to a folder, in the package's format, and tell the package to use them.
 
-    Has no effect once the package has been imported.
+    The package reads this when it is imported, so it must not be imported yet, except after an earlier call.
     """
+    assert "fla" not in sys.modules or os.environ.get("FLA_CONFIG_DIR") == str(folder), "fla is imported already"
     folder.mkdir(parents=True, exist_ok=True)
     for kernel, constants in CONFIGS.items():
         config = {

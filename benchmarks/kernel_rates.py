@@ -9,6 +9,7 @@ of these is a complete step; `plan_check.py` compares the plan with complete ste
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def attention(data: str, head_width: int, device: torch.device, tokens: int, *, 
         out = segment_attention(query, key, value, segments, scale=head_width**-0.5)
         out.backward(torch.ones_like(out))
 
-    scores = float(loads_of(lengths, [[group]], "shared").scores.sum())
+    scores = float(loads_of(lengths, [[group]], "shared", Counter([None])).scores.sum())
     return (1 + ATTENTION_BACKWARD) * 4 * WIDTH * scores / seconds(run, repeat=repeat)
 
 

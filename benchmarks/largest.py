@@ -101,9 +101,13 @@ def predicted_gib(kind: Kind, layers: int) -> float:
         quantised=kind.quantised,
     )
     load = step_loads(
-        Lengths.of_pairs(workload.lengths("even", PAIRS)), Budget("shared", TOKENS), ranks=1, attention_share=0.0
+        Lengths.of_pairs(workload.lengths("even", PAIRS)),
+        Budget("shared", TOKENS),
+        ranks=1,
+        attention_share=0.0,
+        windows=shape.flops.windows,
     )
-    step = peak_memory(shape, layout, load, answers=4 * PAIRS).total
+    step = peak_memory(shape, layout, load, answers=4 * PAIRS, only_microbatch=True).total
     return max(step, loading_memory(shape, layout)) / GIB
 
 

@@ -111,7 +111,9 @@ def balance(shape: ModelShape, pairs: int, ranks: int) -> float:
     """Balance by tokens: the mean over ranks divided by the maximum, microbatch by microbatch."""
     share = resolve.attention_share(shape.width)
     lengths = Lengths.of_pairs(workload.lengths("chat", pairs))
-    loads = step_loads(lengths, Budget("shared", TOKENS), ranks=ranks, attention_share=share)
+    loads = step_loads(
+        lengths, Budget("shared", TOKENS), ranks=ranks, attention_share=share, windows=shape.flops.windows
+    )
     return float(loads.tokens.sum() / ranks / loads.tokens.max(axis=0).sum())
 
 

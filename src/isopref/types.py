@@ -107,9 +107,9 @@ class ContextGroup:
     size: int
 
 
-@dataclass  # not frozen: torch 2.11 would then recompile layers for every number of segments
+@dataclass(eq=False)  # not frozen: torch 2.11 would then recompile layers for every number of segments
 class Segments:
-    """Which keys the queries of a packed row see. Never changed once made.
+    """Which keys the queries of a packed row see. Treat as immutable.
 
     Query segment s attends causally to key segment s, the two aligned at their ends. `key_index` gathers keys from the
     row, so that segments can share keys (those of a prompt); None takes them in order. The bounds are the offsets on

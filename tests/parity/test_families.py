@@ -1,12 +1,18 @@
 """Architectures that must train with shared rows, and the page that lists all of them."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import transformers
 
-from isopref.testing.families import FAMILIES
+from isopref.batch.rows import build_microbatch
+from isopref.models.attention import RECORDED, recorded
+from isopref.models.policy import Policy
+from isopref.models.windows import attention_windows
+from isopref.testing.families import FAMILIES, tiny_family
+from isopref.testing.models import examples, random_pairs
 from isopref.testing.models_page import LAYOUTS, Support, is_decoder_only, page, summary, support, supported_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -25,6 +31,26 @@ SHARED = (
 def test_shared_rows(family: str) -> None:
     found = supported_rows(family)
     assert (found.rows, found.reason) == ("shared", "")
+
+
+# Layers that mask keys themselves, or select them, do not ask for a window. MiniMax's full attention asks for one.
+WINDOWS: dict[str, dict[int | None, int]] = {
+    "deepseek_v32": {None: 2}, "deepseek_v4": {None: 2}, "glm_moe_dsa": {None: 2}, "llama4_text": {6: 1, None: 1},
+    "minimax": {None: 1}, "phimoe": {12: 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_attention_is_counted_with_the_windows_that_layers_ask_for(family: str) -> None:
+    policy = Policy(tiny_family(family))
+    found = attention_windows(policy)
+    if family in WINDOWS:
+        assert found == WINDOWS[family]
+        return
+    policy.packed_attention = RECORDED
+    with recorded() as asked:
+        policy(build_microbatch(examples(random_pairs(2, seed=0)), "shared"))
+    assert found == Counter(one.window for one in asked)
 
 
 def test_adapters_native_modules_and_export() -> None:

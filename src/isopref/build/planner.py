@@ -273,7 +273,8 @@ class Planner:
         """All batches as one microbatch."""
         budget = self._budget(max(MOST_TOKENS, self._longest))
         every = self.lengths.select(np.concatenate(self._batches))
-        return step_loads(every, budget, ranks=1, attention_share=0.0).summed
+        windows = self.shape.flops.windows
+        return step_loads(every, budget, ranks=1, attention_share=0.0, windows=windows).summed
 
     def _line(self, layout: Layout) -> StepMemory:
         """A step's memory as a line in its tokens.

@@ -1,7 +1,8 @@
 """How many floating-point operations a batch of pairs needs, and how many a device can do.
 
 Only useful operations count: every real token once (a prompt serves both answers), logits only where a trained token is
-predicted, and a backward pass of twice the forward pass, without the gradients that frozen weights do not have.
+predicted, attention in the layers that attend and within their windows, and a backward pass of twice the forward pass,
+without the gradients that frozen weights do not have.
 Padding, repeated prompts and recomputed activations do not count.
 """
 

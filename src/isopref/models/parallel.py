@@ -38,7 +38,7 @@ from isopref.types import ContextGroup
 
 # Layers share their code, which torch compiles for each kind of layer (with attention or a state), with and without
 # gradients, for training and evaluation, for one size and for all. By default it stops after 8 versions.
-VERSIONS = 64
+COMPILED_VERSIONS = 64
 
 Parallel = Literal["single", "ddp", "fsdp", "hsdp"]
 GradSync = Literal["last", "every"]
@@ -264,7 +264,7 @@ def compile_layers(policy: Policy) -> None:
 
     (With dynamic=True, everything is symbolic from the start, including the head width under FSDP: slow kernels.)
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VERSIONS)
     for layer in decoder_layers(policy, "Set layout.compile: false."):
         layer.compile()
 

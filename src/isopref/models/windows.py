@@ -12,6 +12,8 @@ from isopref.models.unfold import layer_type, recurrent_layers
 from isopref.models.unused import is_inside
 from isopref.types import FloatArray, IntArray
 
+SELF_ATTENTION, CROSS_ATTENTION = ("Attention", "MLA"), ("cross_attn", "crossattention", "encoder_attn")  # of modules
+
 Windows = Counter[int | None]  # how many layers attend with each window; None is full attention
 
 
@@ -21,7 +23,10 @@ def attention_windows(policy: Policy) -> Windows:
     if policy.native is not None:
         kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
         return Counter(_window(kind, config) for kind in kinds)
-    return Counter(_window(layer_type(module, config), config) for module in _attentions(policy))
+    found = Counter(_window(layer_type(module, config), config) for module in _attentions(policy))
+    if not found and not policy.following and not policy.unfolded:  # under a name that is not known here
+        found[_window(None, config)] = config.num_hidden_layers
+    return found
 
 
 def seen(queries: IntArray | FloatArray, window: int | None) -> FloatArray:
@@ -34,12 +39,13 @@ def seen(queries: IntArray | FloatArray, window: int | None) -> FloatArray:
 
 
 def _attentions(policy: Policy) -> Iterator[nn.Module]:
-    """The outermost attention modules that text uses."""
+    """The outermost attention modules that text uses. Attention to another model's output does not count."""
     skipped = (*(name for name, _ in recurrent_layers(policy.model)), *policy.unused)
     outermost = None
     for name, module in policy.model.named_modules():
         inside = outermost is not None and name.startswith(f"{outermost}.")
-        if type(module).__name__.endswith("Attention") and not inside and not is_inside(name, skipped):
+        attends = type(module).__name__.endswith(SELF_ATTENTION) and not name.endswith(CROSS_ATTENTION)
+        if attends and not inside and not is_inside(name, skipped):
             outermost = name
             yield module
 

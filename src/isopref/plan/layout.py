@@ -1,6 +1,5 @@
 """The planner's view of a layout, and the sizes of the microbatches into which the run would split a batch."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -121,18 +120,13 @@ class Loads:
         return Loads(*(x * (tokens / self.tokens.sum()) for x in vars(self).values()))
 
 
-ONE_LAYER: Windows = Counter([None])  # with full attention
-
-
-def step_loads(
-    lengths: Lengths, budget: Budget, *, ranks: int, attention_share: float, windows: Windows = ONE_LAYER
-) -> Loads:
+def step_loads(lengths: Lengths, budget: Budget, *, ranks: int, attention_share: float, windows: Windows) -> Loads:
     """The microbatches of a global batch, cut as the run would cut it. `windows`: of the model's attention."""
     plan = plan_step(lengths, budget, num_ranks=ranks, attention_share=attention_share)
     return loads_of(lengths, plan, budget.kind, windows)
 
 
-def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind, windows: Windows = ONE_LAYER) -> Loads:
+def loads_of(lengths: Lengths, plan: Sequence[Sequence[Group]], kind: RowKind, windows: Windows) -> Loads:
     groups = [group for rank in plan for group in rank]
     of_group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     examples = lengths.select([example for group in groups for example in group])
@@ -168,8 +162,10 @@ def _sums(examples: Lengths, of_answers: IntArray | FloatArray) -> FloatArray:
 
 def _tiles(queries: FloatArray, keys: FloatArray, windows: Windows) -> tuple[FloatArray, FloatArray]:
     """Scores and rows of tiles in all layers with attention, of segments with these queries and keys."""
-    scores = sum((count * tile_scores(queries, keys, window) for window, count in windows.items()), np.zeros(1))
-    return scores + np.zeros_like(queries), windows.total() * np.ceil(queries / TILE)
+    scores = np.zeros_like(queries)
+    for window, count in windows.items():
+        scores += count * tile_scores(queries, keys, window)
+    return scores, windows.total() * np.ceil(queries / TILE)
 
 
 def tile_scores(queries: FloatArray, keys: FloatArray, window: int | None = None) -> FloatArray:

@@ -47,11 +47,13 @@ class Memory:
         return self.gathered + self.gradients + self.activations + self.logits
 
 
-def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int, alone: bool = False) -> Memory:
+def peak_memory(
+    shape: ModelShape, layout: Layout, load: Loads, *, answers: int, only_microbatch: bool = False
+) -> Memory:
     """Memory of a rank whose largest microbatch is `load`, with stored reference values for `answers` answers.
 
-    `load` counts complete rows, even if ranks split them. `alone`: it is the only microbatch of its step, so a layer's
-    gradients take memory only once its activations are freed. (DDP and FSDP allocate gradients in other ways.)
+    `load` counts complete rows, even if ranks split them. `only_microbatch`: of its step, so a layer's gradients take
+    memory only once its activations are freed. (DDP and FSDP allocate gradients in other ways.)
     """
     load = load.split(layout.context)
     tokens, keys, predicted = (float(x[0, 0]) for x in (load.tokens, load.keys, load.predicted))
@@ -74,9 +76,12 @@ def peak_memory(shape: ModelShape, layout: Layout, load: Loads, *, answers: int,
         gradients += inside * tile - inner * (tokens - tile) + _tile_sums(shape)
     backward = again + gradients + unpacked_bytes(shape, layout) + summed
     of_weights = _gradients(shape, layout)
-    if alone and layout.parallel == "single":
-        of_root = min(shape.root_parameters, shape.trained_parameters) * layout.weight_bytes
-        of_weights = max(of_root, of_weights - activations)
+    if only_microbatch and layout.parallel == "single":
+        # The peak is where the backward pass begins, with the head's gradients, or where it ends: with all gradients
+        # and what the first layer has recomputed, but without the activations.
+        of_head = 0 if shape.flops.frozen_per_logits else shape.vocabulary * shape.width * layout.weight_bytes
+        recomputed = kept if layout.recompute and plain else 0.0
+        of_weights = max(of_head, of_weights + recomputed - activations)
     return Memory(
         weights=_weights(shape, layout) + layout.references * shape.parameters * layout.weight_bytes / layout.parts,
         gathered=_gathered(shape, layout),

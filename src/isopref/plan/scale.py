@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,10 +63,10 @@ def forecast(
 
     `answers`: their number in the entire table, whose reference values are kept in memory.
     """
-    cut = partial(
-        step_loads, budget=budget, ranks=layout.groups, attention_share=attention_share, windows=shape.flops.windows
-    )
-    steps = [cut(batch) for batch in batches]
+    steps = [
+        step_loads(batch, budget, ranks=layout.groups, attention_share=attention_share, windows=shape.flops.windows)
+        for batch in batches
+    ]
     times = [step_time(shape, layout, card, loads, network) for loads in steps]
     mean = StepTime(*(float(np.mean([vars(time)[name] for time in times])) for name in vars(times[0])))
     busy = mean.products + mean.attention + mean.elementwise + mean.exchange
@@ -76,8 +75,8 @@ def forecast(
     microbatches = float(np.mean([loads.tokens.shape[1] for loads in steps]))
     real = sum(int((batch.tree if layout.rows == "shared" else batch.sequence).sum()) for batch in batches)
     largest = max((loads.largest for loads in steps), key=lambda one: float(one.tokens[0, 0]))
-    alone = all(loads.tokens.shape[1] == 1 for loads in steps)
-    memory = peak_memory(shape, layout, largest, answers=answers, alone=alone)
+    only = all(loads.tokens.shape[1] == 1 for loads in steps)
+    memory = peak_memory(shape, layout, largest, answers=answers, only_microbatch=only)
     loading = loading_memory(shape, layout)
     exchange = Exchange.of(shape, layout, network)
     exchanged = float(np.mean([exchange.sent_bytes(loads.tokens).sum(axis=1).mean() for loads in steps]))
