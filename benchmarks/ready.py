@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -28,6 +28,7 @@ from isopref.examples import Example
 from isopref.models.float8 import compute_in_float8
 from isopref.models.policy import Policy
 from isopref.models.reward import RewardModel
+from isopref.score import TableLogps
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Cell:
         return self.batch_size * of_example
 
     @property
+    def has_made_up_reference(self) -> bool:
+        """Whether both systems get `uniform_logp` as reference instead of scoring one, which is not timed anyway."""
+        return self.loss == "sigmoid"
+
+    @property
     def is_reward(self) -> bool:
         return self.loss == "bradley_terry"
 
@@ -78,6 +84,14 @@ class Cell:
         count = (self.warmup + self.spare + self.steps) * self.batch_size
         labelled = self.loss == "kto" and self.answers == 1
         return workload.examples(self.data, count, answers=self.answers, labelled=labelled, vocabulary=vocabulary)
+
+
+def uniform_logp(tokens: Any, vocabulary: int) -> Any:
+    """The log-probability of answers of so many tokens under a model for which all tokens are equally probable.
+
+    With random weights this is close to the model's own, so margins are small and gradients as large as in training.
+    """
+    return -tokens * math.log(vocabulary)
 
 
 @contextmanager
@@ -137,8 +151,14 @@ def ready_trainer(
             add_adapter(run, policy)
             model = spread(run, policy)
             run = settle_layout(run, model, table)
-            reference = score_all(run, model, table, "reference")
+            if cell.has_made_up_reference:
+                tokens = torch.as_tensor(table.lengths.answer, dtype=torch.float64)
+                reference = TableLogps(uniform_logp(tokens, made.config.vocab_size))
+            else:
+                reference = score_all(run, model, table, "reference")
             trainer = build_trainer(run, model, table, reference, None, False)
+            if cell.has_made_up_reference:
+                cast(Any, trainer.train_module).check_first_step = False
             del trainer.callbacks["checkpointer"]  # it would write a checkpoint of many GiB at the end
             yield Ready(run, policy, table, trainer)
             del trainer

@@ -1,6 +1,6 @@
 """TRL's trainers on the examples of a cell: DPO (lists as the pairs they expand to), KTO and reward models.
 
-TRL gets tokens, precomputed references and its best plain settings (see vs_trl.py). Work that is not training, such as
+TRL gets tokens, references and its best plain settings (see vs_trl.py). Work that is not training, such as
 hashing all weights to name a cache file, is left out.
 """
 
@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 import workload
 from clocks import PeerClock
-from ready import Cell
+from ready import Cell, uniform_logp
 from records import UnavailableError
 from transformers import PreTrainedModel
 
@@ -62,10 +62,10 @@ def run_trl(cell: Cell, *, liger: bool, attention: Sequence[bool] = (False, True
             train_sampling_strategy="sequential",
             **more,
         )
-        _tokenised(trainer)(
+        _tokenised(cell, trainer)(
             model=made,
             args=args,
-            train_dataset=Dataset.from_list([record for one in every for record in _records(cell, one)]),
+            train_dataset=Dataset.from_list([x for one in every for x in _records(cell, one, made.config.vocab_size)]),
             processing_class=byte_tokenizer(),
             callbacks=[clock],
             peft_config=_peft_config(cell),
@@ -102,17 +102,20 @@ def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
     return trl.DPOTrainer, trl.DPOConfig, reference
 
 
-def _tokenised(trainer: Any) -> Any:
-    """The trainer, changed to take tokenised examples as they are."""
+def _tokenised(cell: Cell, trainer: Any) -> Any:
+    """The trainer, changed to take tokenised examples, and made-up references, as they are."""
 
     class Tokenised(trainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_args: Any, **_kwargs: Any) -> Any:
             return dataset
 
+        def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset if cell.has_made_up_reference else super()._precompute_ref_logps(dataset, *args, **kwargs)
+
     return Tokenised
 
 
-def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
+def _records(cell: Cell, example: Example, vocabulary: int) -> list[dict[str, Any]]:
     """An example in the format of TRL's trainer for the cell's loss: one record per comparison or labelled answer."""
     prompt, *answers = (part.tolist() for part in example.parts)
     if cell.loss == "kto":
@@ -129,7 +132,16 @@ def _records(cell: Cell, example: Example) -> list[dict[str, Any]]:
     pairs = [(answers[better], answers[worse]) for better, worse in example.comparisons]
     if cell.is_reward:
         return [{"chosen_ids": prompt + better, "rejected_ids": prompt + worse} for better, worse in pairs]
-    return [{"prompt_ids": prompt, "chosen_ids": better, "rejected_ids": worse} for better, worse in pairs]
+    return [
+        {
+            "prompt_ids": prompt,
+            "chosen_ids": better,
+            "rejected_ids": worse,
+            "ref_chosen_logps": uniform_logp(len(better), vocabulary),
+            "ref_rejected_logps": uniform_logp(len(worse), vocabulary),
+        }
+        for better, worse in pairs
+    ]
 
 
 def _peft_config(cell: Cell) -> Any:

@@ -5,12 +5,12 @@
     python benchmarks/vs_trl.py 1b-chat isopref --layout microbatch_tokens=8192
 
 Speed is pairs (comparisons of lists, labelled answers) per second over the timed steps, including optimizer, clipping,
-logging and data loading; references are precomputed. TRL gets lists as the pairs they expand to, and its best plain
-settings: no padding beyond its own, fused AdamW, precomputed references, no gradient checkpointing, the largest
-microbatch that runs fast (half of it if memory runs out). On a GPU it runs the same batches twice, without and with
-cuDNN attention, and the faster run counts, because cuDNN builds an execution plan for every new sequence length while
-the GPU waits. Both systems use expandable segments (PYTORCH_ALLOC_CONF): otherwise, varying lengths fragment the card's
-memory (`alloc_retries`).
+logging and data loading. References count as precomputed; for DPO they are made up (`ready.uniform_logp`), to save
+time. TRL gets lists as the pairs they expand to, and its best plain settings: no padding beyond its own, fused AdamW,
+precomputed references, no gradient checkpointing, the largest microbatch that runs fast (half of it if memory runs
+out). On a GPU it runs the same batches twice, without and with cuDNN attention, and the faster run counts, because
+cuDNN builds an execution plan for every new sequence length while the GPU waits. Both systems use expandable segments
+(PYTORCH_ALLOC_CONF): otherwise, varying lengths fragment the card's memory (`alloc_retries`).
 """
 
 import argparse
