@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fla_kernels
 from records import FOLDER, Record, Records, commit, ratios
 from worker import environment
 
@@ -174,10 +175,11 @@ MEASUREMENTS = [
 class Worker:
     """A process that runs jobs one after another (worker.py), in its own process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str) -> None:
         command = [sys.executable, "-u", str(FOLDER / "worker.py")]
+        variables = environment() | (fla_kernels.variables() if process == FIXED else {})
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), process_group=0
+            command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=variables, process_group=0
         )
 
     def answer(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
@@ -271,7 +273,7 @@ class Bench:
             if name != process and ALONE & {name, process}:
                 self.end_worker(name)
         if process not in self._workers:
-            self._workers[process] = Worker()
+            self._workers[process] = Worker(process)
         return self._workers[process]
 
     def end_worker(self, process: str) -> None:

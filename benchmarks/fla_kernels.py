@@ -6,7 +6,7 @@ of some. These are of its own lists and passed tests/gpu/test_states.py on an H2
 
 import json
 import os
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ CONFIGS: dict[str, dict[str, Any]] = {  # constants of a kernel; its stages wher
 }
 
 
-def use(folder: Path) -> None:
-    """Write the configurations to a folder, in the package's format, and tell the package to use them.
+FOLDER = Path(tempfile.gettempdir()) / "isopref-fla-kernels"
 
-    The package reads this when it is imported, so it must not be imported yet, except after an earlier call.
+
+def variables() -> dict[str, str]:
+    """Write the configurations in the package's format. Returns the variables that tell the package to use them.
+
+    The package reads them when it is imported, and OLMo-core imports it. So they must be set when a process starts.
     """
-    assert "fla" not in sys.modules or os.environ.get("FLA_CONFIG_DIR") == str(folder), "fla is imported already"
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for kernel, constants in CONFIGS.items():
         config = {
             "kwargs": {name: value for name, value in constants.items() if name != "stages"},
@@ -39,5 +41,10 @@ def use(folder: Path) -> None:
             "num_stages": constants.get("stages", 3),
             "num_ctas": 1,
         }
-        (folder / f"{kernel}.json").write_text(json.dumps({"kernel_name": kernel, "default_config": config}))
-    os.environ |= {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": str(folder)}
+        (FOLDER / f"{kernel}.json").write_text(json.dumps({"kernel_name": kernel, "default_config": config}))
+    return {"FLA_CACHE_MODE": "default", "FLA_CONFIG_DIR": str(FOLDER)}
+
+
+def are_fixed() -> bool:
+    """Whether this process was started with these variables."""
+    return os.environ.get("FLA_CONFIG_DIR") == str(FOLDER)

@@ -7,14 +7,12 @@ Shapes of about a billion random weights, chat lengths, bfloat16. Padded rows ho
 always do with `layout.rows: padded`. "padded" is isopref's default, uncompiled; "padded-compiled" sets
 `layout.compile: true`. All layouts get the same pairs in the same global batches, and precomputed references. Timing
 starts after a step in which torch compiled nothing (`warmup_steps`, `compiled_while_timed`). Kernels of
-flash-linear-attention are not tuned (fla_kernels.py).
+flash-linear-attention are not tuned: bench.py starts the process with settings for them (fla_kernels.py).
 """
 
 import argparse
 import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fla_kernels
@@ -79,7 +77,6 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
     """One model in one layout."""
     cell = replace(SMALL_CELL if tiny else CELL, shape=model)
     if model == "qwen3-next" and torch.cuda.is_available():
-        fla_kernels.use(Path(tempfile.gettempdir()) / "isopref-fla-kernels")
         _require_kernels()
 
     def of_cell(name: str, **options: Any) -> PreTrainedModel:
@@ -112,7 +109,9 @@ def measure(model: str, layout: str, *, tiny: bool = False, profiled: bool = Fal
 
 
 def _require_kernels() -> None:
-    """Raise UnavailableError without the kernel: in plain PyTorch, a Gated DeltaNet step takes minutes."""
+    """Raise UnavailableError where a Gated DeltaNet step takes minutes: in plain PyTorch, and if kernels are tuned."""
+    if not fla_kernels.are_fixed():
+        raise UnavailableError("flash-linear-attention would tune its kernels for minutes. Use bench.py")
     kernel = delta.kernel()
     if kernel.run is None:
         raise UnavailableError(f"{kernel.fault}: {kernel.way_out}")

@@ -219,7 +219,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def perform(bench: Any, runs: list[Any]) -> dict[str, dict[str, Any]]:
     """Answers of one process to runs in a tiny size."""
-    worker, answers = bench.Worker(), {}
+    worker, answers = bench.Worker("shared"), {}
     try:
         for run in runs:
             more: dict[str, Any] = {"data": []} if run.call.startswith("hh_training") else {}
