@@ -58,11 +58,11 @@ class Plan:
     lr: float = 1e-5
     beta: float = 0.1
     batch_size: int = 64
-    epochs: int = 2
+    epochs: int = 1
     warmup: float = 0.1
     max_grad_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
-    eval_every: int = 8
+    eval_every: int = 4
     max_length: int = 1024
     max_steps: int | None = None
 
