@@ -38,7 +38,7 @@ from isopref.config.values import AdapterConfig
 from isopref.engine.oom_retry import ran_out
 from isopref.examples import Lengths
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
-from isopref.models.shape import shape_of
+from isopref.models.shape import ModelShape, shape_of
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory
 
@@ -92,12 +92,11 @@ def predicted_gib(kind: Kind, layers: int) -> float:
             new = new_adapter(AdapterConfig.model_validate(kind.adapter))
             add_adapter(model, new, dtype=torch.bfloat16, seed=0)
     shape = shape_of(model)
-    root = shape.root_parameters / shape.parameters
     layout = replace(
         ONE_GPU,
         compiled=kind.compile is not False,
         recompute=layers,
-        frozen_bytes=NF4_BYTES + root * (2 - NF4_BYTES) if kind.quantised else 2,
+        frozen_bytes=frozen_bytes(shape, quantised=kind.quantised),
         quantised=kind.quantised,
     )
     load = step_loads(
@@ -109,6 +108,12 @@ def predicted_gib(kind: Kind, layers: int) -> float:
     )
     step = peak_memory(shape, layout, load, answers=4 * PAIRS, only_microbatch=True).total
     return max(step, loading_memory(shape, layout)) / GIB
+
+
+def frozen_bytes(shape: ModelShape, *, quantised: bool) -> float:
+    """Bytes of a frozen number, on average: in 4 bits, except outside the layers."""
+    root = shape.root_parameters / shape.parameters
+    return NF4_BYTES + root * (2 - NF4_BYTES) if quantised else 2
 
 
 def edge(kind: Kind, room_gib: float) -> int:

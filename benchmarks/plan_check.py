@@ -14,8 +14,8 @@ from typing import Any
 import longest
 import torch
 import workload
+from largest import frozen_bytes
 from ready import Cell
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from vs_trl import CELLS
 
 from isopref.batch.packing import Budget
@@ -34,7 +34,7 @@ from isopref.plan.network import Network
 from isopref.plan.scale import forecast
 
 FOLDER = Path(__file__).parent
-MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8", "_long")]
+MEASURED = [FOLDER / f"measured{name}.json" for name in ("", "_tasks", "_agents", "_float8", "_models", "_long")]
 OURS = ("isopref", "isopref-small", "isopref-mixed", "isopref-torch", "isopref-float8")
 SMALL_TOKENS = 8192
 MIXED: dict[str, Any] = {"parallel": "fsdp", "weight_bytes": 4, "state_bytes": 8}
@@ -62,20 +62,21 @@ class Comparison:
 
 
 def shape_of_cell(cell: Cell) -> ModelShape:
-    kind: Any = LlamaForSequenceClassification if cell.is_reward else LlamaForCausalLM
-    widths = {**workload.SHAPES[cell.shape], **({"num_labels": 1} if cell.is_reward else {})}
+    make = workload.reward_model if cell.is_reward else workload.model
     with torch.device("meta"):
-        model = kind(LlamaConfig(**widths))
+        model = make(cell.shape, dtype=torch.bfloat16, device=torch.device("meta"))
         if cell.adapter is not None:
             add_adapter(model, new_adapter(AdapterConfig(**cell.adapter)), dtype=torch.bfloat16, seed=0)
         return shape_of(model)
 
 
-def layout_of(cell: Cell, system: str, lengths: Lengths) -> Layout:
+def layout_of(cell: Cell, shape: ModelShape, system: str, lengths: Lengths) -> Layout:
     """The layout that a system ran in: bfloat16 with flash-attn-4, unless its name says otherwise."""
     layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "isopref-float8")
     forwards = first_pass(pair_loss(cell.loss), lengths, layout.rows)
-    return replace(layout, kernel="varlen_attn" if system == "isopref-torch" else "flash-attn-4", forwards=forwards)
+    kernel = "varlen_attn" if system == "isopref-torch" else "flash-attn-4"
+    frozen = frozen_bytes(shape, quantised=cell.quantised)
+    return replace(layout, kernel=kernel, forwards=forwards, quantised=cell.quantised, frozen_bytes=frozen)
 
 
 def compare(result: dict[str, Any]) -> Comparison:
@@ -91,7 +92,7 @@ def compare(result: dict[str, Any]) -> Comparison:
     first, later, timed = (
         forecast(
             shape,
-            layout_of(cell, system, lengths),
+            layout_of(cell, shape, system, lengths),
             card,
             Network.of(card),
             some,

@@ -28,17 +28,20 @@ class UsefulFlops:
         config = policy.model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         used = getattr(config, "num_experts_per_tok", None)
-        share = used / experts if experts and used else 1.0
+        self.experts_per_token: int = used if experts and used else 0  # those that compute a token
+        share = used / experts if self.experts_per_token else 1.0
         tables = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
         work = [
-            (2 * p.numel() * (share if "experts" in name.split(".") else 1.0), p.requires_grad)
+            (2 * p.numel() * (share if _is_of_experts(name) else 1.0), p.requires_grad, _is_of_experts(name))
             for name, p in policy.model.named_parameters()
             if p.ndim >= 2 and id(p) not in tables and p is not head.weight
             if not name.endswith("bias")  # the biases of all experts are one matrix
             if not is_inside(name, policy.unused)
         ]
-        self.per_token = sum(flops for flops, _ in work)
-        self.frozen_per_token = sum(flops for flops, trained in work if not trained)
+        self.per_token = sum(flops for flops, _, _ in work)
+        self.frozen_per_token = sum(flops for flops, trained, _ in work if not trained)
+        self.per_token_in_experts = sum(flops for flops, _, of_experts in work if of_experts)
+        self.frozen_in_experts = sum(flops for flops, trained, of_experts in work if of_experts and not trained)
         self.per_logits = 2 * head.weight.numel()
         self.frozen_per_logits = 0 if head.weight.requires_grad else self.per_logits
         heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
@@ -52,6 +55,10 @@ class UsefulFlops:
         tokens, predicted = lengths.tree.sum(), lengths.trained.sum()
         forward = self.per_token * tokens + self.per_logits * predicted + self.per_query_key * keys
         return float(3 * forward - self.frozen_per_token * tokens - self.frozen_per_logits * predicted)
+
+
+def _is_of_experts(name: str) -> bool:
+    return "experts" in name.split(".")
 
 
 def _keys(lengths: Lengths, window: int | None) -> float:

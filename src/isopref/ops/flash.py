@@ -3,7 +3,6 @@
 Torch has FlashAttention 2 built in; on a Hopper card, these kernels take 0.6 of its time over rows of chat pairs.
 """
 
-import os
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
@@ -17,7 +16,6 @@ from isopref.types import Segments
 
 WIDTHS = (64, 128)  # of a head: the ones that tests/gpu compares
 CAPABILITIES = (9, 10)  # Hopper and data-centre Blackwell
-KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # 1: the package keeps compiled kernels on disk; it does not by default
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -35,16 +33,11 @@ class Package(NamedTuple):
 
 @cache
 def load() -> Package:
-    """Import the package, if it is installed. A broken installation is not an error: torch has a kernel of its own.
-
-    The package then keeps its kernels for later runs, because each takes 10 to 20 s to compile, unless the user has
-    set otherwise.
-    """
+    """Import the package, if it is installed. A broken installation is not an error: torch has a kernel of its own."""
     try:
         distribution("flash-attn-4")  # other FlashAttention packages have a module of this name without these kernels
     except PackageNotFoundError:
         return Package(None, None)
-    os.environ.setdefault(KEEP, "1")  # read on import
     try:
         return Package(import_module("flash_attn.cute.interface"), None)
     except Exception as error:  # incompatible libraries may raise AttributeError as well as ImportError

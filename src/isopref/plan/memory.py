@@ -115,6 +115,8 @@ def kept_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     if not layout.compiled:
         # Two norms keep their input in float32 and the result before its scale; a gate keeps its activation.
         divided += 6 * shape.width + shape.inner_width
+    # A token is copied for each of its experts, and their outputs are kept until they are weighted.
+    divided += 2 * shape.flops.experts_per_token * shape.width
     times = key_repeats(shape, layout.context)
     if layout.context > 1:
         divided += shape.heads * shape.value_width + (times - 1) * 2 * shape.key_width

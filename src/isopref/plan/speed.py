@@ -18,6 +18,7 @@ from isopref.plan.together import Exchange
 from isopref.types import FloatArray
 
 PRODUCTS = 0.72  # of the card's flops, in matrix products
+GROUPED = 0.48  # of the card's flops, in grouped products of experts; fitted to a single run, olmoe-chat
 # These two are fitted to a single run, 8B chat in benchmarks/measured_float8.json.
 FLOAT8 = 0.69  # of the card's float8 flops, in float8 products
 FLOAT8_CAST = 7.5  # bytes moved to cast one number to float8: read for the scale, read again, written, transposed
@@ -91,10 +92,12 @@ def _microbatch_parts(shape: ModelShape, layout: Layout, card: Card, loads: Load
     again = layout.recompute / shape.layers
     forward = layout.forwards + again
     flops = shape.flops  # frozen weights get no gradient
-    products = ((3 + forward) * flops.per_token - flops.frozen_per_token) * loads.tokens / layout.tensor
+    grouped = (3 + forward) * flops.per_token_in_experts - flops.frozen_in_experts
+    others = (3 + forward) * flops.per_token - flops.frozen_per_token - grouped
+    products = others * loads.tokens / layout.tensor
     products += ((3 + layout.forwards) * flops.per_logits - flops.frozen_per_logits) * loads.predicted
     products += flops.per_logits * np.maximum(0.0, loads.predicted - kept_predictions(shape))
-    seconds = products / (PRODUCTS * rate)
+    seconds = products / (PRODUCTS * rate) + grouped * loads.tokens / layout.tensor / (GROUPED * rate)
     casts = np.zeros_like(loads.tokens)
     if layout.float8 and card.flops_float8 is not None:
         passes = 2 + forward  # all but the gradient of weights

@@ -52,19 +52,6 @@ def test_a_package_that_can_be_imported(tmp_path: Path, monkeypatch: pytest.Monk
     assert flash.load().fault is None
 
 
-@pytest.mark.parametrize("chosen", [None, "0"])
-def test_the_package_keeps_its_kernels_unless_the_user_has_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
-) -> None:
-    """It reads the variable when it is imported."""
-    package(tmp_path, monkeypatch, broken="nothing")
-    (tmp_path / "flash_attn/cute/interface.py").write_text(f"import os\nKEPT = os.environ[{flash.KEEP!r}]\n")
-    monkeypatch.setenv(flash.KEEP, chosen or "")
-    if chosen is None:
-        monkeypatch.delenv(flash.KEEP)
-    assert (chosen or "1") == flash.load().kernels.KEPT
-
-
 @pytest.mark.parametrize(
     ("widths", "half", "softcap", "newer", "kernel"),
     [

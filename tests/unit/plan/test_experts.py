@@ -12,13 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from isopref.build.resolve import state_bytes
+from isopref.cards import CARDS
 from isopref.engine.optim import build_optimizer
 from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.low_rank import wrapped_experts
 from isopref.models.policy import Policy
 from isopref.models.shape import shape_of
+from isopref.plan import memory as plan
 from isopref.plan.layout import ONE_GPU, Loads
 from isopref.plan.memory import peak_memory
+from isopref.plan.network import Network
+from isopref.plan.speed import GROUPED, PRODUCTS, step_time
 from isopref.testing.models import ARCHITECTURES, tiny_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -70,6 +74,51 @@ def test_muon_has_one_average_for_matrices_alone(
     optimizer.step()
     held = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
     assert held == pytest.approx(shape.trained_parameters * state_bytes("muon", 2, in_matrices=shape.share_in_matrices))
+
+
+def test_each_expert_of_a_token_keeps_a_copy_of_its_input_and_its_output() -> None:
+    """What the plan counts for them beside the inner sides of the products, and what a forward pass holds."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    shape, width, tokens = shape_of(model), model.config.hidden_size, 64
+    used = model.config.num_experts_per_tok
+    rows = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        rows.append(tuple(tensor.shape))
+        return tensor
+
+    hidden = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0].mlp(hidden)
+    dense = copy.copy(shape.flops)
+    dense.experts_per_token = 0
+    counted = plan.kept_bytes(shape, ONE_GPU)[0] - plan.kept_bytes(replace(shape, flops=dense), ONE_GPU)[0]
+    assert rows.count((used * tokens, width)) == 2
+    assert counted == 2 * used * width * ONE_GPU.compute_bytes
+
+
+def test_grouped_products_are_slower_than_others() -> None:
+    """Those of the experts that compute a token, forward and backward; an adapter leaves out their gradient."""
+    model = tiny_model("qwen3_moe")
+    flops = shape_of(model).flops
+    experts = [p for name, p in model.named_parameters() if "experts" in name.split(".")]
+    share = model.config.num_experts_per_tok / model.config.num_experts
+    assert flops.per_token_in_experts == share * 2 * sum(p.numel() for p in experts)
+    assert flops.frozen_in_experts == 0
+    for parameter in experts:
+        parameter.requires_grad_(False)
+    frozen = shape_of(model).flops
+    assert frozen.frozen_in_experts == frozen.frozen_per_token == flops.per_token_in_experts
+    load = Loads(*(np.array([[value]]) for value in (1e6, 1e6, 0.0, 0.0, 0.0)))
+    card, rate = CARDS["H200"], CARDS["H200"].rate(ONE_GPU.compute_bytes)
+    dense = copy.copy(flops)
+    dense.per_token_in_experts = 0
+    shape = shape_of(model)
+    found, other = (
+        step_time(replace(shape, flops=some), ONE_GPU, card, load, Network.of(card)).products for some in (flops, dense)
+    )
+    slower = 3 * flops.per_token_in_experts * 1e6 / rate * (1 / GROUPED - 1 / PRODUCTS)
+    assert found - other == pytest.approx(slower)
 
 
 def test_a_second_copy_of_the_experts_is_kept_by_peft_alone() -> None:
