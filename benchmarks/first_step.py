@@ -55,6 +55,7 @@ def run(config: Path, caches: Path) -> dict[str, Any]:
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "torch"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # not its default
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash"),
         "ISOPREF_CACHE": str(caches / "isopref" / str(time.time_ns())),  # tokens and references are made every time
         "PYTHONUNBUFFERED": "1",

@@ -1,5 +1,6 @@
 """Summarises the runs of hh_training.py, in figures and as a picture."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 from statistics import mean, median
@@ -75,7 +76,12 @@ def _until(runs: Sequence[dict[str, Any]], accuracy: float) -> float:
 
 
 def picture(runs: Sequence[dict[str, Any]]) -> str:
-    """Held-out loss and accuracy over steps and over seconds, one thin line per seed, one thick line for their mean."""
+    """Held-out loss and accuracy over steps and over seconds, one thin line per seed, one thick line for their mean.
+
+    Systems with fewer seeds than isopref are left out.
+    """
+    seeds = Counter(one["system"] for one in runs)
+    runs = [one for one in runs if seeds[one["system"]] >= seeds["isopref"]]
     panels = [(row, column) for row in ("loss", "accuracy") for column in ("step", "seconds")]
     width, height = LEFT + 2 * WIDTH + GAP_X + 30, TOP + 2 * HEIGHT + GAP_Y + 52
     parts = [
