@@ -29,6 +29,7 @@ from isopref.examples import Lengths
 from isopref.models.adapter import add_adapter
 from isopref.models.shape import ModelShape, shape_of
 from isopref.objectives.loss import pair_loss
+from isopref.ops.attention import Kernel
 from isopref.plan.layout import ONE_GPU, Layout
 from isopref.plan.network import Network
 from isopref.plan.scale import forecast
@@ -74,7 +75,7 @@ def layout_of(cell: Cell, shape: ModelShape, system: str, lengths: Lengths) -> L
     """The layout that a system ran in: bfloat16 with flash-attn-4, unless its name says otherwise."""
     layout = replace(ONE_GPU, **(MIXED if system == "isopref-mixed" else {}), float8=system == "isopref-float8")
     forwards = first_pass(pair_loss(cell.loss), lengths, layout.rows)
-    kernel = "varlen_attn" if system == "isopref-torch" else "flash-attn-4"
+    kernel: Kernel = "varlen_attn" if system == "isopref-torch" else "flash-attn-4"
     frozen = frozen_bytes(shape, quantised=cell.quantised)
     return replace(layout, kernel=kernel, forwards=forwards, quantised=cell.quantised, frozen_bytes=frozen)
 

@@ -28,8 +28,8 @@ class UsefulFlops:
         config = policy.model.config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         used = getattr(config, "num_experts_per_tok", None)
+        share = used / experts if experts and used else 1.0
         self.experts_per_token: int = used if experts and used else 0  # those that compute a token
-        share = used / experts if self.experts_per_token else 1.0
         tables = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
         work = [
             (2 * p.numel() * (share if _is_of_experts(name) else 1.0), p.requires_grad, _is_of_experts(name))
