@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from isopref.data.messages import Message
 
 MARK = "\ue000"  # from Unicode's private use area, so texts do not contain it
@@ -29,3 +31,9 @@ def without_last_call(messages: list[Message], index: int) -> list[Message]:
     message = dict(messages[index])
     calls = message.pop("tool_calls")[:-1]
     return [*messages[:index], {**message, "tool_calls": calls} if calls else message, *messages[index + 1 :]]
+
+
+def common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the common prefix."""
+    differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differing, min(len(first), len(second)))

@@ -1,28 +1,20 @@
-"""Chat templates: how they render a conversation, and whether they omit part of it.
+"""Chat templates: how they render a conversation, and where in the text the trained turns are.
 
-A template is third-party code and may ignore what it was not written for: a system turn, tools, tool calls, the
-reasoning in an answer. Training would silently proceed without it, so isopref looks for each part of a pair in the
-rendered text. White space is ignored (templates trim it and add line breaks). How strict:
-
-- Answers are what is trained on, and user turns are what was asked: all their text must be there.
-- Other turns of the prompt may be rewritten, because the model sees them that way at inference too: tool results as
-  JSON, earlier answers without their reasoning, a switch in the system turn obeyed. They may not be ignored: if the
-  text is not there verbatim, a mark placed after it must appear.
-- Templates render tools and tool calls in their own format, so isopref can only detect if they are ignored: the text is
-  then the same without them.
+A template is third-party code. omissions.py finds what it leaves out of a conversation.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
-from isopref.data.marks import MARK, marked_at_end, marked_behind, without_last_call
-from isopref.data.messages import DefectError, Message, Turns, shown
+from isopref.data.marks import MARK, common, marked_at_end, marked_behind
+from isopref.data.messages import DefectError, Message, Turns
+from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
 
@@ -32,20 +24,6 @@ if TYPE_CHECKING:
 THINK_END = "</think>"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
-REASONING = ("reasoning_content", "thinking")  # an answer's reasoning, under the names that templates use
-SPOKEN = ("content", *REASONING)  # all text of an answer
-
-HINT = "(data.template: path.jinja can replace the template)"
-
-
-class Given(NamedTuple):
-    """What a template receives besides messages."""
-
-    tools: list[dict[str, Any]] | None = None
-    kwargs: Mapping[str, Any] = {}
-
-
-NOTHING = Given()
 
 
 class Turn(NamedTuple):
@@ -76,6 +54,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._text = template_text(tokenizer, template)
+        self._omissions = Omissions(self.render)
         self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
@@ -107,7 +86,7 @@ class ChatTemplate:
         """
         asks = self._asks(prompt, answers.values())
         start = self.render(prompt, given, add_generation_prompt=asks)
-        _refuse(self._left_out_of_context(prompt, range(len(prompt)), given, start))
+        refuse(self._omissions.of_context(prompt, range(len(prompt)), given, start))
         asked = start if asks else None
         return Written(start, tuple(self._write_side(name, answer, given, asked) for name, answer in answers.items()))
 
@@ -118,7 +97,7 @@ class ChatTemplate:
         trained = {one.number for one in answer.trained}
         context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
         if context:
-            _refuse(self._left_out_of_context(messages, context, given, text, add_generation_prompt=False))
+            refuse(self._omissions.of_context(messages, context, given, text, add_generation_prompt=False))
         ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
         turns = []
         for one in answer.trained:
@@ -128,7 +107,7 @@ class ChatTemplate:
             end = None
             if one.number < len(messages) - 1:
                 end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
-            _refuse(self._left_out_of_answer(name, messages, one.number, given, before, text[:end]))
+            refuse(self._omissions.of_answer(name, messages, one.number, given, before, text[:end]))
             if not text.startswith(before):
                 self._check_start(messages, one.number, given, text)
             if one.final:
@@ -291,82 +270,14 @@ class ChatTemplate:
         if not (special and shows and still_shows) or followed.startswith(last.rstrip()):
             return "", ""
         pieces, others = (re.split(f"({special.pattern})", text) for text in (last, followed))
-        shared = _common(pieces, others)
+        shared = common(pieces, others)
         turn_end, end_tokens = "".join(pieces[:shared]), pieces[1:shared:2]
         is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
         return turn_end if is_end else "", "".join(pieces[shared:])
 
-    def _left_out_of_context(
-        self,
-        turns: list[Message],
-        some: Sequence[int],
-        given: Given,
-        written: str,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> Iterator[str]:
-        """What is missing from turns that are not trained."""
-        of = "of the prompt" if add_generation_prompt else "in an answer"
-        same = partial(self._same, written=written, add_generation_prompt=add_generation_prompt)
-        whole = rest = _squeeze(written)
-        for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
-            role, said = turns[index]["role"], _squeeze(turns[index]["content"])
-            if said in rest:
-                rest = rest.replace(said, MARK, 1)  # so that it is not matched again for a shorter turn
-            elif (role == "user" and said not in whole) or same(marked_behind(turns, index), given):
-                yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
-            if turns[index].get("tool_calls") and same(without_last_call(turns, index), given):
-                yield f"a tool call {of}, {shown(turns[index]['tool_calls'][-1])}"
-        if given.tools and add_generation_prompt and same(turns, given._replace(tools=None)):
-            yield f"'tools', {shown(given.tools)}"
-
-    def _left_out_of_answer(
-        self, name: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
-    ) -> Iterator[str]:
-        """What is missing from a trained turn; `written` is the text up to its end."""
-        answer = messages[index]
-        later = "; data.train_on: last trains the last turn alone" if index < len(messages) - 1 else ""
-        spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
-        if not written.startswith(prompt) or any(
-            text.strip() not in written[len(prompt) :] for text in spoken.values()
-        ):
-            # Not verbatim; try again without white space.
-            start, whole = _squeeze(prompt), _squeeze(written)
-            begin = len(start) if whole.startswith(start) else _common(start, whole)
-            for key, text in spoken.items():
-                said = _squeeze(text)
-                # A generation prompt may contain the start of the answer ("<think>"), so search inside the prompt too.
-                if said and whole.find(said, max(0, begin - len(said))) < 0:
-                    yield f"some of '{name}', whose {key} is {shown(text)}{later}"
-        several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
-        if not several and not answer.get("tool_calls"):
-            return
-        same = partial(self._same, written=self.render(messages, given), add_generation_prompt=False)
-        if answer.get("tool_calls") and same(without_last_call(messages, index), given):
-            yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
-        for key, text in spoken.items() if several else ():
-            # It may still be found above as part of another text, such as a word of the reasoning in a call.
-            names = REASONING if key in REASONING else (key,)
-            marked = {**answer, **{one: spoken[one] + MARK for one in names if one in spoken}}
-            if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
-                yield f"some of '{name}', whose {key} is {shown(text)}{later}"
-
-    def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
-        """Whether the template renders another conversation the same way, and so ignores the difference."""
-        try:
-            return self.render(messages, given, add_generation_prompt=add_generation_prompt) == written
-        except DefectError:
-            return False  # it refuses the other conversation, so it does not ignore the difference
-
 
 def as_messages(turns: Turns, role: str) -> list[Message]:
     return [{"role": role, "content": turns}] if isinstance(turns, str) else turns
-
-
-def _refuse(left_out: Iterator[str]) -> None:
-    """Raise DefectError for the first part that the template omits, if any."""
-    if (first := next(left_out, None)) is not None:
-        raise DefectError("left_out", f"the chat template leaves out {first}, so it would not be trained on {HINT}")
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -375,13 +286,3 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
-
-
-def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the common prefix."""
-    differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-    return next(differing, min(len(first), len(second)))
