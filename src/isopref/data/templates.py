@@ -98,7 +98,6 @@ class ChatTemplate:
         context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
         if context:
             refuse(self._omissions.of_context(messages, context, given, text, add_generation_prompt=False))
-        ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
         turns = []
         for one in answer.trained:
             before = asked if one.number == answer.num_prompt else None
@@ -106,7 +105,7 @@ class ChatTemplate:
                 before = self.render(messages[: one.number], given, add_generation_prompt=True)
             end = None
             if one.number < len(messages) - 1:
-                end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
+                end = self._end_of_turn(name, messages, one.number, given, text)
             refuse(self._omissions.of_answer(name, messages, one.number, given, before, text[:end]))
             if not text.startswith(before):
                 self._check_start(messages, one.number, given, text)
@@ -132,34 +131,28 @@ class ChatTemplate:
                 f"({way_out}data.template: path.jinja can replace the template)",
             )
 
-    def _marked_ends(self, messages: list[Message], given: Given, text: str) -> dict[int, int]:
-        """Where turns end by the template's own {% generation %} tags; empty if it does not tag every turn."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self._tokenizer.get_chat_template(self._text, given.tools)
-        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not GENERATION.search(template):
-            return {}
-        rendered: Any = render_jinja_template(
-            [[self._as_written(message) for message in messages]],
-            tools=list(given.tools) if given.tools else None,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **given.kwargs},
-        )
-        (written,), (spans,) = rendered
-        if written != text or len(spans) != len(spoken):
-            return {}
-        return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
-
     def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
         """Where a turn that is not the last one ends in the text, including its end token.
 
         Raises DefectError if that cannot be proven.
+        """
+        end = self._tagged_end(messages, index, given)
+        if end is None:
+            end = self._marked_end(messages, index, given, text)
+        if end is None:
+            raise DefectError(
+                "boundary",
+                f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
+                f"it ends cannot be proven (data.train_on: last trains the last turn alone; {HINT[1:]}",
+            )
+        return end
 
-        A mark is placed at the end of the turn. Whatever the template writes after it when the turn is the last one
-        ends the turn, and must also follow it when other turns come after. These may repeat the mark: gpt-oss writes
-        the name of the called function before its result.
+    def _marked_end(self, messages: list[Message], index: int, given: Given, text: str) -> int | None:
+        """The end of a turn, proven by a mark at the end of what it says.
+
+        Whatever the template writes after the mark when the turn is the last one ends the turn, and must also follow it
+        when other turns come after. These may repeat the mark: gpt-oss writes the name of the called function before
+        its result.
         """
         marked = [*messages[:index], marked_at_end(messages[index])]
         *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
@@ -169,13 +162,43 @@ class ChatTemplate:
         closing = closing.rstrip()
         written = text.removesuffix(rest)
         as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
-        if not (own and own < len(pieces) and as_marked and rest.startswith(closing)):
-            raise DefectError(
-                "boundary",
-                f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
-                f"it ends cannot be proven (data.train_on: last trains the last turn alone; {HINT[1:]}",
-            )
-        return len(written) + len(closing)
+        proven = own and own < len(pieces) and as_marked and rest.startswith(closing)
+        return len(written) + len(closing) if proven else None
+
+    def _tagged_end(self, messages: list[Message], index: int, given: Given) -> int | None:
+        """The end of a turn, proven by the template's own {% generation %} tags.
+
+        Tags are believed if they enclose each assistant turn once, include all that the template writes at the end of
+        the turn when it is the last one, and enclose the same text when other turns follow.
+        """
+        alone, following = (self._tagged(some, given) for some in (messages[: index + 1], messages))
+        if not (alone and following):
+            return None
+        text, spans = alone
+        start, end = spans[-1]
+        turn = text[start:end].rstrip()
+        whole, others = following
+        start = others[len(spans) - 1][0]
+        all_of_it = text[:end].rstrip() == self._unclosed(text).rstrip()
+        return start + len(turn) if all_of_it and whole[start:].startswith(turn) else None
+
+    def _tagged(self, messages: list[Message], given: Given) -> tuple[str, list[tuple[int, int]]] | None:
+        """The text of a conversation, and what tags enclose in it; None unless that is one span for each answer."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(self._text, given.tools)
+        if not GENERATION.search(template):
+            return None
+        rendered: Any = render_jinja_template(
+            [[self._as_written(message) for message in messages]],
+            tools=list(given.tools) if given.tools else None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **given.kwargs},
+        )
+        (text,), (spans,) = rendered
+        num_spoken = sum(message["role"] == "assistant" for message in messages)
+        return (text, spans) if text == self.render(messages, given) and len(spans) == num_spoken else None
 
     def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
         """The text up to what the last turn says after its reasoning; None if it says nothing after that."""
