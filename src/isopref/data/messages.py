@@ -23,6 +23,7 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
+BESIDE_VALUE = ("weight", "train", "reasoning_content", "tool_calls")  # what a turn of ShareGPT may have, too
 # Arguments of apply_chat_template that a record must not set.
 RENDERING = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -281,9 +282,10 @@ def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:
     sender = turn["from"]
     if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
         raise DefectError("role", f"{name} is from {sender!r}, which is not one of {', '.join(SHAREGPT_ROLES)}")
+    also = {key: turn[key] for key in BESIDE_VALUE if turn.get(key) is not None}
     if sender == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
-    return {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
+        return also | {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
+    return also | {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
 
 
 def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:
