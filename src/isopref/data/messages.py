@@ -23,7 +23,9 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
-BESIDE_VALUE = ("weight", "train", "reasoning_content", "tool_calls")  # what a turn of ShareGPT may have, too
+REASONING = "reasoning_content"  # of an answer; in records also under other names
+REASONING_NAMES = (REASONING, "reasoning", "thinking")
+BESIDE_VALUE = ("weight", "train", *REASONING_NAMES, "tool_calls")  # what a turn of ShareGPT may have, too
 # Arguments of apply_chat_template that a record must not set.
 RENDERING = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -205,11 +207,12 @@ def _number(value: Any) -> float:
 def _read_message(turn: dict[str, Any], name: str) -> Message:
     message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
     message |= _read_parts(message.get("content"), name)
+    message = _with_reasoning(message, name)
     if "tool_calls" in message:
         message["tool_calls"] = _read_calls(message["tool_calls"], name)
         if not message["tool_calls"]:
             del message["tool_calls"]
-    if "content" not in message and (message.get("tool_calls") or message.get("reasoning_content")):
+    if "content" not in message and (message.get("tool_calls") or message.get(REASONING)):
         message["content"] = ""
     message["content"] = read_text(message.get("content"), name)
     return _with_weight(message, name)
@@ -228,10 +231,20 @@ def _read_parts(value: Any, name: str) -> Message:
         texts[part["type"]].append(read_text(part.get("text", part.get("value")), name))
     found: Message = {"content": "".join(texts["text"])}
     if texts["reasoning"]:
-        found["reasoning_content"] = "".join(texts["reasoning"])
+        found[REASONING] = "".join(texts["reasoning"])
     if texts["tool_call"]:
         found["tool_calls"] = [call for text in texts["tool_call"] for call in _function_calls(text, name)]
     return found
+
+
+def _with_reasoning(message: Message, name: str) -> Message:
+    """The message with its reasoning under one name."""
+    found = {key: read_text(message[key], key) for key in REASONING_NAMES if message.get(key) is not None}
+    texts = {text: key for key, text in found.items() if text}
+    if len(texts) > 1:
+        raise DefectError("type", f"{name}: {' and '.join(map(repr, texts.values()))} differ; keep one")
+    rest = {key: value for key, value in message.items() if key not in found}
+    return rest | {REASONING: next(iter(texts), "")} if found else rest
 
 
 def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:

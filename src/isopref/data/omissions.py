@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from isopref.data.marks import MARK, common, marked_behind, without_last_call
-from isopref.data.messages import DefectError, Message, shown
+from isopref.data.messages import REASONING, DefectError, Message, shown
 
-REASONING = ("reasoning_content", "thinking")  # an answer's reasoning, under the names that templates use
-SPOKEN = ("content", *REASONING)  # all text of an answer
+SPOKEN = ("content", REASONING)  # all text of an answer
 
 HINT = "(data.template: path.jinja can replace the template)"
 
@@ -93,8 +92,7 @@ class Omissions:
             yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
         for key, text in spoken.items() if several else ():
             # It may still be found above as part of another text, such as a word of the reasoning in a call.
-            names = REASONING if key in REASONING else (key,)
-            marked = {**answer, **{one: spoken[one] + MARK for one in names if one in spoken}}
+            marked = {**answer, key: text + MARK}
             if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
                 yield f"some of '{name}', whose {key} is {shown(text)}{later}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.marks import MARK, common, marked_at_end, marked_behind
-from isopref.data.messages import DefectError, Message, Turns
+from isopref.data.messages import REASONING, DefectError, Message, Turns
 from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
@@ -219,6 +219,8 @@ class ChatTemplate:
     def _as_written(self, message: Message) -> Message:
         """A message in the form the template expects."""
         message = plain(message)
+        if REASONING in message:
+            message = {**message, "thinking": message[REASONING]}  # gpt-oss reads this name
         if not message.get("tool_calls") or not self._wants_text:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}

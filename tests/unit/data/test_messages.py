@@ -25,3 +25,20 @@ def test_only_the_assistant_of_sharegpt_is_trained() -> None:
     assert read(**{"from": "human", "value": "x", "weight": 0}) == {"role": "user", "content": "x"}
     with pytest.raises(DefectError, match="only assistant turns can be trained"):
         read(**{"from": "human", "value": "x", "weight": 1})
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_several_names(key: str) -> None:
+    expected = {"role": "assistant", "content": "x", "reasoning_content": "so"}
+    assert read(role="assistant", content="x", **{key: "so"}) == expected
+    assert read(role="assistant", content="x", **{"reasoning_content": "so", key: "so"}) == expected
+    assert read(role="assistant", content="x", **{"reasoning_content": "", key: "so"}) == expected
+    assert read(**{"from": "gpt", "value": "x", key: "so"}) == expected
+    assert read(role="assistant", content=None, **{key: "so"}) == expected | {"content": ""}
+
+
+def test_reasoning_that_differs_is_refused() -> None:
+    with pytest.raises(DefectError, match=r"'reasoning_content' and 'reasoning' differ; keep one"):
+        read(role="assistant", content="x", reasoning_content="a", reasoning="b")
+    with pytest.raises(DefectError, match=r"'reasoning' is not text but dict"):
+        read(role="assistant", content="x", reasoning={"effort": "high"})
