@@ -208,6 +208,7 @@ def _read_message(turn: dict[str, Any], name: str) -> Message:
     message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
     message |= _read_parts(message.get("content"), name)
     message = _with_reasoning(message, name)
+    message = _with_function_call(message, name)
     if "tool_calls" in message:
         message["tool_calls"] = _read_calls(message["tool_calls"], name)
         if not message["tool_calls"]:
@@ -245,6 +246,20 @@ def _with_reasoning(message: Message, name: str) -> Message:
         raise DefectError("type", f"{name}: {' and '.join(map(repr, texts.values()))} differ; keep one")
     rest = {key: value for key, value in message.items() if key not in found}
     return rest | {REASONING: next(iter(texts), "")} if found else rest
+
+
+def _with_function_call(message: Message, name: str) -> Message:
+    """The message with a call in OpenAI's old form, `function_call`, as a tool call."""
+    if "function_call" not in message:
+        return message
+    call = message.pop("function_call")
+    if not call or (isinstance(call, dict) and not any(call.values())):  # Arrow fills in absent keys with null
+        return message
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        raise DefectError("tools", f"{name}: 'function_call' needs a 'name', but this is {shown(call)}")
+    if message.get("tool_calls"):
+        raise DefectError("tools", f"{name} has both 'tool_calls' and 'function_call'; keep one")
+    return {**message, "tool_calls": [_as_function(call)]}
 
 
 def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
@@ -285,10 +300,11 @@ def _with_weight(message: Message, name: str) -> Message:
 
 
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
-    if turn["role"] not in ROLES:
-        raise DefectError("role", f"{name} has the role {turn['role']!r}, which is not one of {', '.join(ROLES)}")
+    role = "tool" if turn["role"] == "function" else turn["role"]  # as results were called with `function_call`
+    if role not in ROLES:
+        raise DefectError("role", f"{name} has the role {role!r}, which is not one of {', '.join(ROLES)}")
     # A key with None means the same as a missing key: {"content": null, "tool_calls": [...]}.
-    return {key: value for key, value in turn.items() if value is not None}
+    return {key: value for key, value in turn.items() if value is not None} | {"role": role}
 
 
 def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:

@@ -9,6 +9,9 @@ import pytest
 from isopref.data.messages import DefectError, read_messages
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
 def read(**message: Any) -> dict[str, Any]:
     (found,) = read_messages(message, "chosen")
     return found
@@ -42,3 +45,25 @@ def test_reasoning_that_differs_is_refused() -> None:
         read(role="assistant", content="x", reasoning_content="a", reasoning="b")
     with pytest.raises(DefectError, match=r"'reasoning' is not text but dict"):
         read(role="assistant", content="x", reasoning={"effort": "high"})
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+@pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}])
+def test_a_function_call_is_a_tool_call(content: dict[str, Any], arguments: Any) -> None:
+    """OpenAI's old form."""
+    called = read(role="assistant", function_call={"name": "add", "arguments": arguments}, **content)
+    assert called == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert read(role="function", name="add", content="4") == {"role": "tool", "name": "add", "content": "4"}
+
+
+@pytest.mark.parametrize("none", [None, {}, {"name": None, "arguments": None}])
+def test_a_turn_without_a_function_call(none: Any) -> None:
+    assert read(role="assistant", content="x", function_call=none) == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize("wrong", ["add", ["add"], {"arguments": "{}"}])
+def test_a_function_call_without_a_name_is_refused(wrong: Any) -> None:
+    with pytest.raises(DefectError, match=r"chosen\[0\]: 'function_call' needs a 'name', but this is"):
+        read(role="assistant", content="", function_call=wrong)
+    with pytest.raises(DefectError, match="both 'tool_calls' and 'function_call'; keep one"):
+        read(role="assistant", content="", function_call={"name": "add"}, tool_calls=[CALL])
