@@ -21,7 +21,7 @@ from isopref.data.template_files import NO_TEMPLATE, template_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THINK_END = "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
 
@@ -110,7 +110,7 @@ class ChatTemplate:
             if not text.startswith(before):
                 self._check_start(messages, one.number, given, text)
             if one.final:
-                before = self._before_final(name, messages, given, text) or before
+                before = max(before, self._before_final(name, messages, given, text), key=len)
             turns.append(Turn(before, end, one.weight))
         return Side(self._unclosed(text), tuple(turns))
 
@@ -200,15 +200,28 @@ class ChatTemplate:
         num_spoken = sum(message["role"] == "assistant" for message in messages)
         return (text, spans) if text == self.render(messages, given) and len(spans) == num_spoken else None
 
-    def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
-        """The text up to what the last turn says after its reasoning; None if it says nothing after that."""
-        said = messages[-1]["content"]
-        final = said.rpartition(THINK_END)[2].strip()
-        if not final:
-            return None
-        marked = {**messages[-1], "content": said[: said.rindex(final)] + MARK + final}
-        before, shows, _ = self.render([*messages[:-1], marked], given).partition(MARK)
-        if not (shows and text.startswith(before)):
+    def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str:
+        """The text up to what the last turn says after its reasoning: its text, or its calls if it has no text."""
+        last = messages[-1]
+        thought, end, said = last["content"].rpartition(THINK_END)
+        reasoning = last.get(REASONING) or thought
+        if said.strip():
+            start = len(last["content"]) - len(said.lstrip())
+            marked = {**last, "content": last["content"][:start] + MARK + said.lstrip()}
+        elif last.get("tool_calls"):
+            # With text in place of the calls, the template writes the same up to where the calls begin.
+            marked = {**last, "content": thought + end + said + MARK}
+            del marked["tool_calls"]
+        elif reasoning.strip():
+            raise DefectError(
+                "empty", f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on"
+            )
+        else:
+            return ""
+        rendered = self.render([*messages[:-1], marked], given)
+        before = text[: common(text, rendered)]
+        thought = reasoning.removeprefix(THINK_START).strip()
+        if not (rendered.startswith(before + MARK) if said.strip() else thought in before):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "

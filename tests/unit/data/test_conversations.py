@@ -200,6 +200,32 @@ def test_what_follows_the_reasoning_alone(thought: dict[str, str]) -> None:
     assert answers("qwen3", "last", **fields)[0] == "[<think>\nhm\n</think>\n\nso it is<|im_end|>]"
 
 
+@pytest.mark.parametrize("thought", [{"reasoning_content": "hm"}, {"content": "<think>\nhm\n</think>\n\n"}, {}])
+def test_a_call_that_follows_the_reasoning_alone(thought: dict[str, str]) -> None:
+    fields = {"prompt": [Q], "chosen": [ADD | thought], "rejected": [BAD], "tools": TOOLS}
+    call = '[<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>]'
+    assert answers("qwen3", "final", **fields)[0] == ("hm\n</think>\n\n" if thought else "") + call
+    if "content" not in thought:
+        call = '[commentary to=functions.add<|message|>{"a": 2}<|call|>]'
+        reasoning = "analysis<|message|>hm<|end|><|start|>assistant<|channel|>" if thought else ""
+        assert answers("harmony", "final", **fields)[0] == reasoning + call
+
+
+def test_text_beside_a_call_that_follows_the_reasoning() -> None:
+    said = ADD | {"reasoning_content": "hm", "content": "let me add"}
+    chosen, _ = answers("qwen3", "final", prompt=[Q], chosen=[said], rejected=[BAD], tools=TOOLS)
+    assert chosen.startswith("hm\n</think>\n\n[let me add\n<tool_call>")
+
+
+@pytest.mark.parametrize("thought", [{"reasoning_content": "hm"}, {"content": "<think>hm</think>"}])
+def test_nothing_follows_the_reasoning(thought: dict[str, str]) -> None:
+    pair = read(prompt=[Q], chosen=[GOOD, AGAIN, turn("assistant") | thought], rejected=[BAD])
+    result = encode(pair, "qwen3", "final")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "empty"
+    assert "'chosen' ends with its reasoning, so data.train_on: final has nothing to train on" in str(result)
+
+
 def test_plain_text_has_no_turns_to_choose_from() -> None:
     with pytest.raises(ConfigError, match=r"data\.train_on: last needs turns"):
         TokenizeOptions(template="none", max_length=None, truncation="drop", on_bad="error", train_on="last")

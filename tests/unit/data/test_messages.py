@@ -8,7 +8,6 @@ import pytest
 
 from isopref.data.messages import DefectError, read_messages
 
-
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 
 
