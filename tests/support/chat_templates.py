@@ -34,8 +34,6 @@ class Family:
     many_calls: bool = True
     refuses: Callable[[list[Message], int], bool] = field(default=lambda messages, start: False)  # all turns trained
 
-    refuses_last: Callable[[list[Message]], bool] = field(default=lambda messages: False)  # the last turn alone
-
     def tokenizer(self) -> Any:
         tokenizer = tiny_tokenizer(None)
         tokenizer.add_special_tokens({"additional_special_tokens": list(self.special), "eos_token": self.eos})
@@ -290,12 +288,6 @@ def harmony_refuses(messages: list[Message], start: int) -> bool:
     return bool(cut) or any(start <= n < len(messages) - 1 for n in answers)
 
 
-def harmony_refuses_last(messages: list[Message]) -> bool:
-    """The model sees the reasoning of its calls when it answers, but the template cuts it once the answer is there."""
-    answers = [n for n, m in enumerate(messages[:-1]) if m["role"] == "assistant" and not m.get("tool_calls")]
-    return any(m.get("reasoning_content") for m in messages[answers[-1] + 1 if answers else 0 : -1])
-
-
 # With the marks that transformers reads for masks of assistants' tokens.
 SMOLLM3 = (
     "<|im_start|>system\nReasoning: {{ 'off' if enable_thinking is defined and not enable_thinking else 'on' }}\n"
@@ -360,7 +352,6 @@ FAMILIES = {
         thinks=True,
         many_calls=False,
         refuses=harmony_refuses,
-        refuses_last=harmony_refuses_last,
     ),
     "smollm3": Family(SMOLLM3, IM, "<|im_end|>", lambda m, last: chatml_calls(m) + "<|im_end|>"),
 }

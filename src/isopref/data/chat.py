@@ -5,13 +5,14 @@ each answer. Each is tokenised as a whole (special tokens come only from the tem
 prompt's tokens, the boundary is proven. Otherwise the boundary backs off to the last token common to all three, and the
 pair is counted: under `boundary_backoffs` if the tokenizer merges the last prompt character with the answer, under
 `generation_prompt_backoffs` if the generation prompt differs from how the template renders an answer (for example, only
-one of them has "<think>"). If a template renders the prompt's own turns differently once an answer follows, there is no
-boundary: BadPairError.
+one of them has "<think>"). If a template renders the prompt's own turns differently once an answer follows, the answer
+is read after the prompt as the model is given it; if that cannot be proven, there is no boundary: BadPairError.
 
 How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. The
 model's input for a trained turn is the turns before it plus the generation prompt. The rendered conversation must begin
-with that input, and the turn begins where it ends. The turn ends, including its end token, where a mark shows its end
-(templates.py). The prompt of the pair is the common prefix of all sequences, up to the first trained token.
+with that input, except for the generation prompt, and the turn begins where it ends. templates.py proves where the turn
+ends, including its end token. The prompt of the pair is the common prefix of all sequences, up to the first trained
+token.
 
 How a completion ends. Generation stops at the end-of-turn token, so tokens after it are dropped if they are only white
 space (ChatML writes "<|im_end|>\\n") or the same token again (the answer's own text ended with it). What a template

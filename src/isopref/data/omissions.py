@@ -48,30 +48,28 @@ class Omissions:
         some: Sequence[int],
         given: Given,
         written: str,
-        *,
-        add_generation_prompt: bool = True,
+        answer: str | None = None,
     ) -> Iterator[str]:
-        """What is missing from turns that are not trained."""
-        of = "of the prompt" if add_generation_prompt else "in an answer"
-        same = partial(self._same, written=written, add_generation_prompt=add_generation_prompt)
+        """What is missing from turns that are not trained: of the prompt, or inside an answer of this name."""
+        same = partial(self._same, written=written, add_generation_prompt=answer is None)
         whole = rest = _squeeze(written)
         for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
             role, said = turns[index]["role"], _squeeze(turns[index]["content"])
+            of = "of the prompt" if answer is None else f"of '{answer}' (turn {index + 1})"
             if said in rest:
                 rest = rest.replace(said, MARK, 1)  # so that it is not matched again for a shorter turn
             elif (role == "user" and said not in whole) or same(marked_behind(turns, index), given):
                 yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
             if turns[index].get("tool_calls") and same(without_last_call(turns, index), given):
                 yield f"a tool call {of}, {shown(turns[index]['tool_calls'][-1])}"
-        if given.tools and add_generation_prompt and same(turns, given._replace(tools=None)):
+        if given.tools and answer is None and same(turns, given._replace(tools=None)):
             yield f"'tools', {shown(given.tools)}"
 
     def of_answer(
-        self, name: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
+        self, where: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
     ) -> Iterator[str]:
-        """What is missing from a trained turn; `written` is the text up to its end."""
+        """What is missing from a trained turn, `where`; `written` is the text up to its end."""
         answer = messages[index]
-        later = "; data.train_on: last trains the last turn alone" if index < len(messages) - 1 else ""
         spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
         if not written.startswith(prompt) or any(
             text.strip() not in written[len(prompt) :] for text in spoken.values()
@@ -83,18 +81,18 @@ class Omissions:
                 said = _squeeze(text)
                 # A generation prompt may contain the start of the answer ("<think>"), so search inside the prompt too.
                 if said and whole.find(said, max(0, begin - len(said))) < 0:
-                    yield f"some of '{name}', whose {key} is {shown(text)}{later}"
+                    yield f"some of {where}, whose {key} is {shown(text)}"
         several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
         if not several and not answer.get("tool_calls"):
             return
         same = partial(self._same, written=self._render(messages, given), add_generation_prompt=False)
         if answer.get("tool_calls") and same(without_last_call(messages, index), given):
-            yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
+            yield f"a tool call of {where}, {shown(answer['tool_calls'][-1])}"
         for key, text in spoken.items() if several else ():
             # It may still be found above as part of another text, such as a word of the reasoning in a call.
             marked = {**answer, key: text + MARK}
             if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
-                yield f"some of '{name}', whose {key} is {shown(text)}{later}"
+                yield f"some of {where}, whose {key} is {shown(text)}"
 
     def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
         """Whether the template renders another conversation the same way, and so ignores the difference."""

@@ -92,25 +92,44 @@ class ChatTemplate:
 
     def _write_side(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
         """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
+        try:
+            return self._locate(name, answer, given, asked)
+        except DefectError as defect:
+            if len(answer.trained) == 1:
+                raise
+            # If the last turn alone is refused, too, that is the cause to report. Otherwise it is a way out.
+            self._locate(name, answer._replace(trained=answer.trained[-1:]), given, asked)
+            reason, what = defect.args
+            raise DefectError(reason, f"{what}. data.train_on: last trains the last turn alone") from None
+
+    def _locate(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
         messages = answer.messages
         text = self.render(messages, given)
         trained = {one.number for one in answer.trained}
         context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
         if context:
-            refuse(self._omissions.of_context(messages, context, given, text, add_generation_prompt=False))
+            refuse(self._omissions.of_context(messages, context, given, text, name))
         turns = []
         for one in answer.trained:
             before = asked if one.number == answer.num_prompt else None
             if before is None:
                 before = self.render(messages[: one.number], given, add_generation_prompt=True)
+            final = self._final(name, messages, given, text) if one.final else 0
+            if len(answer.trained) == 1:
+                text = self._as_asked(messages, given, text, before)
+            where = f"turn {one.number + 1} of '{name}'" if len(messages) > answer.num_prompt + 1 else f"'{name}'"
             end = None
             if one.number < len(messages) - 1:
-                end = self._end_of_turn(name, messages, one.number, given, text)
-            refuse(self._omissions.of_answer(name, messages, one.number, given, before, text[:end]))
-            if not text.startswith(before):
-                self._check_start(messages, one.number, given, text)
-            if one.final:
-                before = max(before, self._before_final(name, messages, given, text), key=len)
+                end = self._end_of_turn(where, messages, one.number, given, text)
+            refuse(self._omissions.of_answer(where, messages, one.number, given, before, text[:end]))
+            if not self._begins_as_asked(messages, one.number, given, text, before):
+                raise DefectError(
+                    "boundary",
+                    f"the chat template writes what comes before {where} differently once that turn follows, so where "
+                    f"it begins cannot be proven {HINT}",
+                )
+            if final:
+                before = max(before, text[:-final], key=len)
             turns.append(Turn(before, end, one.weight))
         return Side(self._unclosed(text), tuple(turns))
 
@@ -119,19 +138,28 @@ class ChatTemplate:
         """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
 
-    def _check_start(self, messages: list[Message], index: int, given: Given, text: str) -> None:
-        """The text before a turn must equal the model's input for it; only the generation prompt may differ."""
-        if not text.startswith(self.turns(messages[:index], given).rstrip()):
-            later = index < len(messages) - 1
-            way_out = "data.train_on: last trains the last turn alone; " if later else ""
-            raise DefectError(
-                "boundary",
-                f"the chat template writes {'earlier turns' if later else 'the prompt'} differently once "
-                f"{'more turns follow' if later else 'an answer follows'}, so where the answer begins cannot be proven "
-                f"({way_out}data.template: path.jinja can replace the template)",
-            )
+    def _begins_as_asked(self, messages: list[Message], index: int, given: Given, text: str, before: str) -> bool:
+        """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""
+        if text.startswith(before):
+            return True
+        return text.startswith(self.turns(messages[:index], given).rstrip())
 
-    def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
+    def _as_asked(self, messages: list[Message], given: Given, text: str, before: str) -> str:
+        """The last turn after the model's input for it, `before`, where the template then rewrites that input.
+
+        gpt-oss cuts the reasoning of tool calls once they are answered, but the model answers with it in view. A mark
+        at the end of the message before the turn shows the rest, which is the turn; the text itself if it does not.
+        """
+        if self._begins_as_asked(messages, len(messages) - 1, given, text, before):
+            return text
+        marked = marked_behind(messages, len(messages) - 2)
+        _, shows, opening = self.render(marked[:-1], given, add_generation_prompt=True).rpartition(MARK)
+        _, still_shows, rest = self.render(marked, given).rpartition(MARK)
+        if shows and still_shows and before.endswith(opening) and text.endswith(rest):
+            return before.removesuffix(opening) + rest
+        return text
+
+    def _end_of_turn(self, where: str, messages: list[Message], index: int, given: Given, text: str) -> int:
         """Where a turn that is not the last one ends in the text, including its end token.
 
         Raises DefectError if that cannot be proven.
@@ -142,8 +170,8 @@ class ChatTemplate:
         if end is None:
             raise DefectError(
                 "boundary",
-                f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
-                f"it ends cannot be proven (data.train_on: last trains the last turn alone; {HINT[1:]}",
+                f"the chat template writes {where} differently once other turns follow, so where it ends cannot be "
+                f"proven {HINT}",
             )
         return end
 
@@ -200,8 +228,8 @@ class ChatTemplate:
         num_spoken = sum(message["role"] == "assistant" for message in messages)
         return (text, spans) if text == self.render(messages, given) and len(spans) == num_spoken else None
 
-    def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str:
-        """The text up to what the last turn says after its reasoning: its text, or its calls if it has no text."""
+    def _final(self, name: str, messages: list[Message], given: Given, text: str) -> int:
+        """The length of what the last turn says after its reasoning: its text, or its calls if it has no text."""
         last = messages[-1]
         thought, end, said = last["content"].rpartition(THINK_END)
         reasoning = last.get(REASONING) or thought
@@ -217,7 +245,7 @@ class ChatTemplate:
                 "empty", f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on"
             )
         else:
-            return ""
+            return 0
         rendered = self.render([*messages[:-1], marked], given)
         before = text[: common(text, rendered)]
         thought = reasoning.removeprefix(THINK_START).strip()
@@ -227,7 +255,7 @@ class ChatTemplate:
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "
                 "trains the reasoning too",
             )
-        return before
+        return len(text) - len(before)
 
     def _as_written(self, message: Message) -> Message:
         """A message in the form the template expects."""
