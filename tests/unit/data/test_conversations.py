@@ -137,6 +137,32 @@ def test_a_step_is_an_answer_after_correct_steps() -> None:
     assert texts == ["[Step 2: 8<|im_end|>]", "[Step 2: 6<|im_end|>]"]
 
 
+def numbered(call_id: str) -> list[dict[str, Any]]:
+    return [ADD | {"tool_calls": [CALL | {"id": call_id}]}, RESULT | {"tool_call_id": call_id}]
+
+
+def test_calls_that_differ_only_in_their_ids_are_shared() -> None:
+    sides = {"chosen": [Q, *numbered("call_1"), GOOD], "rejected": [Q, *numbered("call_2"), BAD]}
+    assert answers(**sides, tools=TOOLS) == ["[because<|im_end|>]", "[no<|im_end|>]"]
+    same = encode(read(chosen=[Q, *numbered("1"), GOOD], rejected=[Q, *numbered("2"), GOOD]))
+    assert isinstance(same, BadPairError)
+    assert same.reason == "tie"
+    listed = [[Q, *numbered(str(number)), answer] for number, answer in enumerate([GOOD, BAD, NEXT])]
+    assert answers(responses=listed, scores=[3, 2, 1], tools=TOOLS)[2] == "[done<|im_end|>]"
+
+
+def test_calls_with_different_ids_are_different_where_the_template_writes_ids() -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace('{"name"', '{"id": "{{ c.id }}", "name"')
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    pair = read(chosen=[Q, *numbered("call_1"), GOOD], rejected=[Q, *numbered("call_2"), BAD], tools=TOOLS)
+    (result,) = PairEncoder(tokenizer, options).encode([pair])
+    assert isinstance(result, EncodedPair)
+    for number in (1, 2):
+        (call, _) = trained_texts(result.tokens, number - 1, tokenizer)
+        assert f'{{"id": "call_{number}", "name": "add"' in call
+
+
 # --- what is trained -------------------------------------------------------------------------------------------
 
 
