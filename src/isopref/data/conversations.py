@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from isopref.data.messages import DefectError, Message, Turns
+from isopref.data.messages import REASONING, DefectError, Message, Turns
 
 TrainOn = Literal["assistant", "last", "final"]
 WEIGHT = "weight"  # of a message: the weight of its tokens. Templates never see it.
@@ -98,7 +98,7 @@ def is_conversation(answer: Turns) -> bool:
 
 
 def is_empty(turns: Turns) -> bool:
-    """Whether there is neither text nor a tool call."""
+    """Whether there is neither text, nor reasoning, nor a tool call."""
     if isinstance(turns, str):
         return not turns.strip()
-    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)
+    return not any((turn["content"] + turn.get(REASONING, "")).strip() or turn.get("tool_calls") for turn in turns)
