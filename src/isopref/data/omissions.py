@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from isopref.data.marks import MARK, common, marked_behind, without_last_call
-from isopref.data.messages import REASONING, DefectError, Message, shown
+from isopref.data.messages import REASONING, THINK_END, DefectError, Message, shown
 
 SPOKEN = ("content", REASONING)  # all text of an answer
 
@@ -52,9 +52,9 @@ class Omissions:
     ) -> Iterator[str]:
         """What is missing from turns that are not trained: of the prompt, or inside an answer of this name."""
         same = partial(self._same, written=written, add_generation_prompt=answer is None)
-        whole = rest = _squeeze(written)
+        whole = rest = squeezed(written)
         for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
-            role, said = turns[index]["role"], _squeeze(turns[index]["content"])
+            role, said = turns[index]["role"], squeezed(turns[index]["content"])
             of = "of the prompt" if answer is None else f"of '{answer}' (turn {index + 1})"
             if said in rest:
                 rest = rest.replace(said, MARK, 1)  # so that it is not matched again for a shorter turn
@@ -75,12 +75,13 @@ class Omissions:
             text.strip() not in written[len(prompt) :] for text in spoken.values()
         ):
             # Not verbatim; try again without white space.
-            start, whole = _squeeze(prompt), _squeeze(written)
+            start, whole = squeezed(prompt), squeezed(written)
             begin = len(start) if whole.startswith(start) else common(start, whole)
             for key, text in spoken.items():
-                said = _squeeze(text)
-                # A generation prompt may contain the start of the answer ("<think>"), so search inside the prompt too.
-                if said and whole.find(said, max(0, begin - len(said))) < 0:
+                # A template may frame what follows the reasoning. The start of the answer ("<think>") may be in the
+                # generation prompt, so search there, too.
+                thought, end, said = squeezed(text).rpartition(THINK_END)
+                if any(part and whole.find(part, max(0, begin - len(part))) < 0 for part in (thought + end, said)):
                     yield f"some of {where}, whose {key} is {shown(text)}"
         several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
         if not several and not answer.get("tool_calls"):
@@ -108,5 +109,6 @@ def refuse(left_out: Iterator[str]) -> None:
         raise DefectError("left_out", f"the chat template leaves out {first}, so it would not be trained on {HINT}")
 
 
-def _squeeze(text: str) -> str:
+def squeezed(text: str) -> str:
+    """A text without white space."""
     return "".join(text.split())

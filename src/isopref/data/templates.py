@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.marks import MARK, common, marked_at_end, marked_behind
-from isopref.data.messages import REASONING, DefectError, Message, Turns
-from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse
+from isopref.data.messages import REASONING, THINK_END, THINK_START, DefectError, Message, Turns
+from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THINK_START, THINK_END = "<think>", "</think>"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
+OPEN_TAG = re.compile(r"<[^<>\s]*$")
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
 
 
@@ -88,21 +88,20 @@ class ChatTemplate:
         start = self.render(prompt, given, add_generation_prompt=asks)
         refuse(self._omissions.of_context(prompt, range(len(prompt)), given, start))
         asked = start if asks else None
-        return Written(start, tuple(self._write_side(name, answer, given, asked) for name, answer in answers.items()))
-
-    def _write_side(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
-        """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
         try:
-            return self._locate(name, answer, given, asked)
+            return Written(start, tuple(self._locate(name, one, given, asked) for name, one in answers.items()))
         except DefectError as defect:
-            if len(answer.trained) == 1:
+            last = {name: one._replace(trained=one.trained[-1:]) for name, one in answers.items()}
+            if last == answers:
                 raise
-            # If the last turn alone is refused, too, that is the cause to report. Otherwise it is a way out.
-            self._locate(name, answer._replace(trained=answer.trained[-1:]), given, asked)
+            # If the last turns alone are refused, too, that is the cause to report. Otherwise they are a way out.
+            for name, one in last.items():
+                self._locate(name, one, given, asked)
             reason, what = defect.args
             raise DefectError(reason, f"{what}. data.train_on: last trains the last turn alone") from None
 
     def _locate(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
+        """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
         messages = answer.messages
         text = self.render(messages, given)
         trained = {one.number for one in answer.trained}
@@ -128,8 +127,9 @@ class ChatTemplate:
                     f"the chat template writes what comes before {where} differently once that turn follows, so where "
                     f"it begins cannot be proven {HINT}",
                 )
-            if final:
-                before = max(before, text[:-final], key=len)
+            before = _as_spaced(text, before)
+            if final and not (text.startswith(before) and len(before) > len(text) - final):
+                before = text[:-final]
             turns.append(Turn(before, end, one.weight))
         return Side(self._unclosed(text), tuple(turns))
 
@@ -142,7 +142,10 @@ class ChatTemplate:
         """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""
         if text.startswith(before):
             return True
-        return text.startswith(self.turns(messages[:index], given).rstrip())
+        context = self.render(messages[:index], given)
+        if not before.startswith(context.rstrip()):
+            context = context.removesuffix(self._conversation_end)
+        return text.startswith(context.rstrip())
 
     def _as_asked(self, messages: list[Message], given: Given, text: str, before: str) -> str:
         """The last turn after the model's input for it, `before`, where the template then rewrites that input.
@@ -182,8 +185,11 @@ class ChatTemplate:
         when other turns come after. These may repeat the mark: gpt-oss writes the name of the called function before
         its result.
         """
-        marked = [*messages[:index], marked_at_end(messages[index])]
-        *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
+        for message in marked_at_end(messages[index]):
+            marked = [*messages[:index], message]
+            *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
+            if alone:
+                break
         pieces = self.render([*marked, *messages[index + 1 :]], given).split(MARK)
         own = len(alone)  # marks of the turn itself
         before, rest = "".join(pieces[:own]), "".join(pieces[own:])
@@ -248,6 +254,8 @@ class ChatTemplate:
             return 0
         rendered = self.render([*messages[:-1], marked], given)
         before = text[: common(text, rendered)]
+        if not said.strip():
+            before = OPEN_TAG.sub("", before)  # the tags of text and of calls may begin alike
         thought = reasoning.removeprefix(THINK_START).strip()
         if not (rendered.startswith(before + MARK) if said.strip() else thought in before):
             raise DefectError(
@@ -295,10 +303,6 @@ class ChatTemplate:
             except DefectError:
                 return True
         return len(texts) > 1
-
-    def turns(self, messages: list[Message], given: Given) -> str:
-        """The text of turns only: no generation prompt, no end of the conversation."""
-        return self.render(messages, given).removesuffix(self._conversation_end)
 
     def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
         """What the template writes before and after the text of a turn; None if marks around it do not appear."""
@@ -354,6 +358,20 @@ class ChatTemplate:
         turn_end, end_tokens = "".join(pieces[:shared]), pieces[1:shared:2]
         is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
         return turn_end if is_end else "", "".join(pieces[shared:])
+
+
+def _as_spaced(text: str, before: str) -> str:
+    """The beginning of a text that differs from the model's input in white space only; the input if there is none.
+
+    Some templates write a line break after a turn only if another one follows.
+    """
+    if text.startswith(before) or not squeezed(text).startswith(squeezed(before)):
+        return before
+    end = 0
+    for character in squeezed(before):
+        end = text.index(character, end) + 1  # only white space is skipped
+    space = before[len(before.rstrip()) :]
+    return text[: end + common(space, text[end:])]
 
 
 def as_messages(turns: Turns, role: str) -> list[Message]:
