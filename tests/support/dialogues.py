@@ -11,7 +11,7 @@ from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError, Preference, detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.examples import Example
-from support.chat_templates import FAMILIES
+from support.families import FAMILIES
 
 
 def turn(role: str, content: str = "", **more: Any) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from isopref.data.messages import read_messages
 from isopref.data.pairs import SourceSpec, build_table
 from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError
-from support.chat_templates import FAMILIES, trained_texts
 from support.dialogues import ADD, AGAIN, BAD, CALL, GOOD, NEXT, RESULT, TOOLS, Q, answers, encode, read, shown, turn
+from support.families import FAMILIES
+from support.family import trained_texts
 
 SAMPLES = os.environ.get("ISOPREF_SAMPLES")  # folder with the sample files of LLaMA-Factory
 
@@ -96,7 +97,7 @@ def numbered(call_id: str) -> list[dict[str, Any]]:
 
 
 def test_calls_that_differ_only_in_their_ids_are_shared() -> None:
-    sides = {"chosen": [Q, *numbered("call_1"), GOOD], "rejected": [Q, *numbered("call_2"), BAD]}
+    sides: dict[str, Any] = {"chosen": [Q, *numbered("call_1"), GOOD], "rejected": [Q, *numbered("call_2"), BAD]}
     assert answers(**sides, tools=TOOLS) == ["[because<|im_end|>]", "[no<|im_end|>]"]
     same = encode(read(chosen=[Q, *numbered("1"), GOOD], rejected=[Q, *numbered("2"), GOOD]))
     assert isinstance(same, BadPairError)
@@ -120,7 +121,7 @@ def test_calls_with_different_ids_are_different_where_the_template_writes_ids() 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": [Q]}])
 def test_conversations_may_part_between_two_turns_of_the_assistant(prompt: dict[str, Any]) -> None:
     start = [] if prompt else [Q]
-    sides = {"chosen": [*start, GOOD, NEXT], "rejected": [*start, GOOD, BAD]}
+    sides: dict[str, Any] = {"chosen": [*start, GOOD, NEXT], "rejected": [*start, GOOD, BAD]}
     assert answers(**prompt, **sides) == ["[done<|im_end|>]", "[no<|im_end|>]"]
 
 
@@ -268,6 +269,7 @@ def test_real_tool_calls(name: str, column: str, family: str, tmp_path: Path) ->
     assert (table.lengths.trained[::2] < table.lengths.answer[::2]).any()
     for index in range(len(table)):
         number = int(table.origin(index).rpartition(":")[2]) - 1
-        spoken = [one for one in read_messages(written[number]["chosen"], "") if one["role"] == "assistant"]
-        expected = [FAMILIES[family].turn(one, one is spoken[-1]) for one in spoken]
+        messages = read_messages(written[number]["chosen"], "")
+        spoken = [n for n, one in enumerate(messages) if one["role"] == "assistant"]
+        expected = [FAMILIES[family].turn(messages[: spoken[-1] + 1], n, {}) for n in spoken]
         assert trained_texts(table.example(index), 0, tokenizer) == expected

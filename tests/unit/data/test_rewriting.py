@@ -5,8 +5,8 @@ from __future__ import annotations
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError
 from isopref.testing.tokenizers import tiny_tokenizer
-from support.chat_templates import FAMILIES
-from support.dialogues import ADD, AGAIN, BAD, GOOD, NEXT, RESULT, TOOLS, Q, encode, read, shown, turn
+from support.dialogues import ADD, AGAIN, BAD, CALL, GOOD, NEXT, RESULT, TOOLS, Q, encode, read, shown, turn
+from support.families import FAMILIES
 
 
 def test_reasoning_that_a_later_question_cuts_is_refused_with_a_way_out() -> None:
@@ -86,11 +86,11 @@ def test_an_earlier_turn_need_not_repeat_the_generation_prompt() -> None:
     result = encode(read(**fields, chat_template_kwargs={"enable_thinking": False}), "qwen3")
     assert isinstance(result, EncodedPair)
     assert result.notes == {"generation_prompt_backoffs"}
-    assert shown(result.tokens, 0) == (
+    assert shown(result.tokens, 0, "qwen3") == (
         "[because<|im_end|>]\n<|im_start|>user\nand then?<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n[done<|im_end|>]"
     )
-    assert shown(result.tokens, 1) == "<think>\n\n</think>\n\n[no<|im_end|>]"
+    assert shown(result.tokens, 1, "qwen3") == "<think>\n\n</think>\n\n[no<|im_end|>]"
 
 
 def test_generation_marks_of_the_template_give_the_same_as_marking() -> None:
@@ -105,3 +105,40 @@ def test_generation_marks_of_the_template_give_the_same_as_marking() -> None:
         assert isinstance(result, EncodedPair)
         found.append([one.tolist() for one in (*result.tokens.answers, *result.tokens.weights)])
     assert found[0] == found[1]
+
+
+# --- other ways to write a turn ----------------------------------------------------------------------------------
+
+
+def test_a_role_is_not_trained_where_a_line_break_before_it_needs_another_turn() -> None:
+    """Two turns of the assistant in a row: after the first one, Tulu's template writes a line break only then."""
+    result = encode(read(chosen=[Q, GOOD, NEXT], rejected=[Q, GOOD, BAD]), "tulu")
+    assert isinstance(result, EncodedPair)
+    assert [shown(result.tokens, number, "tulu") for number in (0, 1)] == ["[done</s>]", "[no</s>]"]
+
+
+def test_a_turn_that_follows_one_with_another_end_is_refused() -> None:
+    """Asked for a turn after its own, OLMo 3 reads EOS; once that is written, the end of a turn."""
+    result = encode(read(chosen=[Q, GOOD, NEXT], rejected=[Q, GOOD, BAD]), "olmo3")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "boundary"
+    assert "writes what comes before 'chosen' differently" in str(result)
+    assert "train_on" not in str(result)
+
+
+def test_calls_that_are_written_by_their_ids() -> None:
+    called = ADD | {"tool_calls": [CALL | {"id": "functions.add:0"}]}
+    result = encode(read(chosen=[Q, called, RESULT, GOOD], rejected=[Q, BAD], tools=TOOLS), "kimi-k2")
+    assert isinstance(result, EncodedPair)
+    call = "functions.add:0<|tool_call_argument_begin|>" + '{"a": 2}<|tool_call_end|>'
+    section = f"<|tool_calls_section_begin|><|tool_call_begin|>{call}<|tool_calls_section_end|>"
+    assert shown(result.tokens, 0, "kimi-k2").startswith(f"[<think></think>{section}<|im_end|>]")
+
+
+def test_a_frame_around_what_follows_the_reasoning() -> None:
+    thought = turn("assistant", "<think>hm</think>so it is")
+    pair = read(prompt=[Q], chosen=[thought], rejected=[BAD])
+    for train_on, own in (("last", "[hm\n</think>\n\n<response>\nso"), ("final", "[so")):
+        result = encode(pair, "ernie4.5", train_on)
+        assert isinstance(result, EncodedPair), result
+        assert shown(result.tokens, 0, "ernie4.5").endswith(f"{own} it is\n</response>\n<|im_end|>]")

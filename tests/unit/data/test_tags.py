@@ -9,7 +9,7 @@ import pytest
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import PreferencePair
 from isopref.testing.tokenizers import tiny_tokenizer
-from support.chat_templates import trained_texts
+from support.family import trained_texts
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
