@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
@@ -98,7 +98,12 @@ def pairs(draw: Any, family: Family) -> PreferencePair:
         "chat_template_kwargs": draw(st.sampled_from(family.kwargs)),
     }
     record = Record(fields, "file:7")
-    found = to_pair(record, detect_shape([record], raw=False), raw=False)
+    try:
+        found = to_pair(record, detect_shape([record], raw=False), raw=False)
+    except BadPairError as error:
+        if error.reason != "diverging":
+            raise
+        reject()  # one side ends with a call that the other begins with
     assert isinstance(found, PreferencePair)
     return found
 
