@@ -177,11 +177,10 @@ def _remarks(figures: TableFigures) -> Iterator[str]:
             f"warning: {figures.contradicted} {_judgements(figures)} contradict another one: the same "
             + ("answer is good and bad" if figures.good + figures.bad else "two answers in the opposite order")
         )
-    shared = figures.examples - figures.prompts
-    if figures.unit in ("pair", "answer") and shared > MANY_SHARED * figures.examples:
+    if figures.unit in ("pair", "answer") and figures.joinable > MANY_SHARED * figures.examples:
         yield (
-            f"{_plural(shared, figures.unit)} repeat an earlier prompt; data.group_by_prompt: true computes each "
-            "prompt once"
+            f"{_plural(figures.joinable, figures.unit)} repeat an earlier prompt; data.group_by_prompt: true computes "
+            "each prompt once"
         )
 
 

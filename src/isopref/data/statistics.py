@@ -80,6 +80,7 @@ class TableFigures:
     tokens_shared: int
     longest: list[ExampleSize]
     over_context: OverContext | None  # None if all fit
+    joinable: int = 0  # examples that data.group_by_prompt would join to an earlier one
     with_context: int = 0  # answers with tokens that are not trained
     answer_tokens: int = 0
     trained_tokens: int = 0  # of the answer tokens
@@ -99,6 +100,7 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     _, prompt_N = np.unique(table.question_ids, return_inverse=True)
     per_prompt = np.bincount(prompt_N, lengths.num_answers).astype(np.int64)
     repeated, contradicted = _repeated_and_contradicted(table)
+    keys = np.stack([key.astype(np.uint64) for key in (table.prompt_ids, table.question_ids, table.sources)])
     longest = np.argsort(-tokens, kind="stable")[:NUM_LONGEST]
     return TableFigures(
         unit=table.unit,
@@ -116,6 +118,7 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
         tokens_shared=int(tokens.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
+        joinable=len(table) - len(np.unique(keys, axis=1)[0]),
         with_context=int((lengths.trained < lengths.answer).sum()),
         answer_tokens=int(lengths.answer.sum()),
         trained_tokens=int(lengths.trained.sum()),
