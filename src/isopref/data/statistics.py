@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isopref.data.columns import SIDES
-from isopref.data.context import context_ranges, decoder
+from isopref.data.context import decoder, weight_ranges
 from isopref.data.table import ExampleTable
 from isopref.examples import PAIR, PAIR_SCORES, Example
 from isopref.types import IntArray
@@ -59,6 +59,7 @@ class ExampleText:
     answers: dict[str, str]  # by name, as in the size
     comparisons: list[tuple[int, int]]  # better, worse: numbers of answers, counted from 1
     context: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # parts that are not trained, by name
+    weights: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)  # parts with another weight than 1
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,10 @@ def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -
     prompt, *answers = example_text(example, tokenizer)
     comparisons = [(better + 1, worse + 1) for better, worse in example.comparisons]
     names, decode = _names(table, index), decoder(tokenizer)
-    context = {name: context_ranges(example, number, decode) for number, name in enumerate(names)}
-    return ExampleText(_size(table, index), prompt, dict(zip(names, answers, strict=True)), comparisons, context)
+    weights = {name: weight_ranges(example, number, decode) for number, name in enumerate(names)}
+    context = {name: [(start, end) for start, end, weight in some if not weight] for name, some in weights.items()}
+    texts = dict(zip(names, answers, strict=True))
+    return ExampleText(_size(table, index), prompt, texts, comparisons, context, weights)
 
 
 def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -170,6 +170,16 @@ def test_context_is_counted_and_shown_where_it_is() -> None:
     assert not sample.context["rejected"]
 
 
+def test_weights_are_shown_where_they_are() -> None:
+    tokenizer = byte_tokenizer()
+    prompt, chosen, rejected = (np.array(tokenizer(text)["input_ids"]) for text in ("Q", "half none all", "no"))
+    weights = np.repeat([0.5, 0.0, 1.0], [5, 5, 3])
+    example = Example(prompt, (chosen, rejected), PAIR, PAIR_SCORES, weights=(weights, np.full(len(rejected), 2.0)))
+    (sample,) = samples(ExampleTable.from_tokens([example]), tokenizer)
+    assert sample.weights == {"chosen": [(0, 5, 0.5), (5, 10, 0.0)], "rejected": [(0, 2, 2.0)]}
+    assert sample.context == {"chosen": [(5, 10)], "rejected": []}
+
+
 def test_examples_that_grouping_would_join_share_all_tokens_of_the_prompt(tmp_path: Path) -> None:
     """Two records of a question that the template writes in different ways stay two examples."""
     ask = {"prompt": [{"role": "user", "content": "why?"}], "rejected": [{"role": "assistant", "content": "no"}]}
