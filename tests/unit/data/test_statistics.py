@@ -182,7 +182,10 @@ def test_weights_are_shown_where_they_are() -> None:
 
 def test_examples_that_grouping_would_join_share_all_tokens_of_the_prompt(tmp_path: Path) -> None:
     """Two records of a question that the template writes in different ways stay two examples."""
-    ask = {"prompt": [{"role": "user", "content": "why?"}], "rejected": [{"role": "assistant", "content": "no"}]}
+    ask: dict[str, object] = {
+        "prompt": [{"role": "user", "content": "why?"}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
     records = [
         ask | {"chosen": [{"role": "assistant", "content": str(number)}], "chat_template_kwargs": kwargs}
         for number, kwargs in enumerate([None, {"enable_thinking": False}, {"enable_thinking": False}])
