@@ -25,7 +25,7 @@ SHAREGPT_ROLES = {
 }
 REASONING = "reasoning_content"  # of an answer; in records also under other names
 REASONING_NAMES = (REASONING, "reasoning", "thinking")
-THINK_START, THINK_END = "<think>", "</think>"  # around reasoning in the text of an answer
+THINK_END = "</think>"  # after reasoning in the text of an answer
 BESIDE_VALUE = ("weight", "train", *REASONING_NAMES, "tool_calls")  # what a turn of ShareGPT may have, too
 # Arguments of apply_chat_template that a record must not set.
 RENDERING = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.marks import MARK, common, marked_at_end, marked_behind
-from isopref.data.messages import REASONING, THINK_END, THINK_START, DefectError, Message, Turns
+from isopref.data.messages import REASONING, THINK_END, DefectError, Message, Turns
 from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
@@ -243,9 +243,10 @@ class ChatTemplate:
             start = len(last["content"]) - len(said.lstrip())
             marked = {**last, "content": last["content"][:start] + MARK + said.lstrip()}
         elif last.get("tool_calls"):
-            # With text in place of the calls, the template writes the same up to where the calls begin.
             marked = {**last, "content": thought + end + said + MARK}
-            del marked["tool_calls"]
+            if MARK not in self.render([*messages[:-1], marked], given):
+                # With text in place of the calls, the template writes the same up to where the calls begin.
+                del marked["tool_calls"]
         elif reasoning.strip():
             raise DefectError(
                 "empty", f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on"
@@ -256,8 +257,10 @@ class ChatTemplate:
         before = text[: common(text, rendered)]
         if not said.strip():
             before = OPEN_TAG.sub("", before)  # the tags of text and of calls may begin alike
-        thought = reasoning.removeprefix(THINK_START).strip()
-        if not (rendered.startswith(before + MARK) if said.strip() else thought in before):
+        key, inside = (REASONING, "") if last.get(REASONING) else ("content", end + said)
+        thinking = self.render([*messages[:-1], {**last, key: reasoning.rstrip() + MARK + inside}], given)
+        is_whole = not reasoning.strip() or 0 <= thinking.find(MARK) <= len(before)
+        if not (rendered.startswith(before + MARK) if said.strip() else is_whole):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "

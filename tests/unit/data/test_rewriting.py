@@ -142,3 +142,11 @@ def test_a_frame_around_what_follows_the_reasoning() -> None:
         result = encode(pair, "ernie4.5", train_on)
         assert isinstance(result, EncodedPair), result
         assert shown(result.tokens, 0, "ernie4.5").endswith(f"{own} it is\n</response>\n<|im_end|>]")
+
+
+def test_reasoning_of_a_call_is_told_from_the_same_words_in_the_question() -> None:
+    """Kimi writes reasoning before a call, but none before a text in its place."""
+    called = ADD | {"tool_calls": [CALL | {"id": "functions.add:0"}], "reasoning_content": "why?"}
+    result = encode(read(prompt=[Q], chosen=[called], rejected=[BAD], tools=TOOLS), "kimi-k2", "final")
+    assert isinstance(result, EncodedPair)
+    assert shown(result.tokens, 0, "kimi-k2").startswith("why?</think>[<|tool_calls_section_begin|>")
