@@ -354,6 +354,7 @@ THINKING = {
         minimax_said,
         thought("<think>\n", "\n</think>\n\n"),
         lambda kwargs: "<think>\n",
+        call=minimax_said,
         thinks=True,
         inline="parsed",
         keeps=after_the_last_question,
