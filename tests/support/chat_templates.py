@@ -1,74 +1,22 @@
-"""Chat templates in the manner of current model families, and what each writes of an assistant turn, in Python.
+"""Chat templates in the manner of current model families, and what each writes of an assistant turn (family.py).
 
-Only the structure is theirs: marks of turns, where tools and reasoning go, what is cut from earlier turns. The Python
-side is a second description of an assistant turn, from the opening that the model is given to the token it stops at.
+Only the structure is theirs: marks of turns, where tools and reasoning go, what is cut from earlier turns. Families
+with newer formats of reasoning and calls are in thinking_templates.py.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from isopref.examples import Example
-from isopref.testing.tokenizers import tiny_tokenizer
-
-Message = dict[str, Any]
+from support.family import THINK, Family, Message, Place, after_the_last_question, bare, calls_of, dumped, never
 
 
-@dataclass(frozen=True)
-class Family:
-    """A template with its special tokens. `turn` writes an assistant turn: (message, is it the last turn)."""
-
-    template: str
-    special: tuple[str, ...]
-    eos: str
-    turn: Callable[[Message, bool], str]
-    stops: tuple[str, ...] = ()
-    tools: bool = True
-    system: bool = True
-    thinks: bool = False  # the reasoning of the last turn is written
-    many_calls: bool = True
-    refuses: Callable[[list[Message], int], bool] = field(default=lambda messages, start: False)  # all turns trained
-
-    refuses_last: Callable[[list[Message]], bool] = field(default=lambda messages: False)  # the last turn alone
-
-    def tokenizer(self) -> Any:
-        tokenizer = tiny_tokenizer(None)
-        tokenizer.add_special_tokens({"additional_special_tokens": list(self.special), "eos_token": self.eos})
-        tokenizer.chat_template = self.template
-        return tokenizer
-
-
-def trained_texts(example: Example, number: int, tokenizer: Any) -> list[str]:
-    """The stretches of an answer that are trained, decoded."""
-    answer = example.answers[number]
-    weights = example.weights[number] if example.weights else np.ones(len(answer))
-    borders = np.flatnonzero(np.diff(weights != 0)) + 1
-    pieces = zip(np.split(answer, borders), np.split(weights, borders), strict=True)
-    return [tokenizer.decode(piece, skip_special_tokens=False) for piece, own in pieces if own[0] != 0]
-
-
-def dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def calls_of(message: Message) -> list[dict[str, Any]]:
-    return [call["function"] for call in message.get("tool_calls", [])]
-
-
-def bare(function: dict[str, Any], arguments: str = "arguments") -> str:
-    return f'{{"name": "{function["name"]}", "{arguments}": {dumped(function["arguments"])}}}'
-
-
-def chatml_calls(message: Message) -> str:
+def chatml_said(message: Message) -> str:
     text = str(message["content"])
     for function in calls_of(message):
         text += ("\n" if text else "") + f"<tool_call>\n{bare(function)}\n</tool_call>"
-    return text
+    return f"{text}<|im_end|>"
 
 
 ASK_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -113,16 +61,20 @@ QWEN3 = (
 )
 
 
-def qwen3_turn(message: Message, last: bool) -> str:
-    why = message.get("reasoning_content", "").strip("\n")
-    thought = f"<think>\n{why}\n</think>\n\n" if last or why else ""
-    return thought + chatml_calls(message | {"content": message["content"].lstrip("\n")}) + "<|im_end|>"
+QWEN3_TAGGED = QWEN3.replace("<|im_start|>assistant\n{% if loop", "<|im_start|>assistant\n{% generation %}{% if loop")
+QWEN3_TAGGED = QWEN3_TAGGED.replace(
+    "{% endfor %}<|im_end|>\n{% elif m.role == 'user'",
+    "{% endfor %}<|im_end|>{% endgeneration %}{{ '\n' }}{% elif m.role == 'user'",
+)
 
 
-def reasons_before_a_question(messages: list[Message], start: int) -> bool:
-    """Whether the reasoning of a turn is cut, as a user's turn follows it."""
-    users = [n for n, m in enumerate(messages) if m["role"] == "user"]
-    return any(m.get("reasoning_content") for m in messages[start : users[-1]])
+def qwen3_thought(message: Message, place: Place) -> str:
+    why = message.get("reasoning_content", "")
+    return f"<think>\n{why}\n</think>\n\n" if place.kept and (place.last or why) else ""
+
+
+def qwen3_asks(kwargs: dict[str, bool]) -> str:
+    return "" if kwargs.get("enable_thinking", True) else "<think>\n\n</think>\n\n"
 
 
 HEADER = "<|start_header_id|>{{ %s }}<|end_header_id|>\n\n"
@@ -143,7 +95,7 @@ LLAMA = (
 )
 
 
-def llama_turn(message: Message, last: bool) -> str:
+def llama_said(message: Message) -> str:
     calls = calls_of(message)
     return (bare(calls[0], "parameters") if calls else message["content"].strip()) + "<|eot_id|>"
 
@@ -163,7 +115,7 @@ MISTRAL = (
 )
 
 
-def mistral_turn(message: Message, last: bool) -> str:
+def mistral_said(message: Message) -> str:
     calls = calls_of(message)
     return ("[TOOL_CALLS][" + ", ".join(map(bare, calls)) + "]" if calls else message["content"]) + "</s>"
 
@@ -195,7 +147,7 @@ DEEPSEEK = (
 )
 
 
-def deepseek_turn(message: Message, last: bool) -> str:
+def deepseek_said(message: Message) -> str:
     calls = (f"<call>{one['name']}<sep>{dumped(one['arguments'])}<end_call>" for one in calls_of(message))
     return str(message["content"]) + "".join(calls) + "<end>"
 
@@ -205,29 +157,19 @@ TULU = (
     "{{ '\n' if not loop.last else '' }}{% else %}<|{{ m.role }}|>\n{{ m.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-OLMO3 = (
-    "{% for m in messages %}{% if m.role == 'system' %}<|im_start|>system\n{{ m.content }}"
-    "{% if tools %}<functions>{{ tools | tojson }}</functions>{% endif %}<|im_end|>\n"
-    "{% elif m.role == 'tool' %}<|im_start|>environment\n{{ m.content }}<|im_end|>\n"
-    "{% else %}{% if loop.first and tools %}<|im_start|>system\n<functions>{{ tools | tojson }}</functions><|im_end|>\n"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<function_calls>"
-    "{% for c in m.tool_calls %}{{ c.function.name }}("
-    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
-    "{{ ', ' if not loop.last else '' }}{% endfor %})"
-    "{{ '\n' if not loop.last else '' }}{% endfor %}</function_calls>{% endif %}"
-    "{{ '<|im_end|>\n' if not (loop.last and m.role == 'assistant') else eos_token }}{% endif %}{% endfor %}"
-    + ASK_CHATML
-)
+# Its tags enclose the text of an answer alone: neither calls nor the end token.
 GRANITE = (
     "{% set role = '<|start_of_role|>%s<|end_of_role|>' %}"
     "{% if tools %}{{ role % 'tools' }}{{ tools | tojson }}<|end_of_text|>\n{% endif %}"
-    "{% for m in messages %}{{ role % ('tool_response' if m.role == 'tool' else m.role) }}{{ m.content }}"
+    "{% for m in messages %}{{ role % ('tool_response' if m.role == 'tool' else m.role) }}"
+    "{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
     "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
     "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}{{ role % 'assistant' }}{% endif %}"
 )
 
 
-def granite_turn(message: Message, last: bool) -> str:
+def granite_said(message: Message) -> str:
     calls = calls_of(message)
     return str(message["content"]) + (f"<|tool_call|>{dumped(calls)}" if calls else "") + "<|end_of_text|>"
 
@@ -244,7 +186,7 @@ GLM = (
 )
 
 
-def glm_turn(message: Message, last: bool) -> str:
+def glm_said(message: Message) -> str:
     calls = calls_of(message)
     if calls:
         return f"{calls[0]['name']}\n{dumped(calls[0]['arguments'])}<|observation|>"
@@ -273,94 +215,112 @@ HARMONY = (
 )
 
 
-def harmony_turn(message: Message, last: bool) -> str:
-    why = message.get("reasoning_content")
-    thought = f"<|channel|>analysis<|message|>{why}<|end|><|start|>assistant" if why else ""
-    calls = calls_of(message)
-    if calls:
-        name, arguments = calls[0]["name"], dumped(calls[0]["arguments"])
-        return f"{thought}<|channel|>commentary to=functions.{name}<|message|>{arguments}<|call|>"
-    return f"{thought}<|channel|>final<|message|>{message['content']}<|return|>"
+def harmony_said(message: Message) -> str:
+    if calls_of(message):
+        return f"<|channel|>{harmony_call(message)}"
+    return f"<|channel|>final<|message|>{message['content']}<|return|>"
 
 
-def harmony_refuses(messages: list[Message], start: int) -> bool:
-    """An answer that another turn follows, or reasoning that an answer after it cuts."""
-    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
-    cut = answers and any(m.get("reasoning_content") for m in messages[start : answers[-1]])
-    return bool(cut) or any(start <= n < len(messages) - 1 for n in answers)
+def harmony_call(message: Message) -> str:
+    (call,) = calls_of(message)
+    return f"commentary to=functions.{call['name']}<|message|>{dumped(call['arguments'])}<|call|>"
 
 
-def harmony_refuses_last(messages: list[Message]) -> bool:
-    """The model sees the reasoning of its calls when it answers, but the template cuts it once the answer is there."""
-    answers = [n for n, m in enumerate(messages[:-1]) if m["role"] == "assistant" and not m.get("tool_calls")]
-    return any(m.get("reasoning_content") for m in messages[answers[-1] + 1 if answers else 0 : -1])
+def harmony_thought(message: Message, place: Place) -> str:
+    why = message.get("reasoning_content") if place.kept else ""
+    return f"<|channel|>analysis<|message|>{why}<|end|><|start|>assistant" if why else ""
 
 
-# With the marks that transformers reads for masks of assistants' tokens.
-SMOLLM3 = (
-    "<|im_start|>system\nReasoning: {{ 'off' if enable_thinking is defined and not enable_thinking else 'on' }}\n"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}<|im_end|>\n"
-    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-    "{% elif m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-    "{% elif m.role == 'assistant' %}{% set said = m.content.lstrip('\n') %}<|im_start|>assistant\n"
-    "{% generation %}{{ said }}" + CHATML_CALLS + "<|im_end|>\n{% endgeneration %}{% endif %}{% endfor %}" + ASK_CHATML
-)
+def harmony_keeps(messages: Sequence[Message], index: int) -> bool:
+    """The reasoning of calls until they are answered, and that of an answer that is the last turn."""
+    later = [one for one in messages[index + 1 :] if is_answer(one)]
+    return index == len(messages) - 1 or not (later or is_answer(messages[index]))
+
+
+def is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
 IM = ("<|im_start|>", "<|im_end|>")
 
 
-def with_end(end: str, *, strip: bool = False) -> Callable[[Message, bool], str]:
-    return lambda message, last: (message["content"].strip() if strip else message["content"]) + end
-
-
-FAMILIES = {
-    "qwen2.5": Family(QWEN25, IM, "<|im_end|>", lambda m, last: chatml_calls(m) + "<|im_end|>"),
-    "qwen3": Family(QWEN3, IM, "<|im_end|>", qwen3_turn, thinks=True, refuses=reasons_before_a_question),
+CLASSIC = {
+    "qwen2.5": Family(QWEN25, IM, "<|im_end|>", chatml_said),
+    "qwen3": Family(
+        QWEN3,
+        (*IM, *THINK),
+        "<|im_end|>",
+        chatml_said,
+        qwen3_thought,
+        qwen3_asks,
+        kwargs=({}, {"enable_thinking": False}),
+        thinks=True,
+        inline="parsed",
+        keeps=after_the_last_question,
+    ),
     "llama3.1": Family(
         LLAMA,
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|eot_id|>",
-        llama_turn,
+        llama_said,
         many_calls=False,
+        text_with_calls=False,
     ),
     "mistral": Family(
         MISTRAL,
         ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"),
         "</s>",
-        mistral_turn,
+        mistral_said,
+        text_with_calls=False,
+        moves_tools=True,
     ),
     "gemma3": Family(
         GEMMA,
         ("<bos>", "<start_of_turn>", "<end_of_turn>"),
         "<end_of_turn>",
-        with_end("<end_of_turn>", strip=True),
+        lambda message: message["content"].strip() + "<end_of_turn>",
         tools=False,
     ),
-    "phi4": Family(PHI, (*IM, "<|im_sep|>"), "<|im_end|>", with_end("<|im_end|>"), tools=False),
+    "phi4": Family(PHI, (*IM, "<|im_sep|>"), "<|im_end|>", chatml_said, tools=False),
     "deepseek": Family(
-        DEEPSEEK, ("<begin>", "<User>", "<Assistant>", "<end>", "<call>", "<sep>", "<end_call>"), "<end>", deepseek_turn
+        DEEPSEEK,
+        ("<begin>", "<User>", "<Assistant>", "<end>", "<call>", "<sep>", "<end_call>"),
+        "<end>",
+        deepseek_said,
+        thinks=True,
+        keeps=never,
     ),
-    "tulu": Family(TULU, ("<|assistant|>", "<|user|>"), "</s>", with_end("</s>"), tools=False),
+    "tulu": Family(
+        TULU, ("<|assistant|>", "<|user|>"), "</s>", lambda message: f"{message['content']}</s>", tools=False
+    ),
     "granite": Family(
-        GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), "<|end_of_text|>", granite_turn
+        GRANITE,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        "<|end_of_text|>",
+        granite_said,
+        inline="raw",
     ),
     "glm4": Family(
         GLM,
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|eos|>"),
         "<|eos|>",
-        glm_turn,
+        glm_said,
         stops=("<|user|>", "<|observation|>"),
         many_calls=False,
+        text_with_calls=False,
     ),
     "harmony": Family(
         HARMONY,
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
         "<|return|>",
-        harmony_turn,
+        harmony_said,
+        harmony_thought,
+        call=harmony_call,
         thinks=True,
         many_calls=False,
-        refuses=harmony_refuses,
-        refuses_last=harmony_refuses_last,
+        text_with_calls=False,
+        keeps=harmony_keeps,
+        proves=lambda messages, index: not is_answer(messages[index]),
     ),
-    "smollm3": Family(SMOLLM3, IM, "<|im_end|>", lambda m, last: chatml_calls(m) + "<|im_end|>"),
 }
+CLASSIC["qwen3, tagged"] = replace(CLASSIC["qwen3"], template=QWEN3_TAGGED)

@@ -26,7 +26,7 @@ from torch.distributed.run import get_args_parser
 from isopref.config.load import read_values
 from isopref.data.spot_checks import read_spot_checks
 from isopref.testing.models import tiny_folder
-from support.chat_templates import FAMILIES
+from support.families import FAMILIES
 from support.forked import run_script
 from support.pages import Snippet
 from support.project import Outcome, Project, Record, make_pairs

@@ -19,9 +19,9 @@ from isopref.build.requests import in_parallel, token_progress
 from isopref.build.run import Run, opened_run, quiet_libraries
 from isopref.config.schema import Config
 from isopref.data.chat import PairEncoder, TokenizeOptions
+from isopref.data.omissions import Given
 from isopref.data.sources import read_source
 from isopref.data.template_files import NO_TEMPLATE
-from isopref.data.templates import Given
 from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, DataError, ModelError, RunError
 from isopref.ledger import Ledger, check_out

@@ -177,11 +177,10 @@ def _remarks(figures: TableFigures) -> Iterator[str]:
             f"warning: {figures.contradicted} {_judgements(figures)} contradict another one: the same "
             + ("answer is good and bad" if figures.good + figures.bad else "two answers in the opposite order")
         )
-    shared = figures.examples - figures.prompts
-    if figures.unit in ("pair", "answer") and shared > MANY_SHARED * figures.examples:
+    if figures.unit in ("pair", "answer") and figures.joinable > MANY_SHARED * figures.examples:
         yield (
-            f"{_plural(shared, figures.unit)} repeat an earlier prompt; data.group_by_prompt: true computes each "
-            "prompt once"
+            f"{_plural(figures.joinable, figures.unit)} repeat an earlier prompt; data.group_by_prompt: true computes "
+            "each prompt once"
         )
 
 
@@ -216,13 +215,16 @@ def _size(size: ExampleSize) -> str:
     return f"{visible(size.origin)}: {total} tokens (prompt {size.prompt}, {parts})"
 
 
-def _with_context(said: str, context: list[tuple[int, int]], style: str, *, coloured: bool) -> Text:
-    """An answer with its context dimmed, or in braces if there is no colour."""
+def _with_weights(said: str, weights: list[tuple[int, int, float]], style: str, *, coloured: bool) -> Text:
+    """An answer with its context dimmed, or in braces if there is no colour; and other weights in braces."""
     text, end = Text(), 0
-    for start, stop in context:
+    for start, stop, weight in weights:
         text.append(_abridged(said[end:start]), style)
-        read = _abridged(said[start:stop])
-        text.append(read if coloured else f"{{{{context: {read}}}}}", CONTEXT_STYLE)
+        part = _abridged(said[start:stop])
+        if weight:
+            text.append(f"{{{{weight {weight:g}: {part}}}}}", style)
+        else:
+            text.append(part if coloured else f"{{{{context: {part}}}}}", CONTEXT_STYLE)
         end = stop
     return text.append(_abridged(said[end:]), style)
 
@@ -253,7 +255,7 @@ def _show_samples(samples: list[ExampleText], unit: str, console: Console) -> No
         parts = {"prompt": sample.prompt, **sample.answers}
         for number, (part, said) in enumerate(parts.items()):
             marker = "" if coloured and part in PAIR_STYLES else f"[[{part}]]"
-            text = _with_context(said, sample.context.get(part, []), _style(part, number), coloured=coloured)
+            text = _with_weights(said, sample.weights.get(part, []), _style(part, number), coloured=coloured)
             console.print(Text.assemble(marker, text), end="" if part == "prompt" else "\n")
         if not sample.answers.keys() <= STYLES.keys() and sample.comparisons:
             console.print(Text(_comparisons(sample.comparisons), "dim"))

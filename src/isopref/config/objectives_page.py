@@ -7,10 +7,10 @@ LEGEND = """\
 | symbol | meaning |
 |---|---|
 | `P_c`, `P_r` | log pi(c\\|x), log pi(r\\|x): log-probability of the chosen and rejected answer, summed over tokens |
-| `p_c`, `p_r` | the same, divided by the number of tokens in the answer |
+| `p_c`, `p_r` | the same, divided by the number of trained tokens in the answer |
 | `R_c`, `R_r` | the same sums under the reference: log ref(c\\|x), log ref(r\\|x) |
 | `G_c`, `G_r` | log pi - log ref of the answer, summed over its tokens |
-| `g_c`, `g_r` | the same, divided by the number of tokens in the answer |
+| `g_c`, `g_r` | the same, divided by the number of trained tokens in the answer |
 | `m` | G_c - G_r, the margin |
 | `G` | G of a labelled answer |
 | `b`, `e` | `objective.beta`, `objective.label_smoothing` |
@@ -77,7 +77,7 @@ The weight of a list in the batch depends on `objective.weighting`:
 | `objective.weighting` | with a list loss | with a pairwise loss |
 |---|---|---|
 | `example` | the list counts as 1 | the list counts as 1, shared equally by its comparisons |
-| `completion` | tokens of its answers | each comparison counts as a pair: tokens of its two answers |
+| `completion` | trained tokens of its answers | each comparison counts as a pair: trained tokens of its two answers |
 | `token` | tokens of all its sequences | each comparison counts as a pair: tokens of its two sequences |
 | `gap` | refused | each comparison counts by the difference between its two scores |
 
@@ -91,7 +91,7 @@ chosen answer as good and the rejected one as bad. Scored lists are refused, bec
 the same prompt can share an example, so that the prompt is computed once.
 
 `objective.weighting` sets the weight of each answer: an equal share of its example, which counts as 1 (`example`); its
-number of tokens (`completion`); or the tokens of its full sequence (`token`). `objective.nll_weight` adds the
+number of trained tokens (`completion`); or the tokens of its full sequence (`token`). `objective.nll_weight` adds the
 likelihood of good answers. `objective.wpo` and `objective.ld_alpha` are refused, and losses for labels cannot be
 combined with others.
 

@@ -5,13 +5,14 @@ each answer. Each is tokenised as a whole (special tokens come only from the tem
 prompt's tokens, the boundary is proven. Otherwise the boundary backs off to the last token common to all three, and the
 pair is counted: under `boundary_backoffs` if the tokenizer merges the last prompt character with the answer, under
 `generation_prompt_backoffs` if the generation prompt differs from how the template renders an answer (for example, only
-one of them has "<think>"). If a template renders the prompt's own turns differently once an answer follows, there is no
-boundary: BadPairError.
+one of them has "<think>"). If a template renders the prompt's own turns differently once an answer follows, the answer
+is read after the prompt as the model is given it; if that cannot be proven, there is no boundary: BadPairError.
 
 How trained turns are found. An answer may be a conversation: assistant turns are trained, the others are context. The
 model's input for a trained turn is the turns before it plus the generation prompt. The rendered conversation must begin
-with that input, and the turn begins where it ends. The turn ends, including its end token, where a mark shows its end
-(templates.py). The prompt of the pair is the common prefix of all sequences, up to the first trained token.
+with that input, except for the generation prompt, and the turn begins where it ends. templates.py proves where the turn
+ends, including its end token. The prompt of the pair is the common prefix of all sequences, up to the first trained
+token.
 
 How a completion ends. Generation stops at the end-of-turn token, so tokens after it are dropped if they are only white
 space (ChatML writes "<|im_end|>\\n") or the same token again (the answer's own text ended with it). What a template
@@ -38,12 +39,13 @@ import numpy as np
 
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
-from isopref.data.conversations import Conversation, TrainOn, conversation
+from isopref.data.conversations import Conversation, TrainOn, conversation, is_conversation, part
 from isopref.data.messages import DefectError, Turns
+from isopref.data.omissions import NOTHING, Given
 from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE
-from isopref.data.templates import NOTHING, ChatTemplate, Given, Side, Turn, Written, as_messages
+from isopref.data.templates import ChatTemplate, Side, Turn, Written, as_messages
 from isopref.data.tokenizer import end_tokens, tokenizer_content
 from isopref.data.truncation import Span, stretch_to_cut
 from isopref.errors import ConfigError, DataError
@@ -175,18 +177,20 @@ class PairEncoder:
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
-            prompt = as_messages(pair.prompt, "user")
-            answers = dict(zip(pair.names, self._conversations(pair), strict=True))
-            return self._template.write(prompt, answers, _given(pair))
+            found = self._conversations(pair)
+            prompt = found[0].messages[: found[0].num_prompt]
+            return self._template.write(prompt, dict(zip(pair.names, found, strict=True)), _given(pair))
         sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
         if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
         return Written(pair.prompt, tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
 
     def _conversations(self, pair: Preference) -> list[Conversation]:
-        prompt, train_on = as_messages(pair.prompt, "user"), self.options.train_on
-        named = zip(pair.answers, pair.names, strict=True)
-        return [conversation(prompt, as_messages(answer, "assistant"), train_on, name) for answer, name in named]
+        prompt, answers = as_messages(pair.prompt, "user"), [as_messages(one, "assistant") for one in pair.answers]
+        if any(map(is_conversation, answers)) and len(answers) > 1 and not self._template.writes_ids:
+            prompt, answers = part(prompt, answers, ids=False)
+        named = zip(answers, pair.names, strict=True)
+        return [conversation(prompt, answer, self.options.train_on, name) for answer, name in named]
 
     def _tokenize(self, texts: list[str]) -> list[IntArray]:
         if not texts:

@@ -1,4 +1,4 @@
-"""Where the text of an answer, as a user sees it, is context: tokens that the model reads but is not trained on."""
+"""Where the text of an answer, as a user sees it, has weights of its own; 0 is context, which is not trained on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from isopref.types import IntArray
 Decode = Callable[..., str]  # arrays of tokens -> one text
 
 
-def context_ranges(example: Example, number: int, decode: Decode) -> list[tuple[int, int]]:
-    """The parts of an answer's text that are context: where each begins and ends, in characters."""
+def weight_ranges(example: Example, number: int, decode: Decode) -> list[tuple[int, int, float]]:
+    """The parts of an answer's text with another weight than 1: where each begins and ends, in characters; the weight.
+
+    A weight of 0 is context.
+    """
     weights = example.weights_of(number)
     if weights is None:
         return []
     answer = example.answers[number]
-    borders = [0, *(np.flatnonzero(np.diff(weights != 0)) + 1).tolist(), len(answer)]
+    borders = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(answer)]
     places = [len(decode(example.prompt, answer[:border])) - len(decode(example.prompt)) for border in borders]
-    stretches = zip(borders, places, places[1:], strict=False)
-    return [(start, end) for border, start, end in stretches if border < len(answer) and weights[border] == 0]
+    stretches = zip(weights[borders[:-1]].tolist(), places, places[1:], strict=False)
+    return [(start, end, weight) for weight, start, end in stretches if weight != 1]
 
 
 def decoder(tokenizer: object) -> Decode:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from isopref.data.messages import DefectError, Message, Turns
+from isopref.data.messages import REASONING, DefectError, Message, Turns
 
 TrainOn = Literal["assistant", "last", "final"]
 WEIGHT = "weight"  # of a message: the weight of its tokens. Templates never see it.
+
+CALL_IDS = ("id", "tool_call_id")  # of a call, and of its result
 
 
 class Trained(NamedTuple):
@@ -48,14 +50,22 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
     return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
 
-def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError."""
+def part(
+    prompt: list[Message], answers: Sequence[list[Message]], *, ids: bool = True
+) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError.
+
+    Without `ids`, turns that differ only in the ids of tool calls are the same.
+    """
+    seen = plain if ids else without_ids
     shared = 0
     while all(len(answer) > shared for answer in answers) and all(
-        plain(answer[shared]) == plain(answers[0][shared]) for answer in answers
+        seen(answer[shared]) == seen(answers[0][shared]) for answer in answers
     ):
         shared += 1
     rest = [answer[shared:] for answer in answers]
+    if not any(rest):
+        raise DefectError("tie", "the answers differ only in weights or in ids of tool calls, which are not tokens")
     if not all(rest):
         raise DefectError("diverging", "one answer is the beginning of another, so it has no turn of its own")
     return [*prompt, *map(plain, answers[0][:shared])], rest
@@ -74,13 +84,21 @@ def plain(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != WEIGHT}
 
 
+def without_ids(message: Message) -> Message:
+    """A message as a template sees it that writes no ids of tool calls."""
+    seen = {key: value for key, value in plain(message).items() if key not in CALL_IDS}
+    if "tool_calls" in seen:
+        seen["tool_calls"] = [{key: call[key] for key in call if key not in CALL_IDS} for call in seen["tool_calls"]]
+    return seen
+
+
 def is_conversation(answer: Turns) -> bool:
     """Whether an answer has several turns."""
     return not isinstance(answer, str) and len(answer) > 1
 
 
 def is_empty(turns: Turns) -> bool:
-    """Whether there is neither text nor a tool call."""
+    """Whether there is neither text, nor reasoning, nor a tool call."""
     if isinstance(turns, str):
         return not turns.strip()
-    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)
+    return not any((turn["content"] + turn.get(REASONING, "")).strip() or turn.get("tool_calls") for turn in turns)

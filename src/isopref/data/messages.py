@@ -23,6 +23,10 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "function_call": "assistant",
 }
+REASONING = "reasoning_content"  # of an answer; in records also under other names
+REASONING_NAMES = (REASONING, "reasoning", "thinking")
+THINK_END = "</think>"  # after reasoning in the text of an answer
+BESIDE_VALUE = ("weight", "train", *REASONING_NAMES, "tool_calls")  # what a turn of ShareGPT may have, too
 # Arguments of apply_chat_template that a record must not set.
 RENDERING = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -204,11 +208,13 @@ def _number(value: Any) -> float:
 def _read_message(turn: dict[str, Any], name: str) -> Message:
     message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
     message |= _read_parts(message.get("content"), name)
+    message = _with_reasoning(message, name)
+    message = _with_function_call(message, name)
     if "tool_calls" in message:
         message["tool_calls"] = _read_calls(message["tool_calls"], name)
         if not message["tool_calls"]:
             del message["tool_calls"]
-    if "content" not in message and (message.get("tool_calls") or message.get("reasoning_content")):
+    if "content" not in message and (message.get("tool_calls") or message.get(REASONING)):
         message["content"] = ""
     message["content"] = read_text(message.get("content"), name)
     return _with_weight(message, name)
@@ -227,10 +233,34 @@ def _read_parts(value: Any, name: str) -> Message:
         texts[part["type"]].append(read_text(part.get("text", part.get("value")), name))
     found: Message = {"content": "".join(texts["text"])}
     if texts["reasoning"]:
-        found["reasoning_content"] = "".join(texts["reasoning"])
+        found[REASONING] = "".join(texts["reasoning"])
     if texts["tool_call"]:
         found["tool_calls"] = [call for text in texts["tool_call"] for call in _function_calls(text, name)]
     return found
+
+
+def _with_reasoning(message: Message, name: str) -> Message:
+    """The message with its reasoning under one name."""
+    found = {key: read_text(message[key], key) for key in REASONING_NAMES if message.get(key) is not None}
+    texts = {text: key for key, text in found.items() if text}
+    if len(texts) > 1:
+        raise DefectError("type", f"{name}: {' and '.join(map(repr, texts.values()))} differ; keep one")
+    rest = {key: value for key, value in message.items() if key not in found}
+    return rest | {REASONING: next(iter(texts), "")} if found else rest
+
+
+def _with_function_call(message: Message, name: str) -> Message:
+    """The message with a call in OpenAI's old form, `function_call`, as a tool call."""
+    if "function_call" not in message:
+        return message
+    call = message.pop("function_call")
+    if not call or (isinstance(call, dict) and not any(call.values())):  # Arrow fills in absent keys with null
+        return message
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        raise DefectError("tools", f"{name}: 'function_call' needs a 'name', but this is {shown(call)}")
+    if message.get("tool_calls"):
+        raise DefectError("tools", f"{name} has both 'tool_calls' and 'function_call'; keep one")
+    return {**message, "tool_calls": [_as_function(call)]}
 
 
 def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
@@ -271,19 +301,21 @@ def _with_weight(message: Message, name: str) -> Message:
 
 
 def _from_roles(turn: dict[str, Any], name: str) -> Message:
-    if turn["role"] not in ROLES:
-        raise DefectError("role", f"{name} has the role {turn['role']!r}, which is not one of {', '.join(ROLES)}")
+    role = "tool" if turn["role"] == "function" else turn["role"]  # as results were called with `function_call`
+    if role not in ROLES:
+        raise DefectError("role", f"{name} has the role {role!r}, which is not one of {', '.join(ROLES)}")
     # A key with None means the same as a missing key: {"content": null, "tool_calls": [...]}.
-    return {key: value for key, value in turn.items() if value is not None}
+    return {key: value for key, value in turn.items() if value is not None} | {"role": role}
 
 
 def _from_sharegpt(turn: dict[str, Any], name: str) -> Message:
     sender = turn["from"]
     if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
         raise DefectError("role", f"{name} is from {sender!r}, which is not one of {', '.join(SHAREGPT_ROLES)}")
+    also = {key: turn[key] for key in BESIDE_VALUE if turn.get(key) is not None}
     if sender == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
-    return {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
+        return also | {"role": "assistant", "content": "", "tool_calls": _function_calls(turn.get("value"), name)}
+    return also | {"role": SHAREGPT_ROLES[sender], "content": turn.get("value")}
 
 
 def _function_calls(value: Any, name: str) -> list[dict[str, Any]]:

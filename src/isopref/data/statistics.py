@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isopref.data.columns import SIDES
-from isopref.data.context import context_ranges, decoder
+from isopref.data.context import decoder, weight_ranges
 from isopref.data.table import ExampleTable
 from isopref.examples import PAIR, PAIR_SCORES, Example
 from isopref.types import IntArray
@@ -59,6 +59,7 @@ class ExampleText:
     answers: dict[str, str]  # by name, as in the size
     comparisons: list[tuple[int, int]]  # better, worse: numbers of answers, counted from 1
     context: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # parts that are not trained, by name
+    weights: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)  # parts with another weight than 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class TableFigures:
     tokens_shared: int
     longest: list[ExampleSize]
     over_context: OverContext | None  # None if all fit
+    joinable: int = 0  # examples that data.group_by_prompt would join to an earlier one
     with_context: int = 0  # answers with tokens that are not trained
     answer_tokens: int = 0
     trained_tokens: int = 0  # of the answer tokens
@@ -99,6 +101,7 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
     _, prompt_N = np.unique(table.question_ids, return_inverse=True)
     per_prompt = np.bincount(prompt_N, lengths.num_answers).astype(np.int64)
     repeated, contradicted = _repeated_and_contradicted(table)
+    keys = np.stack([key.astype(np.uint64) for key in (table.prompt_ids, table.question_ids, table.sources)])
     longest = np.argsort(-tokens, kind="stable")[:NUM_LONGEST]
     return TableFigures(
         unit=table.unit,
@@ -116,6 +119,7 @@ def figures(table: ExampleTable, *, context: int | None = None) -> TableFigures:
         tokens_shared=int(tokens.sum()),
         longest=[_size(table, int(index)) for index in longest],
         over_context=None if context is None else _over(table, parts["sequence"], context),
+        joinable=len(table) - len(np.unique(keys, axis=1)[0]),
         with_context=int((lengths.trained < lengths.answer).sum()),
         answer_tokens=int(lengths.answer.sum()),
         trained_tokens=int(lengths.trained.sum()),
@@ -214,8 +218,10 @@ def _text(table: ExampleTable, index: int, tokenizer: PreTrainedTokenizerBase) -
     prompt, *answers = example_text(example, tokenizer)
     comparisons = [(better + 1, worse + 1) for better, worse in example.comparisons]
     names, decode = _names(table, index), decoder(tokenizer)
-    context = {name: context_ranges(example, number, decode) for number, name in enumerate(names)}
-    return ExampleText(_size(table, index), prompt, dict(zip(names, answers, strict=True)), comparisons, context)
+    weights = {name: weight_ranges(example, number, decode) for number, name in enumerate(names)}
+    context = {name: [(start, end) for start, end, weight in some if not weight] for name, some in weights.items()}
+    texts = dict(zip(names, answers, strict=True))
+    return ExampleText(_size(table, index), prompt, texts, comparisons, context, weights)
 
 
 def example_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[str]:

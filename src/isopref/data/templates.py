@@ -1,51 +1,29 @@
-"""Chat templates: how they render a conversation, and whether they omit part of it.
+"""Chat templates: how they render a conversation, and where in the text the trained turns are.
 
-A template is third-party code and may ignore what it was not written for: a system turn, tools, tool calls, the
-reasoning in an answer. Training would silently proceed without it, so isopref looks for each part of a pair in the
-rendered text. White space is ignored (templates trim it and add line breaks). How strict:
-
-- Answers are what is trained on, and user turns are what was asked: all their text must be there.
-- Other turns of the prompt may be rewritten, because the model sees them that way at inference too: tool results as
-  JSON, earlier answers without their reasoning, a switch in the system turn obeyed. They may not be ignored: if the
-  text is not there verbatim, a mark placed after it must appear.
-- Templates render tools and tool calls in their own format, so isopref can only detect if they are ignored: the text is
-  then the same without them.
+A template is third-party code. omissions.py finds what it leaves out of a conversation.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
-from isopref.data.marks import MARK, marked_at_end, marked_behind, without_last_call
-from isopref.data.messages import DefectError, Message, Turns, shown
+from isopref.data.marks import MARK, common, marked_at_end, marked_behind
+from isopref.data.messages import REASONING, THINK_END, DefectError, Message, Turns
+from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THINK_END = "</think>"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
+OPEN_TAG = re.compile(r"<[^<>\s]*$")
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
-REASONING = ("reasoning_content", "thinking")  # an answer's reasoning, under the names that templates use
-SPOKEN = ("content", *REASONING)  # all text of an answer
-
-HINT = "(data.template: path.jinja can replace the template)"
-
-
-class Given(NamedTuple):
-    """What a template receives besides messages."""
-
-    tools: list[dict[str, Any]] | None = None
-    kwargs: Mapping[str, Any] = {}
-
-
-NOTHING = Given()
 
 
 class Turn(NamedTuple):
@@ -76,6 +54,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._text = template_text(tokenizer, template)
+        self._omissions = Omissions(self.render)
         self._turn_end, self._conversation_end = ("", "") if template == NO_TEMPLATE else self._find_ends()
 
     @property
@@ -107,32 +86,50 @@ class ChatTemplate:
         """
         asks = self._asks(prompt, answers.values())
         start = self.render(prompt, given, add_generation_prompt=asks)
-        _refuse(self._left_out_of_context(prompt, range(len(prompt)), given, start))
+        refuse(self._omissions.of_context(prompt, range(len(prompt)), given, start))
         asked = start if asks else None
-        return Written(start, tuple(self._write_side(name, answer, given, asked) for name, answer in answers.items()))
+        try:
+            return Written(start, tuple(self._locate(name, one, given, asked) for name, one in answers.items()))
+        except DefectError as defect:
+            last = {name: one._replace(trained=one.trained[-1:]) for name, one in answers.items()}
+            if last == answers:
+                raise
+            # If the last turns alone are refused, too, that is the cause to report. Otherwise they are a way out.
+            for name, one in last.items():
+                self._locate(name, one, given, asked)
+            reason, what = defect.args
+            raise DefectError(reason, f"{what}. data.train_on: last trains the last turn alone") from None
 
-    def _write_side(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
+    def _locate(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
         """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
         messages = answer.messages
         text = self.render(messages, given)
         trained = {one.number for one in answer.trained}
         context = [index for index in range(answer.num_prompt, len(messages)) if index not in trained]
         if context:
-            _refuse(self._left_out_of_context(messages, context, given, text, add_generation_prompt=False))
-        ends = self._marked_ends(messages, given, text) if len(answer.trained) > 1 else {}
+            refuse(self._omissions.of_context(messages, context, given, text, name))
         turns = []
         for one in answer.trained:
             before = asked if one.number == answer.num_prompt else None
             if before is None:
                 before = self.render(messages[: one.number], given, add_generation_prompt=True)
+            final = self._final(name, messages, given, text) if one.final else 0
+            if len(answer.trained) == 1:
+                text = self._as_asked(messages, given, text, before)
+            where = f"turn {one.number + 1} of '{name}'" if len(messages) > answer.num_prompt + 1 else f"'{name}'"
             end = None
             if one.number < len(messages) - 1:
-                end = ends.get(one.number) or self._end_of_turn(name, messages, one.number, given, text)
-            _refuse(self._left_out_of_answer(name, messages, one.number, given, before, text[:end]))
-            if not text.startswith(before):
-                self._check_start(messages, one.number, given, text)
-            if one.final:
-                before = self._before_final(name, messages, given, text) or before
+                end = self._end_of_turn(where, messages, one.number, given, text)
+            refuse(self._omissions.of_answer(where, messages, one.number, given, before, text[:end]))
+            if not self._begins_as_asked(messages, one.number, given, text, before):
+                raise DefectError(
+                    "boundary",
+                    f"the chat template writes what comes before {where} differently once that turn follows, so where "
+                    f"it begins cannot be proven {HINT}",
+                )
+            before = _as_spaced(text, before)
+            if final and not (text.startswith(before) and len(before) > len(text) - final):
+                before = text[:-final]
             turns.append(Turn(before, end, one.weight))
         return Side(self._unclosed(text), tuple(turns))
 
@@ -141,26 +138,91 @@ class ChatTemplate:
         """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
 
-    def _check_start(self, messages: list[Message], index: int, given: Given, text: str) -> None:
-        """The text before a turn must equal the model's input for it; only the generation prompt may differ."""
-        if not text.startswith(self.turns(messages[:index], given).rstrip()):
-            later = index < len(messages) - 1
-            way_out = "data.train_on: last trains the last turn alone; " if later else ""
+    def _begins_as_asked(self, messages: list[Message], index: int, given: Given, text: str, before: str) -> bool:
+        """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""
+        if text.startswith(before):
+            return True
+        context = self.render(messages[:index], given)
+        if not before.startswith(context.rstrip()):
+            context = context.removesuffix(self._conversation_end)
+        return text.startswith(context.rstrip())
+
+    def _as_asked(self, messages: list[Message], given: Given, text: str, before: str) -> str:
+        """The last turn after the model's input for it, `before`, where the template then rewrites that input.
+
+        gpt-oss cuts the reasoning of tool calls once they are answered, but the model answers with it in view. A mark
+        at the end of the message before the turn shows the rest, which is the turn; the text itself if it does not.
+        """
+        if self._begins_as_asked(messages, len(messages) - 1, given, text, before):
+            return text
+        marked = marked_behind(messages, len(messages) - 2)
+        _, shows, opening = self.render(marked[:-1], given, add_generation_prompt=True).rpartition(MARK)
+        _, still_shows, rest = self.render(marked, given).rpartition(MARK)
+        if shows and still_shows and before.endswith(opening) and text.endswith(rest):
+            return before.removesuffix(opening) + rest
+        return text
+
+    def _end_of_turn(self, where: str, messages: list[Message], index: int, given: Given, text: str) -> int:
+        """Where a turn that is not the last one ends in the text, including its end token.
+
+        Raises DefectError if that cannot be proven.
+        """
+        end = self._tagged_end(messages, index, given)
+        if end is None:
+            end = self._marked_end(messages, index, given, text)
+        if end is None:
             raise DefectError(
                 "boundary",
-                f"the chat template writes {'earlier turns' if later else 'the prompt'} differently once "
-                f"{'more turns follow' if later else 'an answer follows'}, so where the answer begins cannot be proven "
-                f"({way_out}data.template: path.jinja can replace the template)",
+                f"the chat template writes {where} differently once other turns follow, so where it ends cannot be "
+                f"proven {HINT}",
             )
+        return end
 
-    def _marked_ends(self, messages: list[Message], given: Given, text: str) -> dict[int, int]:
-        """Where turns end by the template's own {% generation %} tags; empty if it does not tag every turn."""
+    def _marked_end(self, messages: list[Message], index: int, given: Given, text: str) -> int | None:
+        """The end of a turn, proven by a mark at the end of what it says.
+
+        Whatever the template writes after the mark when the turn is the last one ends the turn, and must also follow it
+        when other turns come after. These may repeat the mark: gpt-oss writes the name of the called function before
+        its result.
+        """
+        for message in marked_at_end(messages[index]):
+            marked = [*messages[:index], message]
+            *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
+            if alone:
+                break
+        pieces = self.render([*marked, *messages[index + 1 :]], given).split(MARK)
+        own = len(alone)  # marks of the turn itself
+        before, rest = "".join(pieces[:own]), "".join(pieces[own:])
+        closing = closing.rstrip()
+        written = text.removesuffix(rest)
+        as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
+        proven = own and own < len(pieces) and as_marked and rest.startswith(closing)
+        return len(written) + len(closing) if proven else None
+
+    def _tagged_end(self, messages: list[Message], index: int, given: Given) -> int | None:
+        """The end of a turn, proven by the template's own {% generation %} tags.
+
+        Tags are believed if they enclose each assistant turn once, include all that the template writes at the end of
+        the turn when it is the last one, and enclose the same text when other turns follow.
+        """
+        alone, following = (self._tagged(some, given) for some in (messages[: index + 1], messages))
+        if not (alone and following):
+            return None
+        text, spans = alone
+        start, end = spans[-1]
+        turn = text[start:end].rstrip()
+        whole, others = following
+        start = others[len(spans) - 1][0]
+        all_of_it = text[:end].rstrip() == self._unclosed(text).rstrip()
+        return start + len(turn) if all_of_it and whole[start:].startswith(turn) else None
+
+    def _tagged(self, messages: list[Message], given: Given) -> tuple[str, list[tuple[int, int]]] | None:
+        """The text of a conversation, and what tags enclose in it; None unless that is one span for each answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(self._text, given.tools)
-        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not GENERATION.search(template):
-            return {}
+            return None
         rendered: Any = render_jinja_template(
             [[self._as_written(message) for message in messages]],
             tools=list(given.tools) if given.tools else None,
@@ -168,55 +230,49 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **given.kwargs},
         )
-        (written,), (spans,) = rendered
-        if written != text or len(spans) != len(spoken):
-            return {}
-        return {index: len(text[:end].rstrip()) for index, (_, end) in zip(spoken, spans, strict=True)}
+        (text,), (spans,) = rendered
+        num_spoken = sum(message["role"] == "assistant" for message in messages)
+        return (text, spans) if text == self.render(messages, given) and len(spans) == num_spoken else None
 
-    def _end_of_turn(self, name: str, messages: list[Message], index: int, given: Given, text: str) -> int:
-        """Where a turn that is not the last one ends in the text, including its end token.
-
-        Raises DefectError if that cannot be proven.
-
-        A mark is placed at the end of the turn. Whatever the template writes after it when the turn is the last one
-        ends the turn, and must also follow it when other turns come after. These may repeat the mark: gpt-oss writes
-        the name of the called function before its result.
-        """
-        marked = [*messages[:index], marked_at_end(messages[index])]
-        *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
-        pieces = self.render([*marked, *messages[index + 1 :]], given).split(MARK)
-        own = len(alone)  # marks of the turn itself
-        before, rest = "".join(pieces[:own]), "".join(pieces[own:])
-        closing = closing.rstrip()
-        written = text.removesuffix(rest)
-        as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
-        if not (own and own < len(pieces) and as_marked and rest.startswith(closing)):
+    def _final(self, name: str, messages: list[Message], given: Given, text: str) -> int:
+        """The length of what the last turn says after its reasoning: its text, or its calls if it has no text."""
+        last = messages[-1]
+        thought, end, said = last["content"].rpartition(THINK_END)
+        reasoning = last.get(REASONING) or thought
+        if said.strip():
+            start = len(last["content"]) - len(said.lstrip())
+            marked = {**last, "content": last["content"][:start] + MARK + said.lstrip()}
+        elif last.get("tool_calls"):
+            marked = {**last, "content": thought + end + said + MARK}
+            if MARK not in self.render([*messages[:-1], marked], given):
+                # With text in place of the calls, the template writes the same up to where the calls begin.
+                del marked["tool_calls"]
+        elif reasoning.strip():
             raise DefectError(
-                "boundary",
-                f"the chat template writes turn {index + 1} of '{name}' differently once other turns follow, so where "
-                f"it ends cannot be proven (data.train_on: last trains the last turn alone; {HINT[1:]}",
+                "empty", f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on"
             )
-        return len(written) + len(closing)
-
-    def _before_final(self, name: str, messages: list[Message], given: Given, text: str) -> str | None:
-        """The text up to what the last turn says after its reasoning; None if it says nothing after that."""
-        said = messages[-1]["content"]
-        final = said.rpartition(THINK_END)[2].strip()
-        if not final:
-            return None
-        marked = {**messages[-1], "content": said[: said.rindex(final)] + MARK + final}
-        before, shows, _ = self.render([*messages[:-1], marked], given).partition(MARK)
-        if not (shows and text.startswith(before)):
+        else:
+            return 0
+        rendered = self.render([*messages[:-1], marked], given)
+        before = text[: common(text, rendered)]
+        if not said.strip():
+            before = OPEN_TAG.sub("", before)  # the tags of text and of calls may begin alike
+        key, inside = (REASONING, "") if last.get(REASONING) else ("content", end + said)
+        thinking = self.render([*messages[:-1], {**last, key: reasoning.rstrip() + MARK + inside}], given)
+        is_whole = not reasoning.strip() or 0 <= thinking.find(MARK) <= len(before)
+        if not (rendered.startswith(before + MARK) if said.strip() else is_whole):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "
                 "trains the reasoning too",
             )
-        return before
+        return len(text) - len(before)
 
     def _as_written(self, message: Message) -> Message:
         """A message in the form the template expects."""
         message = plain(message)
+        if REASONING in message:
+            message = {**message, "thinking": message[REASONING]}  # gpt-oss reads this name
         if not message.get("tool_calls") or not self._wants_text:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
@@ -237,9 +293,19 @@ class ChatTemplate:
             written.append(JSON_ARGUMENTS.search(str(text)) is not None)
         return written == [False, True]
 
-    def turns(self, messages: list[Message], given: Given) -> str:
-        """The text of turns only: no generation prompt, no end of the conversation."""
-        return self.render(messages, given).removesuffix(self._conversation_end)
+    @cached_property
+    def writes_ids(self) -> bool:
+        """Whether the ids of tool calls are in the text, as far as is known: a template may refuse short ones."""
+        texts = set()
+        for number in ("call_0000", "call_0001"):
+            call = {"type": "function", "id": number, "function": {"name": "f", "arguments": {}}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "content": "b", "tool_call_id": number}
+            try:
+                texts.add(self.render([{"role": "user", "content": "a"}, said, result], NOTHING))
+            except DefectError:
+                return True
+        return len(texts) > 1
 
     def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
         """What the template writes before and after the text of a turn; None if marks around it do not appear."""
@@ -291,82 +357,28 @@ class ChatTemplate:
         if not (special and shows and still_shows) or followed.startswith(last.rstrip()):
             return "", ""
         pieces, others = (re.split(f"({special.pattern})", text) for text in (last, followed))
-        shared = _common(pieces, others)
+        shared = common(pieces, others)
         turn_end, end_tokens = "".join(pieces[:shared]), pieces[1:shared:2]
         is_end = bool(end_tokens) and turn_end.rstrip().endswith(end_tokens[-1])
         return turn_end if is_end else "", "".join(pieces[shared:])
 
-    def _left_out_of_context(
-        self,
-        turns: list[Message],
-        some: Sequence[int],
-        given: Given,
-        written: str,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> Iterator[str]:
-        """What is missing from turns that are not trained."""
-        of = "of the prompt" if add_generation_prompt else "in an answer"
-        same = partial(self._same, written=written, add_generation_prompt=add_generation_prompt)
-        whole = rest = _squeeze(written)
-        for index in sorted(some, key=lambda index: -len(turns[index]["content"])):
-            role, said = turns[index]["role"], _squeeze(turns[index]["content"])
-            if said in rest:
-                rest = rest.replace(said, MARK, 1)  # so that it is not matched again for a shorter turn
-            elif (role == "user" and said not in whole) or same(marked_behind(turns, index), given):
-                yield f"the {role} turn {of}, {shown(turns[index]['content'])}"
-            if turns[index].get("tool_calls") and same(without_last_call(turns, index), given):
-                yield f"a tool call {of}, {shown(turns[index]['tool_calls'][-1])}"
-        if given.tools and add_generation_prompt and same(turns, given._replace(tools=None)):
-            yield f"'tools', {shown(given.tools)}"
 
-    def _left_out_of_answer(
-        self, name: str, messages: list[Message], index: int, given: Given, prompt: str, written: str
-    ) -> Iterator[str]:
-        """What is missing from a trained turn; `written` is the text up to its end."""
-        answer = messages[index]
-        later = "; data.train_on: last trains the last turn alone" if index < len(messages) - 1 else ""
-        spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
-        if not written.startswith(prompt) or any(
-            text.strip() not in written[len(prompt) :] for text in spoken.values()
-        ):
-            # Not verbatim; try again without white space.
-            start, whole = _squeeze(prompt), _squeeze(written)
-            begin = len(start) if whole.startswith(start) else _common(start, whole)
-            for key, text in spoken.items():
-                said = _squeeze(text)
-                # A generation prompt may contain the start of the answer ("<think>"), so search inside the prompt too.
-                if said and whole.find(said, max(0, begin - len(said))) < 0:
-                    yield f"some of '{name}', whose {key} is {shown(text)}{later}"
-        several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
-        if not several and not answer.get("tool_calls"):
-            return
-        same = partial(self._same, written=self.render(messages, given), add_generation_prompt=False)
-        if answer.get("tool_calls") and same(without_last_call(messages, index), given):
-            yield f"a tool call of '{name}', {shown(answer['tool_calls'][-1])}"
-        for key, text in spoken.items() if several else ():
-            # It may still be found above as part of another text, such as a word of the reasoning in a call.
-            names = REASONING if key in REASONING else (key,)
-            marked = {**answer, **{one: spoken[one] + MARK for one in names if one in spoken}}
-            if text.strip() and same([*messages[:index], marked, *messages[index + 1 :]], given):
-                yield f"some of '{name}', whose {key} is {shown(text)}{later}"
+def _as_spaced(text: str, before: str) -> str:
+    """The beginning of a text that differs from the model's input in white space only; the input if there is none.
 
-    def _same(self, messages: list[Message], given: Given, written: str, *, add_generation_prompt: bool = True) -> bool:
-        """Whether the template renders another conversation the same way, and so ignores the difference."""
-        try:
-            return self.render(messages, given, add_generation_prompt=add_generation_prompt) == written
-        except DefectError:
-            return False  # it refuses the other conversation, so it does not ignore the difference
+    Some templates write a line break after a turn only if another one follows.
+    """
+    if text.startswith(before) or not squeezed(text).startswith(squeezed(before)):
+        return before
+    end = 0
+    for character in squeezed(before):
+        end = text.index(character, end) + 1  # only white space is skipped
+    space = before[len(before.rstrip()) :]
+    return text[: end + common(space, text[end:])]
 
 
 def as_messages(turns: Turns, role: str) -> list[Message]:
     return [{"role": role, "content": turns}] if isinstance(turns, str) else turns
-
-
-def _refuse(left_out: Iterator[str]) -> None:
-    """Raise DefectError for the first part that the template omits, if any."""
-    if (first := next(left_out, None)) is not None:
-        raise DefectError("left_out", f"the chat template leaves out {first}, so it would not be trained on {HINT}")
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -375,13 +387,3 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
-
-
-def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the common prefix."""
-    differing = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-    return next(differing, min(len(first), len(second)))

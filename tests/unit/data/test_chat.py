@@ -166,10 +166,21 @@ def test_a_generation_prompt_unlike_an_answer_is_backed_off() -> None:
     assert result.notes == {"generation_prompt_backoffs"}
 
 
-def test_a_template_that_rewrites_the_prompt_has_no_border() -> None:
+def test_an_answer_follows_what_the_model_was_given_where_the_template_rewrites_that_once_it_is_answered() -> None:
     tokenizer = tiny_tokenizer("chatml")
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATES["chatml"]
-    with pytest.raises(BadPairError, match=r"file:7: the chat template writes the prompt differently.*path\.jinja"):
+    result = encode(tokenizer, pair_of("why?", "yes", "no"))
+    asked = "1<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(tokenizer, result.tokens) == (asked, "yes<|im_end|>", "no<|im_end|>")
+    assert not result.notes
+
+
+def test_a_template_that_rewrites_the_end_of_the_prompt_has_no_border() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = TEMPLATES["chatml"].replace("<|im_end|>", "{{ messages | length }}<|im_end|>")
+    with pytest.raises(
+        BadPairError, match=r"file:7: the chat template writes what comes before 'chosen' .*path\.jinja"
+    ):
         encode(tokenizer, pair_of("why?", "yes", "no"))
 
 

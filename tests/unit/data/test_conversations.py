@@ -7,63 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.messages import read_messages
 from isopref.data.pairs import SourceSpec, build_table
-from isopref.data.shapes import BadPairError, Preference, detect_shape, to_pair
-from isopref.data.sources import Record
+from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError
-from isopref.examples import Example
-from isopref.testing.tokenizers import tiny_tokenizer
-from support.chat_templates import FAMILIES, trained_texts
+from support.dialogues import ADD, AGAIN, BAD, CALL, GOOD, NEXT, RESULT, TOOLS, Q, answers, encode, read, shown, turn
+from support.families import FAMILIES
+from support.family import trained_texts
 
 SAMPLES = os.environ.get("ISOPREF_SAMPLES")  # folder with the sample files of LLaMA-Factory
-
-
-def turn(role: str, content: str = "", **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-Q, AGAIN = turn("user", "why?"), turn("user", "and then?")
-GOOD, BAD, NEXT = turn("assistant", "because"), turn("assistant", "no"), turn("assistant", "done")
-CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-ADD = turn("assistant", tool_calls=[CALL])
-RESULT = turn("tool", "it is 4")
-TOOLS = json.dumps([{"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}])
-
-
-def read(**fields: Any) -> Preference:
-    record = Record(fields, "file:7")
-    return to_pair(record, detect_shape([record], raw=False), raw=False)
-
-
-def encode(pair: Preference, family: str = "qwen2.5", train_on: Any = "assistant") -> EncodedPair | BadPairError:
-    tokenizer = FAMILIES[family].tokenizer()
-    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error", train_on=train_on)
-    (result,) = PairEncoder(tokenizer, options).encode([pair])
-    assert result is not None
-    return result
-
-
-def shown(example: Example, number: int, family: str = "qwen2.5") -> str:
-    """An answer with what is trained in brackets, and their weights where they are not 1."""
-    tokenizer, answer = FAMILIES[family].tokenizer(), example.answers[number]
-    weights = example.weights[number] if example.weights else np.ones(len(answer))
-    borders = np.flatnonzero(np.diff(weights)) + 1
-    text = ""
-    for piece, own in zip(np.split(answer, borders), np.split(weights, borders), strict=True):
-        said = tokenizer.decode(piece, skip_special_tokens=False)
-        text += said if own[0] == 0 else f"[{said}]" if own[0] == 1 else f"[{own[0]:g}: {said}]"
-    return text
-
-
-def answers(family: str = "qwen2.5", train_on: Any = "assistant", **fields: Any) -> list[str]:
-    result = encode(read(**fields), family, train_on)
-    assert isinstance(result, EncodedPair), result
-    return [shown(result.tokens, number, family) for number in range(len(result.tokens.answers))]
 
 
 # --- where conversations part --------------------------------------------------------------------------------
@@ -137,6 +92,52 @@ def test_a_step_is_an_answer_after_correct_steps() -> None:
     assert texts == ["[Step 2: 8<|im_end|>]", "[Step 2: 6<|im_end|>]"]
 
 
+def numbered(call_id: str) -> list[dict[str, Any]]:
+    return [ADD | {"tool_calls": [CALL | {"id": call_id}]}, RESULT | {"tool_call_id": call_id}]
+
+
+def test_calls_that_differ_only_in_their_ids_are_shared() -> None:
+    sides: dict[str, Any] = {"chosen": [Q, *numbered("call_1"), GOOD], "rejected": [Q, *numbered("call_2"), BAD]}
+    assert answers(**sides, tools=TOOLS) == ["[because<|im_end|>]", "[no<|im_end|>]"]
+    same = encode(read(chosen=[Q, *numbered("1"), GOOD], rejected=[Q, *numbered("2"), GOOD]))
+    assert isinstance(same, BadPairError)
+    assert same.reason == "tie"
+    listed = [[Q, *numbered(str(number)), answer] for number, answer in enumerate([GOOD, BAD, NEXT])]
+    assert answers(responses=listed, scores=[3, 2, 1], tools=TOOLS)[2] == "[done<|im_end|>]"
+
+
+def test_calls_with_different_ids_are_different_where_the_template_writes_ids() -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace('{"name"', '{"id": "{{ c.id }}", "name"')
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    pair = read(chosen=[Q, *numbered("call_1"), GOOD], rejected=[Q, *numbered("call_2"), BAD], tools=TOOLS)
+    (result,) = PairEncoder(tokenizer, options).encode([pair])
+    assert isinstance(result, EncodedPair)
+    for number in (1, 2):
+        (call, _) = trained_texts(result.tokens, number - 1, tokenizer)
+        assert f'{{"id": "call_{number}", "name": "add"' in call
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": [Q]}])
+def test_conversations_may_part_between_two_turns_of_the_assistant(prompt: dict[str, Any]) -> None:
+    start = [] if prompt else [Q]
+    sides: dict[str, Any] = {"chosen": [*start, GOOD, NEXT], "rejected": [*start, GOOD, BAD]}
+    assert answers(**prompt, **sides) == ["[done<|im_end|>]", "[no<|im_end|>]"]
+
+
+def test_conversations_that_differ_in_weights_alone_are_a_tie() -> None:
+    with pytest.raises(BadPairError, match="differ only in weights or in ids of tool calls") as refused:
+        read(chosen=[Q, GOOD, AGAIN, NEXT], rejected=[Q, GOOD, AGAIN, NEXT | {"weight": 0.5}])
+    assert refused.value.reason == "tie"
+
+
+def test_reasoning_without_an_answer_is_an_answer() -> None:
+    """A bad one, such as a model that never stops thinking."""
+    for thought in ({"reasoning_content": "hm"}, {"content": "<think>\nhm\n</think>"}):
+        _, rejected = answers("qwen3", prompt=[Q], chosen=[GOOD], rejected=[turn("assistant") | thought])
+        assert rejected == "[<think>\nhm\n</think>\n\n<|im_end|>]"
+
+
 # --- what is trained -------------------------------------------------------------------------------------------
 
 
@@ -200,67 +201,35 @@ def test_what_follows_the_reasoning_alone(thought: dict[str, str]) -> None:
     assert answers("qwen3", "last", **fields)[0] == "[<think>\nhm\n</think>\n\nso it is<|im_end|>]"
 
 
+@pytest.mark.parametrize("thought", [{"reasoning_content": "hm"}, {"content": "<think>\nhm\n</think>\n\n"}, {}])
+def test_a_call_that_follows_the_reasoning_alone(thought: dict[str, str]) -> None:
+    fields = {"prompt": [Q], "chosen": [ADD | thought], "rejected": [BAD], "tools": TOOLS}
+    call = '[<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>]'
+    assert answers("qwen3", "final", **fields)[0] == ("hm\n</think>\n\n" if thought else "") + call
+    if "content" not in thought:
+        call = '[commentary to=functions.add<|message|>{"a": 2}<|call|>]'
+        reasoning = "analysis<|message|>hm<|end|><|start|>assistant<|channel|>" if thought else ""
+        assert answers("harmony", "final", **fields)[0] == reasoning + call
+
+
+def test_text_beside_a_call_that_follows_the_reasoning() -> None:
+    said = ADD | {"reasoning_content": "hm", "content": "let me add"}
+    chosen, _ = answers("qwen3", "final", prompt=[Q], chosen=[said], rejected=[BAD], tools=TOOLS)
+    assert chosen.startswith("hm\n</think>\n\n[let me add\n<tool_call>")
+
+
+@pytest.mark.parametrize("thought", [{"reasoning_content": "hm"}, {"content": "<think>hm</think>"}])
+def test_nothing_follows_the_reasoning(thought: dict[str, str]) -> None:
+    pair = read(prompt=[Q], chosen=[GOOD, AGAIN, turn("assistant") | thought], rejected=[BAD])
+    result = encode(pair, "qwen3", "final")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "empty"
+    assert "'chosen' ends with its reasoning, so data.train_on: final has nothing to train on" in str(result)
+
+
 def test_plain_text_has_no_turns_to_choose_from() -> None:
     with pytest.raises(ConfigError, match=r"data\.train_on: last needs turns"):
         TokenizeOptions(template="none", max_length=None, truncation="drop", on_bad="error", train_on="last")
-
-
-# --- templates that rewrite --------------------------------------------------------------------------------------
-
-
-def test_reasoning_that_a_later_question_cuts_is_refused_with_a_way_out() -> None:
-    thought = turn("assistant", "so", reasoning_content="hm")
-    pair = read(prompt=[Q], chosen=[thought, AGAIN, NEXT], rejected=[BAD])
-    result = encode(pair, "qwen3")
-    assert isinstance(result, BadPairError)
-    assert result.reason == "left_out"
-    assert "some of 'chosen', whose reasoning_content is" in str(result)
-    assert "data.train_on: last" in str(result)
-    assert isinstance(encode(pair, "qwen3", "last"), EncodedPair)
-
-
-def test_reasoning_that_is_cut_is_refused_also_if_its_words_are_elsewhere() -> None:
-    thought = turn("assistant", "it is 42.", reasoning_content="42")
-    result = encode(read(prompt=[Q], chosen=[thought, AGAIN, NEXT], rejected=[BAD]), "qwen3")
-    assert isinstance(result, BadPairError)
-    assert "whose reasoning_content is str '42'; data.train_on: last" in str(result)
-
-
-def test_a_users_turn_that_the_template_drops_is_refused() -> None:
-    tokenizer = tiny_tokenizer("chatml")
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ m.content }}", "{{ m.content if m.content != 'and then?' }}"
-    )
-    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
-    pair = read(prompt=[Q], chosen=[GOOD, AGAIN, NEXT], rejected=[BAD])
-    (result,) = PairEncoder(tokenizer, options).encode([pair])
-    assert isinstance(result, BadPairError)
-    assert "leaves out the user turn in an answer" in str(result)
-
-
-def test_arguments_for_the_template_are_of_the_record() -> None:
-    fields = {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]}
-    prompts = [
-        encode(read(**fields, chat_template_kwargs=kwargs), "smollm3")
-        for kwargs in (None, {"enable_thinking": False}, '{"enable_thinking": false}')
-    ]
-    tokenizer = FAMILIES["smollm3"].tokenizer()
-    texts = [tokenizer.decode(one.tokens.prompt) for one in prompts if isinstance(one, EncodedPair)]
-    assert ["Reasoning: off" in text for text in texts] == [False, True, True]
-
-
-def test_generation_marks_of_the_template_give_the_same_as_marking() -> None:
-    family = FAMILIES["smollm3"]
-    marked, unmarked = family.tokenizer(), family.tokenizer()
-    unmarked.chat_template = family.template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
-    pair = read(chosen=[Q, ADD, RESULT, GOOD, AGAIN, NEXT], rejected=[Q, BAD], tools=TOOLS)
-    found = []
-    for tokenizer in (marked, unmarked):
-        (result,) = PairEncoder(tokenizer, options).encode([pair])
-        assert isinstance(result, EncodedPair)
-        found.append([one.tolist() for one in (*result.tokens.answers, *result.tokens.weights)])
-    assert found[0] == found[1]
 
 
 # --- real records --------------------------------------------------------------------------------------------------
@@ -300,6 +269,7 @@ def test_real_tool_calls(name: str, column: str, family: str, tmp_path: Path) ->
     assert (table.lengths.trained[::2] < table.lengths.answer[::2]).any()
     for index in range(len(table)):
         number = int(table.origin(index).rpartition(":")[2]) - 1
-        spoken = [one for one in read_messages(written[number]["chosen"], "") if one["role"] == "assistant"]
-        expected = [FAMILIES[family].turn(one, one is spoken[-1]) for one in spoken]
+        messages = read_messages(written[number]["chosen"], "")
+        spoken = [n for n, one in enumerate(messages) if one["role"] == "assistant"]
+        expected = [FAMILIES[family].turn(messages[: spoken[-1] + 1], n, {}) for n in spoken]
         assert trained_texts(table.example(index), 0, tokenizer) == expected

@@ -39,6 +39,32 @@ def test_completions_of_messages() -> None:
     assert found.scores == (0, 1, 2)
 
 
+WHOLE = [
+    [Q, assistant("a"), Q, assistant("one")],
+    [Q, assistant("a"), Q, assistant("two"), Q, assistant("more")],
+    [Q, assistant("a"), Q, assistant("three")],
+]
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "why?"}, {"instruction": "why?"}, {"prompt": [Q]}])
+def test_whole_conversations_begin_with_the_prompt(prompt: dict[str, Any]) -> None:
+    completions = [{"response": one, "score": score} for one, score in zip(WHOLE, SCORES, strict=True)]
+    for columns in ({"responses": WHOLE, "scores": SCORES}, {"completions": completions}):
+        found = list_of(prompt | columns)
+        assert found.prompt == [Q, assistant("a"), Q]
+        assert list(found.answers) == [whole[3:] for whole in WHOLE]
+        assert list(found.scores) == SCORES
+
+
+def test_whole_conversations_that_do_not_begin_alike_are_refused() -> None:
+    other = [{"role": "user", "content": "how?"}, assistant("one")]
+    with pytest.raises(BadPairError, match="differ before the end of their first user turn"):
+        list_of({"responses": [*WHOLE[:2], other], "scores": SCORES})
+    for prompt in ("how?", other[:1]):
+        with pytest.raises(BadPairError, match="the conversations in 'responses' do not begin with 'prompt'"):
+            list_of({"prompt": prompt, "responses": WHOLE, "scores": SCORES})
+
+
 def test_completions_without_a_score_are_left_out() -> None:
     """UltraFeedback has some, under each of the names of a score."""
     every = [

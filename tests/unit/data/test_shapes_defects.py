@@ -96,7 +96,6 @@ DEFECTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (CONVERSATIONS, {"chosen": [Q, GOOD, Q], "rejected": [Q, GOOD, Q, BAD]}, "diverging"),
     (CONVERSATIONS, {"chosen": [GOOD], "rejected": [BAD]}, "empty"),
     (CONVERSATIONS, {"chosen": [Q, Q]}, "role"),
-    (CONVERSATIONS, {"chosen": [SYSTEM, Q, GOOD, GOOD], "rejected": [SYSTEM, Q, GOOD, BAD]}, "role"),
     (ULTRAFEEDBACK, {"prompt": "something else"}, "shape"),
     (SHAREGPT, {"chosen": {"from": "bard", "value": "x"}}, "role"),
     (SHAREGPT, {"chosen": {"from": 3, "value": "x"}}, "role"),

@@ -1,13 +1,18 @@
 """Figures of a table, worked out by hand, and pairs as text again."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.statistics import ExampleSize, OverContext, example_text, figures, samples
 from isopref.data.table import ExampleTable
 from isopref.examples import PAIR, PAIR_SCORES, Example, PairTokens
 from isopref.testing.models import byte_tokenizer
 from isopref.testing.tokenizers import tiny_tokenizer
+from support.families import FAMILIES
 
 
 def table_of(*lengths: tuple[int, int, int]) -> ExampleTable:
@@ -163,3 +168,34 @@ def test_context_is_counted_and_shown_where_it_is() -> None:
     assert sample.answers["chosen"][start:end] == "\nTOOL<|im_end|>"
     assert not others
     assert not sample.context["rejected"]
+
+
+def test_weights_are_shown_where_they_are() -> None:
+    tokenizer = byte_tokenizer()
+    prompt, chosen, rejected = (np.array(tokenizer(text)["input_ids"]) for text in ("Q", "half none all", "no"))
+    weights = np.repeat([0.5, 0.0, 1.0], [5, 5, 3])
+    example = Example(prompt, (chosen, rejected), PAIR, PAIR_SCORES, weights=(weights, np.full(len(rejected), 2.0)))
+    (sample,) = samples(ExampleTable.from_tokens([example]), tokenizer)
+    assert sample.weights == {"chosen": [(0, 5, 0.5), (5, 10, 0.0)], "rejected": [(0, 2, 2.0)]}
+    assert sample.context == {"chosen": [(5, 10)], "rejected": []}
+
+
+def test_examples_that_grouping_would_join_share_all_tokens_of_the_prompt(tmp_path: Path) -> None:
+    """Two records of a question that the template writes in different ways stay two examples."""
+    ask: dict[str, object] = {
+        "prompt": [{"role": "user", "content": "why?"}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
+    records = [
+        ask | {"chosen": [{"role": "assistant", "content": str(number)}], "chat_template_kwargs": kwargs}
+        for number, kwargs in enumerate([None, {"enable_thinking": False}, {"enable_thinking": False}])
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    for grouped, joinable in ((False, 1), (True, 0)):
+        tokenizer = FAMILIES["smollm3"].tokenizer()
+        spec = SourceSpec(str(path))
+        table = build_table([spec], tokenizer, folder=tmp_path, options=options, group_by_prompt=grouped)
+        found = figures(table)
+        assert (found.joinable, found.prompts) == (joinable, 1)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from isopref.data.columns import OPTIONAL, SIDES
-from isopref.data.known_shapes.shape import Fields, Ranked, Shape
-from isopref.data.messages import DefectError, Turns, kind, read_answer, read_prompt, read_text, shown
+from isopref.data.conversations import split_whole
+from isopref.data.known_shapes.shape import Fields, Ranked, Shape, begins_whole, is_long
+from isopref.data.messages import DefectError, Turns, kind, read_answer, read_messages, read_prompt, read_text, shown
 
 ANSWERS = ("responses", "generations", "answers", "completions")
 SCORES = ("scores", "ratings", "rewards")  # the higher, the better
@@ -23,15 +24,18 @@ class Responses(Shape):
     """Two lists side by side, as in distilabel's `generations` and `ratings`."""
 
     name = "list"
-    looks = "prompt: text or messages; responses: list of answers; scores, ratings or ranking: list of numbers"
+    looks = (
+        "prompt: text or messages; responses: list of answers, or without a prompt of conversations that begin alike; "
+        "scores, ratings or ranking: list of numbers"
+    )
     columns = (*PROMPTS, *ANSWERS, *SCORES, *RANKS)
-    prompt_from = "the column 'prompt' or 'instruction'"
+    prompt_from = "the column 'prompt' or 'instruction', or the turns that all conversations begin with"
     has_raw = True
     holds = "lists"
 
     def fits(self, fields: Fields) -> bool:
         answers, values = _column(fields, ANSWERS), _column(fields, (*SCORES, *RANKS))
-        if answers is None or values is None or _prompt_column(fields) is None:
+        if answers is None or values is None or not _has_prompt(fields, fields[answers]):
             return False
         return all(isinstance(one, str) or kind(one) == "messages" for one in fields[answers])
 
@@ -51,7 +55,7 @@ class Responses(Shape):
         scored = [
             (one, _score(value, values, sign)) for one, value in zip(fields[answers], fields[values], strict=True)
         ]
-        return _ranked(_read_prompt(fields), scored, answers)
+        return _ranked(fields, scored, answers)
 
 
 class Completions(Shape):
@@ -60,15 +64,16 @@ class Completions(Shape):
     name = "completions"
     looks = "instruction: text; completions: records with response and overall_score"
     columns = (*PROMPTS, "completions")
-    prompt_from = "the column 'prompt' or 'instruction'"
+    prompt_from = "the column 'prompt' or 'instruction', or the turns that all conversations begin with"
     has_raw = True
     holds = "lists"
 
     def fits(self, fields: Fields) -> bool:
         every = fields.get("completions")
-        if not isinstance(every, list) or not every or _prompt_column(fields) is None:
+        if not (isinstance(every, list) and every and all(isinstance(one, dict) for one in every)):
             return False
-        return all(isinstance(one, dict) and kind(one.get(RESPONSE)) in ("text", "messages") for one in every)
+        answers = [one.get(RESPONSE) for one in every]
+        return _has_prompt(fields, answers) and all(kind(one) in ("text", "messages") for one in answers)
 
     def used(self, fields: Fields) -> frozenset[str]:
         return frozenset((_prompt_column(fields) or "", "completions", *OPTIONAL))
@@ -78,7 +83,7 @@ class Completions(Shape):
         for one in fields["completions"]:
             name = next((key for key in RESPONSE_SCORES if one.get(key) is not None), None)
             scored.append((one[RESPONSE], None if name is None else _score(one[name], name, 1.0)))
-        return _ranked(_read_prompt(fields), scored, "completions")
+        return _ranked(fields, scored, "completions")
 
 
 def _column(fields: Fields, names: Sequence[str]) -> str | None:
@@ -90,6 +95,18 @@ def _prompt_column(fields: Fields) -> str | None:
     if any(fields.get(side) is not None for side in SIDES):
         return None  # a pair, whatever other columns it has
     return next((name for name in PROMPTS if kind(fields.get(name)) in ("text", "messages")), None)
+
+
+def _has_prompt(fields: Fields, answers: Sequence[Any]) -> bool:
+    """Whether there is a prompt: in a column, or at the beginning of all answers. Pairs are never lists."""
+    if any(fields.get(side) is not None for side in SIDES):
+        return False
+    return _prompt_column(fields) is not None or all(map(_is_whole, answers))
+
+
+def _is_whole(answer: Any) -> bool:
+    """Whether an answer in a list is a conversation, with its prompt."""
+    return kind(answer) == "messages" and is_long(answer) and begins_whole(answer)
 
 
 def _read_prompt(fields: Fields) -> Turns:
@@ -114,13 +131,15 @@ def _score(value: Any, name: str, sign: float) -> float | None:
     return None if math.isnan(value) else sign * value
 
 
-def _ranked(prompt: Turns, scored: Sequence[tuple[Any, float | None]], column: str) -> Ranked:
+def _ranked(fields: Fields, scored: Sequence[tuple[Any, float | None]], column: str) -> Ranked:
     """The answers that have a score; of equal answers, only the first."""
     left_out: Counter[str] = Counter()
     answers: list[Turns] = []
     scores: list[float] = []
+    are_whole = all(_is_whole(value) for value, _ in scored)
+    read = read_messages if are_whole else read_answer
     for value, score in scored:
-        answer = read_text(value, column) if isinstance(value, str) else read_answer(value, column)
+        answer = read_text(value, column) if isinstance(value, str) else read(value, column)
         if score is None:
             left_out["unscored_answers"] += 1
         elif answer in answers:
@@ -133,4 +152,16 @@ def _ranked(prompt: Turns, scored: Sequence[tuple[Any, float | None]], column: s
             "single",
             f"'{column}' has {len(answers)} different answers with a score, but a comparison needs two",
         )
-    return Ranked(prompt, tuple(answers), tuple(scores), left_out)
+    prompt, own = _split_whole(fields, answers, column) if are_whole else (_read_prompt(fields), answers)
+    return Ranked(prompt, tuple(own), tuple(scores), left_out)
+
+
+def _split_whole(fields: Fields, answers: Sequence[Any], column: str) -> tuple[Turns, Sequence[Turns]]:
+    """The turns that all conversations begin with, and the rest of each. Raises DefectError if a prompt differs."""
+    prompt, own = split_whole(answers)
+    name = _prompt_column(fields)
+    asked = None if name is None else _read_prompt(fields)
+    first = next(turn["content"] for turn in prompt if turn["role"] == "user")
+    if asked is not None and (first != asked if isinstance(asked, str) else prompt[: len(asked)] != asked):
+        raise DefectError("shape", f"the conversations in '{column}' do not begin with '{name}'")
+    return prompt, own

@@ -226,8 +226,6 @@ def _split_conversations(fields: Fields) -> Parts:
     for side, answer in zip(SIDES, answers, strict=True):
         if not any(turn["role"] == "assistant" for turn in answer):
             raise DefectError("role", f"'{side}' has no assistant turn after the turns that both sides share")
-        if prompt[-1]["role"] == answer[0]["role"] == "assistant":
-            raise DefectError("role", f"the prompt ends with an assistant turn, which '{side}' would continue")
     return prompt, answers[0], answers[1]
 
 
