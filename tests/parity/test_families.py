@@ -5,12 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
+from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.models.attention import RECORDED, recorded
 from isopref.models.policy import Policy
 from isopref.models.windows import attention_windows
+from isopref.testing import oracle
 from isopref.testing.families import FAMILIES, tiny_family
 from isopref.testing.models import examples, random_pairs
 from isopref.testing.models_page import LAYOUTS, Support, is_decoder_only, page, summary, support, supported_rows
@@ -31,6 +34,24 @@ SHARED = (
 def test_shared_rows(family: str) -> None:
     found = supported_rows(family)
     assert (found.rows, found.reason) == ("shared", "")
+
+
+# Unfolded layers that return more than one vector per token.
+UNFOLDED = ("gpt_neox_japanese",)
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize("family", UNFOLDED)
+def test_gradients_of_unfolded_layers(family: str, kind: RowKind) -> None:
+    """All that a layer returns reaches the next one, also for sequences of very different lengths."""
+    policy = Policy(tiny_family(family, dtype=torch.float64)).train()
+    pairs = random_pairs(12, seed=1, longest=40)
+    found = oracle.gradient(policy, policy(build_microbatch(examples(pairs), kind)).logp.sum(), again=True)
+    with policy.plain() as model:
+        logps = oracle.pair_logps(model, pairs)
+        own = oracle.gradient(policy, (logps.chosen + logps.rejected).sum())
+    assert found.keys() == own.keys()
+    assert oracle.relative_error(found, own) <= 1e-5
 
 
 # Layers that mask keys themselves, or select them, do not ask for a window. MiniMax's full attention asks for one.

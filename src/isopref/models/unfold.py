@@ -206,10 +206,12 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _folded(row: Row, outputs: list[Any]) -> Any:
-    """A layer's outputs for all buckets, merged into its output for the row; None for parts that are not per token."""
+    """A layer's outputs for all buckets, merged into its output for the row; None for attention weights."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_folded(row, list(parts)) for parts in zip(*outputs, strict=True))
+    if isinstance(first, nn.Parameter):  # GPT-NeoX Japanese leaves it to the next module to add a bias
+        return first
     if isinstance(first, Tensor) and first.shape[:2] == row.buckets[0].shape:
         return row.fold(outputs)
     return None

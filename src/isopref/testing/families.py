@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -215,9 +216,18 @@ def tiny_family(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config)
+        _vary(model)
     disable_dropout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@torch.no_grad()
+def _vary(model: nn.Module) -> None:
+    """Add noise to biases, scales and all other weights that start as zeros or ones: in those, a mistake would hide."""
+    for parameter in model.parameters():
+        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            parameter.add_(0.3 * torch.randn_like(parameter))
