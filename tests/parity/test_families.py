@@ -4,17 +4,20 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
+from isopref.examples import PairTokens
 from isopref.models.attention import RECORDED, recorded
 from isopref.models.policy import Policy
 from isopref.models.windows import attention_windows
 from isopref.testing import oracle
-from isopref.testing.families import FAMILIES, tiny_family
+from isopref.testing.families import FAMILIES, tiny_config, tiny_family
 from isopref.testing.models import examples, random_pairs
 from isopref.testing.models_page import LAYOUTS, Support, is_decoder_only, page, summary, support, supported_rows
 
@@ -37,21 +40,32 @@ def test_shared_rows(family: str) -> None:
 
 
 # Unfolded layers that return more than one vector per token.
-UNFOLDED = ("gpt_neox_japanese",)
+UNFOLDED = ("deepseek_v32", "glm_moe_dsa", "gpt_neox_japanese", "hy_v4")
 
 
 @pytest.mark.parametrize("kind", ["shared", "packed"])
 @pytest.mark.parametrize("family", UNFOLDED)
 def test_gradients_of_unfolded_layers(family: str, kind: RowKind) -> None:
     """All that a layer returns reaches the next one, also for sequences of very different lengths."""
-    policy = Policy(tiny_family(family, dtype=torch.float64)).train()
-    pairs = random_pairs(12, seed=1, longest=40)
+    policy = Policy(tiny_family(family)).train()
+    pairs = random_pairs(12, seed=1)
     found = oracle.gradient(policy, policy(build_microbatch(examples(pairs), kind)).logp.sum(), again=True)
     with policy.plain() as model:
         logps = oracle.pair_logps(model, pairs)
         own = oracle.gradient(policy, (logps.chosen + logps.rejected).sum())
     assert found.keys() == own.keys()
     assert oracle.relative_error(found, own) <= 1e-5
+
+
+def test_attention_weights_that_look_like_values_of_tokens() -> None:
+    """The longest of these sequences has as many tokens as there are heads."""
+    config = tiny_config("gpt_neox_japanese")
+    config.num_attention_heads = 8
+    model = AutoModelForCausalLM.from_config(config).eval()
+    pair = PairTokens(*map(np.array, ([5], [7, 8, 9, 4, 3, 2, 1], [6])))
+    logps = oracle.pair_logps(model, [pair])
+    found = Policy(model)(build_microbatch([pair.example], "shared")).logp
+    assert torch.allclose(found, torch.cat([logps.chosen, logps.rejected]), atol=1e-4)
 
 
 # Layers that mask keys themselves, or select them, do not ask for a window. MiniMax's full attention asks for one.

@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _ONE_OF_EACH),
     **dict.fromkeys(("granitemoehybrid", "minimax"), _ONE_OF_EACH),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "youtu"), _LATENT),
+    **dict.fromkeys(("longcat_flash", "youtu"), _LATENT),
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), _DECODES),
     **dict.fromkeys(("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm"), _DECODES),
     **dict.fromkeys(("roformer", "roc_bert", "xlm-roberta", "xlm-roberta-xl"), _DECODES),
@@ -94,6 +94,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{kind: {"text_config": {}, "vision_config": _VISION} for kind in ("qwen3_5_moe", "qwen4_exp", "mllama")},
     **{kind: {"text_config": {"pad_token_id": 0}} for kind in ("gemma4_unified", "emu3")},
     "gemma4": {"text_config": {"pad_token_id": 0}, "vision_config": _VISION},
+    "glm_moe_dsa": {**_LATENT, "indexer_types": ["full", "shared"]},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "got_ocr2": {
         "text_config": {"model_type": "qwen2"},
