@@ -31,6 +31,7 @@ from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
 from isopref.models.follow import heads_of
 from isopref.models.offload import HostCheckpoints
+from isopref.models.parts import layer_configs
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
 from isopref.ranks import num_ranks
@@ -199,8 +200,9 @@ def divisible_heads(policy: Policy) -> int:
 
     Heads that serve several others (of keys, or of Mamba2's B and C) do not count, because they can be repeated.
     """
-    attending = getattr(policy.model.config.get_text_config(), "num_attention_heads", None) or 0
-    return math.gcd(attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
+    configs = layer_configs(policy.model.config.get_text_config())
+    attending = (getattr(one, "num_attention_heads", None) or 0 for one in configs)
+    return math.gcd(*attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
 
 
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:

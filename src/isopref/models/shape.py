@@ -11,6 +11,7 @@ from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
 from isopref.models.parallel import divisible_heads, has_layers
+from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 
@@ -81,7 +82,7 @@ class ModelShape:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of a model, which may be on the meta device."""
-    config = model.config.get_text_config()
+    config = widest_attention(model.config.get_text_config())
     heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     query_width = getattr(config, "qk_head_dim", None) or head_width
