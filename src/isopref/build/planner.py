@@ -257,8 +257,8 @@ class Planner:
         if line.at(wanted) <= room:
             return None
         allowed = LongRows(
-            offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
-            tile=resolve.may_tile(self.config),
+            offload=self.config.layout.offload_activations == "auto" and self.shape.can_offload,
+            tile=self._may_tile,
             input_bytes=self.shape.width * layout.compute_bytes / layout.context,
             host_room=math.inf,  # not known here; a note says how much is needed
         )
@@ -290,8 +290,12 @@ class Planner:
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
     def _settings(self, layout: Layout) -> list[Setting]:
-        tile = TILE_TOKENS if resolve.may_tile(self.config) else None
-        return settings(self.shape.layers, tile, contexts(self.shape, layout))
+        tile = TILE_TOKENS if self._may_tile else None
+        return settings(self.shape, tile, contexts(self.shape, layout))
+
+    @property
+    def _may_tile(self) -> bool:
+        return resolve.may_tile(self.config) and self.shape.can_tile
 
     def _with(self, layout: Layout, setting: Setting) -> Layout:
         """The layout with a setting; null does not compile layers of ranks that split rows."""

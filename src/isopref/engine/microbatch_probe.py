@@ -8,6 +8,7 @@ If the longest pair still does not fit, layer inputs move to host memory, which 
 are computed in tiles, which is measured on rows of several tiles.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from isopref.batch.packing import RowKind, tokens_alone
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine.oom_retry import ran_out
-from isopref.errors import ConfigError, shorter_pairs
+from isopref.errors import ConfigError, ModelError, shorter_pairs
 from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
+from isopref.models.probe import check_tiles
 from isopref.models.tiles import tile_mlps
 from isopref.ranks import num_ranks
 from isopref.types import IntArray, Microbatch
@@ -42,6 +44,8 @@ WAYS_OUT = (
     "(layout.checkpointing: auto or full), leave layout.offload_activations and layout.mlp_tile_tokens at auto, or "
     f"shorten the pairs: {shorter_pairs()}"
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def choose(
 
 def choose_for_long(
     recomputing: StepMemory,
-    tiled: Callable[[], StepMemory],
+    tiled: Callable[[], StepMemory | None],
     layers: int,
     room: float,
     allowed: LongRows,
@@ -135,15 +139,18 @@ def choose_for_long(
 ) -> Fit | None:
     """The fewest measures that make `wanted` tokens fit with all `layers` recomputing; None if they do not fit.
 
-    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles. Offloading comes first,
-    because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately. Rows
-    shorter than two tiles gain little from tiles, and measuring would take rows that do not fit.
+    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles; None if a model cannot tile.
+    Offloading comes first, because its copies overlap with compute. The last layer's input stays on the device: it is
+    needed immediately. Rows shorter than two tiles gain little from tiles, and measuring would take rows that do not
+    fit.
     """
     most = max(0, layers - 1) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
     may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS * sharing
     for tile in (None, TILE_TOKENS) if may_tile else (None,):
         line = recomputing if tile is None else tiled()
+        if line is None:
+            return None
         over = line.at(wanted) - room
         count = 0 if over <= 0 else math.ceil(over / in_host) if in_host else layers
         if count <= most and count * in_host <= allowed.host_room:
@@ -171,13 +178,14 @@ def fit_microbatch(
     state_share: float = 2.0,
     offload: bool = False,
     allowed: LongRows = NOTHING_MORE,
+    compute_dtype: torch.dtype | None = None,
 ) -> Fit:
     """Measure on this device, choose (all ranks call this together and agree) and set up the recomputing layers.
 
     `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of optimizer state per byte of
     trained weights; 2 for AdamW's averages. `offload`: all recomputing layers but the last keep their inputs in host
-    memory. `allowed`: what else the run may do if the longest pair does not fit. All sizes are of complete rows, also
-    where ranks split them.
+    memory. `allowed`: what else the run may do if the longest pair does not fit. `compute_dtype` bounds the rounding of
+    MLPs in tiles. All sizes are of complete rows, also where ranks split them.
     """
     device, sharing = device_of(model), _sharing(model)
     few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
@@ -188,7 +196,8 @@ def fit_microbatch(
     fit = None
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
-        tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload, tokens or longest)
+        measure = partial(_measure, model, table, kind, grad_sync, layers[1], offload=offload)
+        tiled = partial(_measure_tiled, model, kind, measure, tokens or longest, compute_dtype)
         fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest, sharing=sharing)
     if fit is None:
         fit = choose((few, many), layers, room, longest=longest, tokens=tokens, sharing=sharing)
@@ -210,12 +219,24 @@ def _offloaded(layers: int) -> int:
 
 
 def _measure_tiled(
-    model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool, wanted: int
-) -> StepMemory:
-    """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit."""
+    model: nn.Module,
+    kind: RowKind,
+    measure: Callable[..., StepMemory],
+    wanted: int,
+    compute_dtype: torch.dtype | None,
+) -> StepMemory | None:
+    """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit.
+
+    None if the model's MLPs cannot be computed in tiles.
+    """
     tile_mlps(unwrap(model), TILE_TOKENS)
-    tokens = min(2 * TILE_TOKENS * _sharing(model), wanted // 2)  # the second row has twice as many
-    return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=tokens)
+    try:
+        check_tiles(model, kind, compute_dtype=compute_dtype)
+    except ModelError as error:
+        tile_mlps(unwrap(model), None)
+        log.info("layout.mlp_tile_tokens: auto is null: %s", error)
+        return None
+    return measure(tokens=min(2 * TILE_TOKENS * _sharing(model), wanted // 2))  # the second row has twice as many
 
 
 def _measure(

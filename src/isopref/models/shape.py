@@ -10,9 +10,10 @@ from isopref.models.adapter import has_wrapped_parameters, summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.head import head_of
-from isopref.models.parallel import divisible_heads, has_layers
+from isopref.models.parallel import can_offload, divisible_heads, has_layers
 from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
+from isopref.models.tiles import can_tile
 from isopref.models.unused import is_inside
 
 
@@ -40,6 +41,8 @@ class ModelShape:
     adapter_sides: int  # sum of the inputs and outputs of all linear maps with an adapter, per token, in numbers
     layers: int
     has_layers: bool  # whether the model declares which blocks are its layers, so that they can compile and recompute
+    can_offload: bool  # whether recomputing layers can keep their inputs in host memory
+    can_tile: bool  # whether MLPs can be computed in tiles, as far as the model's structure shows
     width: int
     heads: int
     head_width: int  # of queries and keys
@@ -110,6 +113,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         adapter_sides=sum(max(p.shape) for name, p in text if "lora_" in name and p.ndim == 2),
         layers=config.num_hidden_layers,
         has_layers=has_layers(policy),
+        can_offload=can_offload(policy),
+        can_tile=can_tile(policy),
         width=config.hidden_size,
         heads=heads,
         head_width=query_width,

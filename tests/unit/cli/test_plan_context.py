@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from isopref.cli.main import app
 from isopref.errors import ConfigError
+from isopref.testing.families import tiny_config
 from isopref.testing.models import tiny_folder
 
 MILLION = 2**20
@@ -89,6 +90,17 @@ def test_rows_are_shared_by_a_group(project: Path) -> None:
 def test_what_cannot_split_a_row_is_refused(project: Path, gpus: str, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(project, "--gpus", gpus, f"layout.context_parallel={size}")
+
+
+@pytest.mark.parametrize(
+    ("family", "tiles"), [("mamba2", False), ("opt", False), ("zaya", False), ("llama4_text", True)]
+)
+def test_only_mlps_that_a_run_computes_in_tiles_are_planned_so(
+    project: Path, tmp_path: Path, family: str, tiles: bool
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path / "model")
+    found = plan(project, *CARD, f"model.path={tmp_path / 'model'}")
+    assert any("mlp_tile_tokens" in one["overrides"] for one in found["reaches"]) == tiles
 
 
 def test_layers_that_cannot_follow_a_row_offer_no_split(project: Path, tmp_path: Path) -> None:
