@@ -140,11 +140,10 @@ def choose_for_long(
     """The fewest measures that make `wanted` tokens fit with all `layers` recomputing; None if they do not fit.
 
     `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles; None if a model cannot tile.
-    Offloading comes first, because its copies overlap with compute. The last layer's input stays on the device: it is
-    needed immediately. Rows shorter than two tiles gain little from tiles, and measuring would take rows that do not
-    fit.
+    Offloading comes first, because its copies overlap with compute. Two inputs are on the device at a time: one in use,
+    one on its way. Rows shorter than two tiles gain little from tiles, and measuring would take rows that do not fit.
     """
-    most = max(0, layers - 1) if allowed.offload else 0
+    most = max(min(1, layers - 1), layers - 2) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
     may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS * sharing
     for tile in (None, TILE_TOKENS) if may_tile else (None,):
