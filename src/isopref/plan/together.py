@@ -104,11 +104,19 @@ def key_repeats(shape: ModelShape, size: int) -> int:
     return size // math.gcd(size, key_heads)
 
 
+def tensor_sizes(shape: ModelShape, network: Network, ranks: int) -> list[int]:
+    """How many of `ranks` ranks can compute a layer together, within one machine."""
+    return [n for n in _divisors(_tensor_heads(shape)) if n <= network.ranks_per_node and ranks % n == 0]
+
+
+def _tensor_heads(shape: ModelShape) -> int:
+    return math.gcd(shape.heads, shape.key_width // max(1, shape.head_width))
+
+
 def check_tensor(shape: ModelShape, size: int, network: Network, ranks: int) -> None:
     """Raise ConfigError if `size` of the `ranks` ranks cannot compute a layer together, within one machine."""
-    heads = math.gcd(shape.heads, shape.key_width // max(1, shape.head_width))
-    node = network.ranks_per_node
-    fitting = [n for n in _divisors(heads) if n <= node and ranks % n == 0]
+    heads, node = _tensor_heads(shape), network.ranks_per_node
+    fitting = tensor_sizes(shape, network, ranks)
     if size not in fitting:
         raise ConfigError(
             f"layout.tensor_parallel: {size} does not fit {ranks} GPUs and this model. It must divide the number of "

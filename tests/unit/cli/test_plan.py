@@ -249,8 +249,11 @@ def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
         (True, True, False, False),
         (True, True, True, False),
         (True, True, True, True),
-        (False, True, False, False),
+        (False, True, True, True),
     ]
+    (note, *_) = one["notes"]
+    assert "Offloaded inputs and MLPs in tiles do not save enough." in note
+    assert "at auto" not in note
 
 
 def test_tiles_come_as_soon_as_offloading_is_not_enough(project: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from isopref.cards import GIB
 from isopref.cli.main import app
 from isopref.errors import ConfigError
 from isopref.testing.families import tiny_config
@@ -67,6 +68,21 @@ def test_a_pair_too_long_for_one_gpu_fits_on_several(project: Path) -> None:
     assert again["run"]["exchanged_bytes"] > 0
     assert again["run"]["time"]["exchange"] > 0
     assert any("has not run on GPUs yet" in note for note in again["notes"])
+
+
+@pytest.mark.parametrize(
+    ("card", "way_out"), [("H200", "layout.tensor_parallel=8"), ("H100", "layout.context_parallel=4")]
+)
+def test_ranks_that_compute_layers_together_may_do_so_otherwise(project: Path, card: str, way_out: str) -> None:
+    asked = ("layout.tensor_parallel=2", "layout.checkpointing=full", "layout.offload_activations=full")
+    card_and_asked = ("--card", card, "--gpus", "8", "model.native=true", *asked)
+    found = plan(project, *card_and_asked)
+    assert not found["run"]["fits"]
+    (other, *_) = found["alternatives"]
+    assert way_out in other["overrides"]
+    again = plan(project, *card_and_asked, *other["overrides"].split())
+    assert again["run"]["fits"]
+    assert sum(again["run"]["memory"].values()) / GIB == pytest.approx(other["memory_gib"])
 
 
 def test_rows_are_shared_by_a_group(project: Path) -> None:
