@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from isopref.models.adapter import has_wrapped_parameters, summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
+from isopref.models.follow import Exchanged, exchanged
 from isopref.models.head import head_of
 from isopref.models.parallel import can_offload, divisible_heads, has_layers
 from isopref.models.parts import widest_attention
@@ -50,6 +51,7 @@ class ModelShape:
     softcap: float | None  # of attention scores
     key_width: int  # of the keys of one token in one layer, over all key heads
     normed_width: int  # of queries and keys of one token in one layer, if they have norms; else 0
+    exchanged: tuple[Exchanged, ...]  # by ranks that split a row, for each layer with a state
     row_parts: int  # largest number of ranks that can split a row; its divisors can, too
     vocabulary: int
     float8: Float8Size
@@ -122,6 +124,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=key_width,
         normed_width=_normed_width(model, heads * query_width, key_width),
+        exchanged=tuple(exchanged(model.get_submodule(name)) for name in policy.following),
         row_parts=1 if policy.unfolded else divisible_heads(policy),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
