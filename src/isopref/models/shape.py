@@ -11,7 +11,7 @@ from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
 from isopref.models.follow import Exchanged, exchanged
 from isopref.models.head import head_of
-from isopref.models.parallel import can_offload, divisible_heads, has_layers
+from isopref.models.parallel import can_offload, divisible_heads, has_layers, why_not_split
 from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
 from isopref.models.tiles import can_tile
@@ -53,6 +53,7 @@ class ModelShape:
     normed_width: int  # of queries and keys of one token in one layer, if they have norms; else 0
     exchanged: tuple[Exchanged, ...]  # by ranks that split a row, for each layer with a state
     row_parts: int  # largest number of ranks that can split a row; its divisors can, too
+    why_not_split: str | None  # why no ranks can split a row
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -126,6 +127,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         normed_width=_normed_width(model, heads * query_width, key_width),
         exchanged=tuple(exchanged(model.get_submodule(name)) for name in policy.following),
         row_parts=1 if policy.unfolded else divisible_heads(policy),
+        why_not_split=why_not_split(policy),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),

@@ -144,6 +144,8 @@ def check_context(shape: ModelShape, size: int, ranks: int) -> None:
     what = f"layout.context_parallel: {size}"
     if ranks % size:
         raise ConfigError(f"{what} does not divide {ranks} GPUs. Change --gpus or layout.context_parallel.")
+    if size > 1 and shape.why_not_split is not None:
+        raise ConfigError(f"{what}, but {shape.why_not_split}. Set layout.context_parallel: 1.")
     if shape.row_parts % size:
         fitting = _listed(_divisors(shape.row_parts))
         raise ConfigError(

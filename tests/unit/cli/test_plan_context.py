@@ -96,6 +96,16 @@ def test_rows_are_shared_by_a_group(project: Path) -> None:
     assert found["run"]["microbatches"] == 4
 
 
+def test_low_speeds_have_digits(project: Path) -> None:
+    """Of a pair of a million tokens, a group of GPUs computes one in seconds."""
+    arguments = (*CARD, "layout.context_parallel=8", "--ranks", "8,16")
+    found, shown = plan(project, *arguments), text(project, *arguments)
+    assert 0 < found["run"]["examples_per_s"] < 0.1
+    assert f"  {found['run']['examples_per_s']:.3g} pairs/s, MFU" in shown
+    for one in found["scale"]:
+        assert f" {one['examples_per_s']:.3g} " in shown
+
+
 @pytest.mark.parametrize(
     ("gpus", "size", "message"),
     [
@@ -123,3 +133,9 @@ def test_layers_that_cannot_follow_a_row_offer_no_split(project: Path, tmp_path:
     model = tiny_folder(tmp_path / "mamba", "mamba")
     found = plan(project, *CARD, f"model.path={model}", "model.dtype=bfloat16", "model.compute_dtype=null")
     assert [one for one in found["reaches"] if "context" in one["overrides"]] == []
+    with pytest.raises(ConfigError) as refusal:
+        plan(project, *CARD, f"model.path={model}", "layout.context_parallel=2")
+    assert str(refusal.value) == (
+        "layout.context_parallel: 2, but MambaForCausalLM has layers whose sequences cannot be split "
+        "(backbone.layers.0.mixer). Set layout.context_parallel: 1."
+    )
