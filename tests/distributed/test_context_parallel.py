@@ -13,7 +13,11 @@ import torch
 from isopref.batch.packing import Budget
 from isopref.data.table import ExampleTable
 from isopref.models.policy import Policy
+from isopref.models.shape import shape_of
 from isopref.ops.attention import segment_attention
+from isopref.plan.layout import ONE_GPU
+from isopref.plan.network import HOP_S, Network
+from isopref.plan.together import Exchange
 from isopref.score import score_table
 from isopref.testing.cells import Cell
 from isopref.testing.models import random_pairs, tiny_model
@@ -41,6 +45,17 @@ def test_between_exchanges_a_rank_has_all_tokens_of_its_heads_in_order(four_rank
     for rank, (heads, back) in enumerate(four_ranks(splitting.there_and_back, x)):
         assert torch.equal(heads, x[:, 2 * rank : 2 * rank + 2])
         assert torch.equal(back, x[rank::4])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bamba", "lfm2", "olmo_hybrid"])
+def test_ranks_exchange_what_a_plan_counts(four_ranks: Ranks, architecture: str) -> None:
+    """As often, and as much: on four ranks, also of heads that are repeated."""
+    model = tiny_model(architecture)
+    layout = replace(ONE_GPU, parallel="ddp", ranks=4, context=4, compute_bytes=4)
+    planned = Exchange.of(shape_of(model), layout, Network(inside=np.inf, between=np.inf))
+    for sizes in four_ranks(splitting.exchanged_bytes, architecture, 128):
+        assert len(sizes) == pytest.approx(planned.calls_s / HOP_S)
+        assert sum(sizes) == pytest.approx(planned.of_token * 128)
 
 
 def test_a_compiled_exchange_is_one_graph(two_ranks: Ranks) -> None:

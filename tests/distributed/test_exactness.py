@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from isopref.testing import matrix
-from isopref.testing.cells import Cell, batch
+from isopref.testing.cells import NATIVE, STATES, Cell, batch
 from isopref.testing.equations import ALL_CASES
 from isopref.testing.exactness import Found, measure
 from isopref.testing.ranks import Ranks
@@ -62,6 +62,12 @@ def test_matrix_covers_what_is_promised(ranks: int) -> None:
     for parallel in matrix.SPREADS[ranks]:
         assert {cell.objective for cell in cells if cell.parallel == parallel} == set(ALL_CASES)
     assert {cell.parallel for cell in cells} == set(matrix.SPREADS[ranks])
+
+
+def test_split_rows_of_every_kind_of_layer_run_in_replicas_of_shards() -> None:
+    cells = [cell for cell in matrix.thinned(4) if cell.parallel == "hsdp" and cell.context_parallel > 1]
+    assert {cell.architecture for cell in cells if cell.native} == set(NATIVE)
+    assert set(STATES) <= {cell.architecture for cell in cells if not cell.native}
 
 
 def pairs_of_values(cells: list[Cell]) -> set[tuple[str, object, str]]:

@@ -1,4 +1,4 @@
-"""Two ranks and a vision tower that takes no part: its weights are held, and nothing waits for their gradients."""
+"""Two ranks and parts that text does not use: their weights are held, and nothing waits for their gradients."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from isopref.testing.cells import Cell
 from isopref.testing.exactness import measure
 from isopref.testing.ranks import Ranks
 from support.counting import shards_and_wholes
+from support.decoders import gradient_norms
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
@@ -29,3 +30,11 @@ def test_fsdp_shards_it_too(two_ranks: Ranks) -> None:
     parts = {"vision_tower", "multi_modal_projector", "language_model"}
     for sharded, whole in two_ranks(shards_and_wholes, Cell("gemma3_vision", ranks=2, parallel="fsdp")):
         assert (sharded, whole) == (parts, set())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("family", ["whisper", "mllama"])
+def test_decoders_without_their_encoder(two_ranks: Ranks, family: str, parallel: Any) -> None:
+    alone = gradient_norms(family, "single", 1)
+    for found in two_ranks(gradient_norms, family, parallel, 2):
+        assert found == pytest.approx(alone, rel=1e-4)

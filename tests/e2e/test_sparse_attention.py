@@ -40,8 +40,8 @@ def test_the_run_says_so(whole: tuple[Project, Path], load_weights: LoadWeights)
     count = sum(weight.numel() for name, weight in load_weights(project.model).items() if ".indexer." in name)
     outcome = project.isopref("train", "my.yaml", *SAVE, "run.folder=said", "optim.max_steps=1")
     assert outcome.code == 0, outcome.err
-    said = "not trained, as a choice of keys has no gradient: 2 indexers, such as model.layers.0.self_attn.indexer "
-    assert f"\n{said}({count:,} weights)\n" in outcome.out
+    names = ", ".join(f"model.layers.{layer}.self_attn.indexer" for layer in range(2))
+    assert f"\nnot trained, as a choice of keys has no gradient: {names} ({count:,} weights)\n" in outcome.out
 
 
 def test_stopped_and_resumed_it_ends_in_the_same_bits(

@@ -4,15 +4,22 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
+from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
+from isopref.examples import PairTokens
 from isopref.models.attention import RECORDED, recorded
 from isopref.models.policy import Policy
+from isopref.models.probe import check_layout
 from isopref.models.windows import attention_windows
-from isopref.testing.families import FAMILIES, tiny_family
-from isopref.testing.models import examples, random_pairs
+from isopref.testing import oracle
+from isopref.testing.families import FAMILIES, tiny_config, tiny_family
+from isopref.testing.models import examples, random_pairs, with_adapter
 from isopref.testing.models_page import LAYOUTS, Support, is_decoder_only, page, summary, support, supported_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -31,6 +38,35 @@ SHARED = (
 def test_shared_rows(family: str) -> None:
     found = supported_rows(family)
     assert (found.rows, found.reason) == ("shared", "")
+
+
+# Unfolded layers that return more than one vector per token.
+UNFOLDED = ("deepseek_v32", "glm_moe_dsa", "gpt_neox_japanese", "hy_v4")
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed"])
+@pytest.mark.parametrize("family", UNFOLDED)
+def test_gradients_of_unfolded_layers(family: str, kind: RowKind) -> None:
+    """All that a layer returns reaches the next one, also for sequences of very different lengths."""
+    policy = Policy(tiny_family(family)).train()
+    pairs = random_pairs(12, seed=1)
+    found = oracle.gradient(policy, policy(build_microbatch(examples(pairs), kind)).logp.sum(), again=True)
+    with policy.plain() as model:
+        logps = oracle.pair_logps(model, pairs)
+        own = oracle.gradient(policy, (logps.chosen + logps.rejected).sum())
+    assert found.keys() == own.keys()
+    assert oracle.relative_error(found, own) <= 1e-5
+
+
+def test_attention_weights_that_look_like_values_of_tokens() -> None:
+    """The longest of these sequences has as many tokens as there are heads."""
+    config = tiny_config("gpt_neox_japanese")
+    config.num_attention_heads = 8
+    model = AutoModelForCausalLM.from_config(config).eval()
+    pair = PairTokens(*map(np.array, ([5], [7, 8, 9, 4, 3, 2, 1], [6])))
+    logps = oracle.pair_logps(model, [pair])
+    found = Policy(model)(build_microbatch([pair.example], "shared")).logp
+    assert torch.allclose(found, torch.cat([logps.chosen, logps.rejected]), atol=1e-4)
 
 
 # Layers that mask keys themselves, or select them, do not ask for a window. MiniMax's full attention asks for one.
@@ -66,6 +102,7 @@ def test_adapters_native_modules_and_export() -> None:
         ("mpt", "padded", "no layer uses transformers' AttentionInterface"),
         ("bert", None, "it changes hidden states between its decoder and its output layer"),
         ("xlnet", None, "it is not causal: a token's prediction depends on later tokens"),
+        ("reformer", None, "its forward pass fails on padded rows in training mode: ValueError: "),
         ("xlm", None, "its own forward pass fails on a sequence of tokens: AttributeError: "),
     ],
 )
@@ -73,6 +110,14 @@ def test_reasons(family: str, rows: str | None, reason: str) -> None:
     found = supported_rows(family)
     assert found.rows == rows
     assert found.reason.startswith(reason)
+
+
+def test_adapters_on_fewer_layers() -> None:
+    """The routers of Llama 4 return two tensors, so they cannot have an adapter as linear layers do."""
+    found = support("llama4_text")
+    assert (found.rows, found.adapters) == ("shared", False)
+    assert found.no_adapter.startswith("its own forward pass fails on a sequence of tokens: AttributeError")
+    check_layout(Policy(with_adapter(tiny_family("llama4_text"), "lora", targets=["v_proj", "q_proj"])), "shared")
 
 
 def test_which_architectures_are_decoders() -> None:
@@ -84,18 +129,20 @@ def test_the_page_counts() -> None:
     found = [
         Support("llama", "shared", adapters=True),
         Support("mpt", "padded", "why"),
+        Support("gpt2", "shared", no_adapter="since"),
         Support("bert", None, "so"),
         Support("blt", None, "big", built=False),
     ]
     assert summary(found) == (
-        "transformers has 4 such architectures. Of 3 built architectures, 2 (67%) can be trained, 1 (33%) with shared "
+        "transformers has 5 such architectures. Of 4 built architectures, 3 (75%) can be trained, 2 (50%) with shared "
         "rows. "
-        "Of 2 built decoder-only architectures, 2 (100%) can be trained, 1 (50%) with shared rows."
+        "Of 3 built decoder-only architectures, 3 (100%) can be trained, 2 (67%) with shared rows."
     )
     lines = page(found).splitlines()
     assert "| `llama` (LlamaForCausalLM) | shared | yes | no | no |" in lines
     assert "| `mpt` (MptForCausalLM) | padded | no | no | no | why |" in lines
     assert "| `bert` (BertLMHeadModel) | so |" in lines
+    assert "- `gpt2` (GPT2LMHeadModel): since" in lines
     assert "| `blt` (BltForCausalLM) | big |" in lines
 
 

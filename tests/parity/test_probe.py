@@ -15,7 +15,7 @@ from isopref.models.policy import Policy
 from isopref.models.probe import check_layout
 from isopref.ops.attention import segment_attention
 from isopref.testing.families import tiny_family
-from isopref.testing.models import ARCHITECTURES, tiny_model
+from isopref.testing.models import ARCHITECTURES, tiny_model, with_adapter
 from isopref.types import Segments
 
 PACKED: tuple[RowKind, ...] = ("shared", "packed")
@@ -61,6 +61,37 @@ def test_a_head_that_is_not_all_is_refused(kind: RowKind) -> None:
     make: Any = LoudLlama
     with pytest.raises(ModelError, match=r"LoudLlama cannot be trained.*off by"):
         check_layout(Policy(make(tiny_model("llama").config).eval()), kind)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("family", ["modernbert-decoder", "reformer", "roberta", "roformer", "xlnet"])
+def test_padded_rows_are_no_way_out_if_they_are_refused_too(family: str, kind: RowKind) -> None:
+    refused = []
+    for rows in (kind, "padded"):
+        with pytest.raises(ModelError) as raised:
+            check_layout(Policy(tiny_family(family)), rows)
+        refused.append(str(raised.value))
+    assert refused[0] == refused[1]
+    assert refused[0].endswith("Train a model of another architecture: docs/models.md lists those that work.")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama4_text", "v_proj, q_proj"),
+        ("phimoe", "v_proj, q_proj"),
+        ("gemma3n_text", "v_proj, q_proj"),
+        ("deepseek_v4", "q_b_proj, q_a_proj"),
+    ],
+)
+def test_an_adapter_that_breaks_a_model_is_named(family: str, targets: str) -> None:
+    model = with_adapter(tiny_family(family), "lora")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with pytest.raises(ModelError, match="Without its adapter it works") as raised:
+        check_layout(Policy(model), "shared")
+    assert f"Set model.adapter.targets to fewer layers, such as [{targets}], or train all" in str(raised.value)
+    assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    check_layout(Policy(with_adapter(tiny_family(family), "lora", targets=targets.split(", "))), "shared")
 
 
 def leaky(segments: Segments) -> Segments:

@@ -1,15 +1,20 @@
 """What ranks that split rows do, for tests on ranks."""
 
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isopref.batch.packing import Budget
+from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
+from isopref.examples import PairTokens
 from isopref.models.parallel import parallelize
 from isopref.models.policy import Policy
+from isopref.ops import exchange
 from isopref.ops.attention import segment_attention
 from isopref.ops.exchange import from_heads, to_heads
 from isopref.score import TableLogps, score_table
@@ -85,6 +90,29 @@ def scores() -> tuple[TableLogps, list[int]]:
         scored=lambda index, _: stored.extend(index.tolist()),
     )
     return found, stored
+
+
+def exchanged_bytes(architecture: str, tokens: int) -> list[int]:
+    """Bytes in each exchange between ranks during a forward and a backward pass of a row of `tokens`."""
+    model = parallelize(
+        Policy(tiny_model(architecture)),
+        "ddp",
+        device=torch.device("cpu"),
+        world_size=dist.get_world_size(),
+        context_parallel=dist.get_world_size(),
+    )
+    sizes: list[int] = []
+    own = exchange._all_to_all
+
+    def counted(x: Tensor, name: Any) -> Tensor:
+        sizes.append(x.numel() * x.element_size())
+        return own(x, name)
+
+    prompt, answer = np.full(tokens // 2, 5), np.full(tokens // 4, 6)
+    pair = PairTokens(prompt, answer, answer + 1)
+    with patch.object(exchange, "_all_to_all", counted):
+        model(build_microbatch([pair.example], "shared")).logp.sum().backward()
+    return sizes
 
 
 def wrong_heads() -> str:

@@ -26,7 +26,6 @@ from isopref.models.parallel import (
     unwrap,
 )
 from isopref.models.policy import Policy
-from isopref.models.probe import check_tiles
 from isopref.models.tiles import can_tile
 
 CPU_TOKENS = 4096
@@ -77,6 +76,7 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
         state_share=resolve.state_bytes(run.config.optim.kind, weight) / weight,
         offload=offload,
         allowed=_allowed(run, policy),
+        compute_dtype=rounding_dtype(run),
     )
     _check_host(run, policy, fit.tokens, offloaded)
     if tokens is None:
@@ -88,8 +88,6 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
             f"layout.offload_activations: auto is {fit.offloaded} of {every} layers, layout.mlp_tile_tokens: auto is "
             f"{fit.tile or 'null'}: otherwise a microbatch of {fit.tokens} tokens would not fit"
         )
-    if fit.tile is not None:
-        check_tiles(model, layout.rows, compute_dtype=rounding_dtype(run))
     return replace(run, microbatch_tokens=fit.tokens)
 
 

@@ -14,9 +14,10 @@ from isopref.batch.packing import Budget, RowKind, check_budget, tokens_alone
 from isopref.build import plan_notes, resolve
 from isopref.build.data import pair_tables, read_tokenizer
 from isopref.build.lengths_file import read_lengths
+from isopref.build.plan_alternatives import alternatives
 from isopref.build.plan_shape import model_shape
 from isopref.build.run import loss_of
-from isopref.build.run_plan import Alternative, Hardware, RunPlan
+from isopref.build.run_plan import Hardware, RunPlan
 from isopref.cards import GIB
 from isopref.config.schema import Config
 from isopref.data import schedule
@@ -80,7 +81,7 @@ class Planner:
     unit: str = "pair"  # what an example is called
 
     def plan(self, ranks: Sequence[int] = ()) -> RunPlan:
-        layout, fit, why_not = self._settled(self._layout(self.hardware.gpus))
+        layout, fit, why_not = self._settled(self.layout(self.hardware.gpus))
         run = self._settled_forecast(layout, fit, why_not)
         shared, packed = (int(tokens_alone(self.lengths, kind).sum()) for kind in ("shared", "packed"))
         steps = resolve.num_steps(self.config.optim, len(self.lengths))
@@ -103,7 +104,7 @@ class Planner:
             hours=steps * run.time.total / 3600 if run.fits else None,
             score_hours=self._score_hours(layout, run) if run.fits else None,
             notes=list(self._notes(layout, run, why_not)),
-            alternatives=[] if run.fits else self._alternatives(),
+            alternatives=[] if run.fits else alternatives(self),
             reaches=self.reaches(layout),
             scale=[one for count in ranks for one in self._at(count)],
         )
@@ -149,10 +150,10 @@ class Planner:
         return Budget(self.config.layout.rows, tokens)
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
         return int(tokens_alone(self.lengths, self.config.layout.rows).max())
 
-    def _layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
+    def layout(self, ranks: int, parallel: Literal["fsdp", "hsdp"] | None = None) -> Layout:
         """The config's layout on this many ranks, with `auto` resolved."""
         model, asked = self.config.model, self.config.layout
         weight, compute = BYTES[model.dtype], BYTES[model.pass_dtype]
@@ -230,40 +231,43 @@ class Planner:
         if tokens is not None and asked.checkpointing != "auto":
             return layout, Fit(tokens, layout.recompute, ""), None
         most = self.shape.layers if asked.checkpointing == "auto" else layout.recompute
-        lines = tuple(self._line(replace(layout, recompute=count)) for count in (layout.recompute, most))
-        room = self._room(layout)
+        fewest, layout = layout.recompute, replace(layout, recompute=most)
+        lines = self._line(replace(layout, recompute=fewest)), self._line(layout)
+        wanted, room, allowed = tokens or self.longest, self._room(layout), self._allowed(layout)
         try:
             if room <= 0:
                 raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
-            fit = self._for_long(replace(layout, recompute=most), lines[1], room, tokens or self._longest)
+            fit, tried = None, []
+            if lines[1].at(wanted) > room:
+                tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
+                fit = choose_for_long(lines[1], tiled, most, room, allowed, wanted=wanted, sharing=layout.context)
+                tried = allowed.measures(wanted, layout.context)
             if fit is None:
                 fit = choose(
-                    (lines[0], lines[1]),
-                    (layout.recompute, most),
+                    lines,
+                    (fewest, most),
                     room,
-                    longest=self._longest,
+                    longest=self.longest,
                     tokens=tokens,
                     sharing=layout.context,
+                    tried=tried,
                 )
-        except ConfigError as error:
-            fit = Fit(tokens or max(self._longest, LEAST_TOKENS * layout.context), most, "")
-            return replace(layout, recompute=most), fit, str(error)
-        if fit.offloaded or fit.tile is not None:
-            layout = replace(layout, offloaded=fit.offloaded or layout.offloaded, tile=fit.tile or layout.tile)
-        return replace(layout, recompute=fit.layers), fit, None
+        except ConfigError as error:  # show what it takes with all that `auto` may do
+            offloaded = max(0, most - 1) if allowed.offload else layout.offloaded
+            tile = TILE_TOKENS if allowed.tiles(wanted, layout.context) else layout.tile
+            fit = Fit(tokens or max(self.longest, LEAST_TOKENS * layout.context), most, "")
+            return replace(layout, offloaded=offloaded, tile=tile), fit, str(error)
+        offloaded, tile = fit.offloaded or layout.offloaded, fit.tile or layout.tile
+        return replace(layout, recompute=fit.layers, offloaded=offloaded, tile=tile), fit, None
 
-    def _for_long(self, layout: Layout, line: StepMemory, room: float, wanted: int) -> Fit | None:
-        """What the run would do for a pair that does not fit with all layers recomputing."""
-        if line.at(wanted) <= room:
-            return None
-        allowed = LongRows(
-            offload=self.config.layout.offload_activations == "auto" and self.shape.has_layers,
-            tile=resolve.may_tile(self.config),
+    def _allowed(self, layout: Layout) -> LongRows:
+        """What `auto` may do for pairs that would not fit otherwise."""
+        return LongRows(
+            offload=self.config.layout.offload_activations == "auto" and self.shape.can_offload,
+            tile=self._may_tile,
             input_bytes=self.shape.width * layout.compute_bytes / layout.context,
             host_room=math.inf,  # not known here; a note says how much is needed
         )
-        tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
-        return choose_for_long(line, tiled, layout.recompute, room, allowed, wanted=wanted, sharing=layout.context)
 
     def _memory(self, layout: Layout, tokens: int) -> Memory:
         return peak_memory(self.shape, layout, self._usual.scaled(tokens), answers=len(self.lengths.answer))
@@ -271,7 +275,7 @@ class Planner:
     @cached_property
     def _usual(self) -> Loads:
         """All batches as one microbatch."""
-        budget = self._budget(max(MOST_TOKENS, self._longest))
+        budget = self._budget(max(MOST_TOKENS, self.longest))
         every = self.lengths.select(np.concatenate(self._batches))
         windows = self.shape.flops.windows
         return step_loads(every, budget, ranks=1, attention_share=0.0, windows=windows).summed
@@ -281,7 +285,7 @@ class Planner:
 
         Between its ends, the line overestimates: parts peak at different times, and only the largest counts.
         """
-        least, most = LEAST_TOKENS * layout.context, max(MOST_TOKENS * layout.context, self._longest)
+        least, most = LEAST_TOKENS * layout.context, max(MOST_TOKENS * layout.context, self.longest)
         few, many = (self._memory(layout, tokens).of_step for tokens in (least, most))
         return StepMemory.through((least, few), (most, many))
 
@@ -289,11 +293,15 @@ class Planner:
         fixed = self._memory(layout, LEAST_TOKENS)
         return self.usable - fixed.weights - fixed.optimizer - fixed.cache
 
-    def _settings(self, layout: Layout) -> list[Setting]:
-        tile = TILE_TOKENS if resolve.may_tile(self.config) else None
-        return settings(self.shape.layers, tile, contexts(self.shape, layout))
+    def settings(self, layout: Layout) -> list[Setting]:
+        tile = TILE_TOKENS if self._may_tile else None
+        return settings(self.shape, tile, contexts(self.shape, layout))
 
-    def _with(self, layout: Layout, setting: Setting) -> Layout:
+    @property
+    def _may_tile(self) -> bool:
+        return resolve.may_tile(self.config) and self.shape.can_tile
+
+    def with_setting(self, layout: Layout, setting: Setting) -> Layout:
         """The layout with a setting; null does not compile layers of ranks that split rows."""
         changed = replace(layout, **setting.changes)
         compiled = changed.compiled and (changed.context == 1 or self.config.layout.compile is True)
@@ -301,15 +309,15 @@ class Planner:
 
     def reaches(self, layout: Layout | None = None) -> list[Reach]:
         """How long an example may be with each setting, and how many are longer."""
-        asked = layout or self._layout(self.hardware.gpus)
+        asked = layout or self.layout(self.hardware.gpus)
         alone = tokens_alone(self.lengths, asked.rows)
         found = []
-        for setting in self._settings(asked):
-            most = self._largest(self._with(asked, setting))
+        for setting in self.settings(asked):
+            most = self.largest(self.with_setting(asked, setting))
             found.append(Reach(" ".join(setting.overrides), most, int((alone > most).sum())))
         return found
 
-    def _largest(self, layout: Layout) -> int:
+    def largest(self, layout: Layout) -> int:
         """Tokens in the largest microbatch that fits; 0 if none does."""
         if loading_memory(self.shape, layout) > self.usable:
             return 0
@@ -318,7 +326,7 @@ class Planner:
     def _largest_fit(self, layout: Layout, fit: Fit, run: Forecast) -> int:
         """Tokens of the largest microbatch that fits: by the run's linear fit or by the plan, whichever allows more."""
         known = (fit.tokens if fit.why else int(run.largest_tokens)) if run.fits else 0
-        return max(known, self._largest(layout))
+        return max(known, self.largest(layout))
 
     def _notes(self, layout: Layout, run: Forecast, why_not: str | None) -> Iterator[str]:
         if why_not is None and run.loading > self.usable:
@@ -333,56 +341,15 @@ class Planner:
             who = "ranks" if layout.together == 1 else f"groups of {layout.together} ranks"
             yield f"{layout.groups} {who} share {batch_size} {self.unit}s a step; {idle} or more stay idle"
 
-    def _alternatives(self) -> list[Alternative]:
-        """Two layouts that fit on these GPUs, or one on the fewest additional GPUs."""
-        for gpus in _more(self.hardware.gpus, self.config.layout.ranks_together):
-            if found := list(self._fitting(gpus)):
-                return found[: 2 if gpus == self.hardware.gpus else 1]
-        return []
-
-    def _fitting(self, gpus: int) -> Iterator[Alternative]:
-        """Layouts that fit on this many GPUs: large rows, small rows, recomputation, and what long pairs need.
-
-        Rows are split only if nothing else fits.
-        """
-        fits = False
-        sharded, changed = self._sharded(gpus)
-        more = [] if gpus == self.hardware.gpus else [f"--gpus {gpus}"]
-        for setting in self._settings(sharded):
-            layout = self._with(sharded, setting)
-            if fits and layout.context > sharded.context:
-                return
-            for size in self._sizes(layout):
-                run = self.forecast(layout, size)
-                if run.fits:
-                    fits = True
-                    asked = [f"layout.microbatch_tokens={size}", *setting.overrides]
-                    yield Alternative(" ".join(changed + asked + more), run.memory.total / GIB, run.examples_per_s)
-
-    def _sizes(self, layout: Layout) -> list[int]:
-        """Tokens of a large and a small microbatch if they fit; else, if layers recompute, of the largest or a pair."""
-        longest, most = self._longest, self._largest(layout)
-        sizes = dict.fromkeys(max(size * layout.context, longest) for size in (MOST_TOKENS, LEAST_TOKENS))
-        fitting = [size for size in sizes if size <= most]
-        return fitting or ([max(longest, most)] if layout.recompute else [])
-
-    def _sharded(self, gpus: int) -> tuple[Layout, list[str]]:
-        """The layout that needs the least memory on this many GPUs, and the overrides for it."""
-        if gpus == 1 and not self.config.model.is_mixed:
-            return self._layout(1), []
-        layout = replace(self._layout(gpus, "fsdp"), grad_sync="every")
-        changed = ["layout.parallel=fsdp", "layout.grad_sync=every"]
-        return layout, changed + (["layout.hsdp_shard=null"] if self.config.layout.hsdp_shard else [])
-
     def _at(self, ranks: int) -> Iterator[Forecast]:
         """The run on this many ranks: as configured, and also with the other kind of sharding if possible."""
-        layout = self._layout(ranks)
+        layout = self.layout(ranks)
         others: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
         node = self.config.layout.hsdp_shard or self._shard_per_node
         yield self._settled_forecast(*self._settled(layout))
         for other in others:
             if other != layout.parallel and layout.averaging > node > 1 and layout.averaging % node == 0:
-                yield self._settled_forecast(*self._settled(self._layout(ranks, other)))
+                yield self._settled_forecast(*self._settled(self.layout(ranks, other)))
 
     def _settled_forecast(self, layout: Layout, fit: Fit, why_not: str | None) -> Forecast:
         found = self.forecast(layout, fit.tokens)
@@ -394,8 +361,3 @@ def first_pass(loss: Loss, lengths: Lengths, rows: RowKind) -> float:
     matched = int(tokens_alone(lengths, rows).sum())
     mismatched = int(lengths.prompt.sum() + lengths.answer.mean() * len(lengths))
     return loss.scores_twice + loss.needs_mismatched * mismatched / matched
-
-
-def _more(gpus: int, together: int) -> list[int]:
-    """This many GPUs, then 8, 16, 32, ... if that is more and groups of `together` ranks divide it."""
-    return [gpus, *(8 * 2**n for n in range(8) if 8 * 2**n > gpus and 8 * 2**n % together == 0)]

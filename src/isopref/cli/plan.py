@@ -109,7 +109,7 @@ def show_reaches(reaches: list[Reach], unit: str, console: Console) -> None:
 def _show_way_out(plan: RunPlan, console: Console) -> None:
     console.print(Text("\nto make it fit", "bold"))
     for other in plan.alternatives:
-        told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {other.examples_per_s:.1f} {plan.unit}s/s)"
+        told = f"  {other.overrides} ({other.memory_gib:.1f} GiB, {_speed(other.examples_per_s)} {plan.unit}s/s)"
         console.print(told, markup=False)
     if not plan.alternatives:
         console.print("  no layout on up to 1,024 GPUs fits; use shorter data (data.max_length) or a smaller model")
@@ -120,7 +120,7 @@ def _show_time(plan: RunPlan, hours: float, console: Console) -> None:
     shares = ", ".join(f"{name} {seconds / time.total:.0%}" for name, seconds in vars(time).items() if seconds)
     lines = {
         "one step": f"{time.total:.3f} s: {shares}",
-        "speed": f"{plan.run.examples_per_s:,.1f} {plan.unit}s/s, MFU {plan.run.mfu:.1%}",
+        "speed": f"{_speed(plan.run.examples_per_s)} {plan.unit}s/s, MFU {plan.run.mfu:.1%}",
         "the run": f"{_duration(3600 * hours)} for {plan.steps:,} steps over {plan.examples:,} {plan.unit}s",
     }
     if plan.score_hours:
@@ -136,7 +136,7 @@ def _show_scale(points: list[Forecast], unit: str, console: Console) -> None:
         timed = (
             f"{point.time.exchange + point.time.network:.3f}",
             f"{point.time.total:.3f}",
-            f"{point.examples_per_s:,.0f}",
+            _speed(point.examples_per_s, digits=0),
             f"{point.mfu:.1%}",
         )
         table.add_row(
@@ -163,6 +163,11 @@ def _together(run: Forecast) -> str:
     """How many ranks compute each layer or each row together, if more than one."""
     layer = f"{run.tensor} ranks per layer, " if run.tensor > 1 else ""
     return layer + (f"{run.context} ranks per row, " if run.context > 1 else "")
+
+
+def _speed(per_s: float, digits: int = 1) -> str:
+    """A speed, with three significant digits if it is low, as with long pairs."""
+    return f"{per_s:,.{digits}f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -8,8 +8,9 @@ If the longest pair still does not fit, layer inputs move to host memory, which 
 are computed in tiles, which is measured on rows of several tiles.
 """
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,9 +24,10 @@ from isopref.batch.packing import RowKind, tokens_alone
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
 from isopref.engine.oom_retry import ran_out
-from isopref.errors import ConfigError, shorter_pairs
+from isopref.errors import ConfigError, ModelError, shorter_pairs
 from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
+from isopref.models.probe import check_tiles
 from isopref.models.tiles import tile_mlps
 from isopref.ranks import num_ranks
 from isopref.types import IntArray, Microbatch
@@ -37,11 +39,12 @@ MOST_TOKENS = 24576  # a larger one is no faster
 SHORTENED = 4096  # tokens: rows are measured on pairs of typical length, but no longer than this
 TILE_TOKENS = 4096  # MLP tile that `auto` picks: large enough for matrix products at full speed
 GIB = 2.0**30
-WAYS_OUT = (
-    "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every), recompute activations "
-    "(layout.checkpointing: auto or full), leave layout.offload_activations and layout.mlp_tile_tokens at auto, or "
-    f"shorten the pairs: {shorter_pairs()}"
-)
+SPREAD = "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every)"
+RECOMPUTE = "recompute activations (layout.checkpointing: auto or full)"
+FOR_LONG = "leave layout.offload_activations and layout.mlp_tile_tokens at auto"
+SPLIT = "split rows over GPUs (layout.context_parallel), which most models allow"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,15 @@ class LongRows:
     input_bytes: float  # of a layer's input, for each token
     host_room: float  # bytes of host memory for a rank
 
+    def tiles(self, wanted: int, sharing: int) -> bool:
+        """Whether tiles are worth trying: shorter rows gain little, and measuring would take rows that do not fit."""
+        return self.tile and wanted >= 2 * TILE_TOKENS * sharing
+
+    def measures(self, wanted: int, sharing: int) -> list[str]:
+        """What the run tries for a row of `wanted` tokens, in words."""
+        found = {"offloaded inputs": self.offload, "MLPs in tiles": self.tiles(wanted, sharing)}
+        return [name for name, allowed in found.items() if allowed]
+
 
 NOTHING_MORE = LongRows(offload=False, tile=False, input_bytes=0.0, host_room=0.0)
 
@@ -96,12 +108,13 @@ def choose(
     longest: int,
     tokens: int | None = None,
     sharing: int = 1,
+    tried: Sequence[str] = (),
 ) -> Fit:
     """The fewest recomputing layers with which a microbatch of enough tokens fits into `room` bytes.
 
     `measured` holds results for the fewest and the most `layers` recomputing. `longest` is the pair that must fit;
-    `tokens` is a requested size. `sharing` is the number of ranks that split each row. Raises ConfigError if nothing
-    fits.
+    `tokens` is a requested size. `sharing` is the number of ranks that split each row, and `tried` what else did not
+    make a long pair fit. Raises ConfigError if nothing fits.
     """
     few, many = measured
     wanted = _wanted(longest, tokens, sharing)
@@ -116,7 +129,7 @@ def choose(
     if most < (tokens or longest):
         raise ConfigError(
             f"a microbatch of {tokens or longest} tokens does not fit into the {room / GIB:.1f} GiB that weights and "
-            f"optimizer leave: a step takes {line}, with {count} layers recomputing. {WAYS_OUT}"
+            f"optimizer leave: a step takes {line}, with {count} layers recomputing. {_ways_out(count, tried)}"
             + (" Or set a smaller layout.microbatch_tokens." if tokens else "")
         )
     why = f"a step takes {line}; {room / GIB:.1f} GiB are free for it"
@@ -125,7 +138,7 @@ def choose(
 
 def choose_for_long(
     recomputing: StepMemory,
-    tiled: Callable[[], StepMemory],
+    tiled: Callable[[], StepMemory | None],
     layers: int,
     room: float,
     allowed: LongRows,
@@ -135,15 +148,16 @@ def choose_for_long(
 ) -> Fit | None:
     """The fewest measures that make `wanted` tokens fit with all `layers` recomputing; None if they do not fit.
 
-    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles. Offloading comes first,
-    because its copies overlap with compute. The last layer's input stays on the device: it is needed immediately. Rows
-    shorter than two tiles gain little from tiles, and measuring would take rows that do not fit.
+    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles; None if a model cannot tile.
+    Offloading comes first, because its copies overlap with compute. Two inputs are on the device at a time: one in use,
+    one on its way.
     """
-    most = max(0, layers - 1) if allowed.offload else 0
+    most = max(min(1, layers - 1), layers - 2) if allowed.offload else 0
     in_host = allowed.input_bytes * wanted  # for each layer
-    may_tile = allowed.tile and wanted >= 2 * TILE_TOKENS * sharing
-    for tile in (None, TILE_TOKENS) if may_tile else (None,):
+    for tile in (None, TILE_TOKENS) if allowed.tiles(wanted, sharing) else (None,):
         line = recomputing if tile is None else tiled()
+        if line is None:
+            return None
         over = line.at(wanted) - room
         count = 0 if over <= 0 else math.ceil(over / in_host) if in_host else layers
         if count <= most and count * in_host <= allowed.host_room:
@@ -153,6 +167,13 @@ def choose_for_long(
             )
             return Fit(wanted, layers, why, offloaded=count, tile=tile)
     return None
+
+
+def _ways_out(recomputing: int, tried: Sequence[str]) -> str:
+    """What makes a microbatch fit, beyond what was tried."""
+    not_enough = f"{' and '.join(tried)} do not save enough. " if tried else ""
+    ways = [SPREAD, *([] if recomputing else [RECOMPUTE]), SPLIT if tried else FOR_LONG]
+    return f"{not_enough[:1].upper()}{not_enough[1:]}{', '.join(ways)}, or shorten the pairs: {shorter_pairs()}"
 
 
 def _wanted(longest: int, tokens: int | None, sharing: int) -> int:
@@ -171,13 +192,14 @@ def fit_microbatch(
     state_share: float = 2.0,
     offload: bool = False,
     allowed: LongRows = NOTHING_MORE,
+    compute_dtype: torch.dtype | None = None,
 ) -> Fit:
     """Measure on this device, choose (all ranks call this together and agree) and set up the recomputing layers.
 
     `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of optimizer state per byte of
     trained weights; 2 for AdamW's averages. `offload`: all recomputing layers but the last keep their inputs in host
-    memory. `allowed`: what else the run may do if the longest pair does not fit. All sizes are of complete rows, also
-    where ranks split them.
+    memory. `allowed`: what else the run may do if the longest pair does not fit. `compute_dtype` bounds the rounding of
+    MLPs in tiles. All sizes are of complete rows, also where ranks split them.
     """
     device, sharing = device_of(model), _sharing(model)
     few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
@@ -185,13 +207,15 @@ def fit_microbatch(
     longest = int(tokens_alone(table.lengths, kind).max())
     if layers[0] < layers[1] and few.at(_wanted(longest, tokens, sharing)) > room:
         many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # recompiles
-    fit = None
+    fit, tried = None, []
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
-        tiled = partial(_measure_tiled, model, table, kind, grad_sync, layers[1], offload, tokens or longest)
+        measure = partial(_measure, model, table, kind, grad_sync, layers[1], offload=offload)
+        tiled = partial(_measure_tiled, model, kind, measure, tokens or longest, compute_dtype)
         fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest, sharing=sharing)
+        tried = allowed.measures(tokens or longest, sharing)
     if fit is None:
-        fit = choose((few, many), layers, room, longest=longest, tokens=tokens, sharing=sharing)
+        fit = choose((few, many), layers, room, longest=longest, tokens=tokens, sharing=sharing, tried=tried)
     if allowed.tile:
         tile_mlps(unwrap(model), fit.tile)
     checkpoint_layers(unwrap(model), fit.layers, offloaded=_offloaded(fit.layers) if offload else fit.offloaded)
@@ -210,12 +234,24 @@ def _offloaded(layers: int) -> int:
 
 
 def _measure_tiled(
-    model: nn.Module, table: ExampleTable, kind: RowKind, grad_sync: GradSync, layers: int, offload: bool, wanted: int
-) -> StepMemory:
-    """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit."""
+    model: nn.Module,
+    kind: RowKind,
+    measure: Callable[..., StepMemory],
+    wanted: int,
+    compute_dtype: torch.dtype | None,
+) -> StepMemory | None:
+    """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit.
+
+    None if the model's MLPs cannot be computed in tiles.
+    """
     tile_mlps(unwrap(model), TILE_TOKENS)
-    tokens = min(2 * TILE_TOKENS * _sharing(model), wanted // 2)  # the second row has twice as many
-    return _measure(model, table, kind, grad_sync, layers, offload=offload, tokens=tokens)
+    try:
+        check_tiles(model, kind, compute_dtype=compute_dtype)
+    except ModelError as error:
+        tile_mlps(unwrap(model), None)
+        log.info("layout.mlp_tile_tokens: auto is null: %s", error)
+        return None
+    return measure(tokens=min(2 * TILE_TOKENS * _sharing(model), wanted // 2))  # the second row has twice as many
 
 
 def _measure(
@@ -240,7 +276,7 @@ def _measure(
             raise
         raise ConfigError(
             f"not even a microbatch of {rows[1][0]} tokens fits into this GPU's memory with {layers} layers "
-            f"recomputing. {WAYS_OUT}"
+            f"recomputing. {_ways_out(layers, ())}"
         ) from error
     return StepMemory.through(*((tokens, -_least(-peak, device)) for tokens, peak in sizes))
 

@@ -116,6 +116,32 @@ def add_adapter(model: PreTrainedModel, new: NewAdapter, *, dtype: torch.dtype, 
             )
 
 
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """Compute without the model's adapter while the context is open."""
+    layer = _wrapper(_peft("model.adapter is set"))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adapted: list[Any] = [module for module in model.modules() if isinstance(module, layer)]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def plain_targets(model: PreTrainedModel) -> list[str]:
+    """Two of the adapter's targets in attention, or anywhere, that are ordinary linear layers."""
+    wrapper = _wrapper(_peft("model.adapter is set"))
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, wrapper)]
+    plain = [name for name, module in wrapped if type(module.get_base_layer()) is nn.Linear]
+    names = [name for name in plain if "attn" in name] or plain or [name for name, _ in wrapped]
+    return sorted({name.rpartition(".")[2] for name in names}, reverse=True)[:2]
+
+
 def has_wrapped_parameters(model: PreTrainedModel) -> bool:
     """Whether an adapter is on weights that belong to no layer, such as those of fused experts and of routers.
 

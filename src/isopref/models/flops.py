@@ -13,6 +13,7 @@ from isopref.cards import CARDS
 from isopref.errors import ModelError
 from isopref.examples import Lengths
 from isopref.models.head import head_of
+from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
 from isopref.models.windows import attention_windows, seen
@@ -25,7 +26,7 @@ class UsefulFlops:
         head = head_of(policy.model)
         if head is None:
             raise ModelError(f"{policy.name} has no output head, so it is not a language model. Use another model.")
-        config = policy.model.config.get_text_config()
+        config = widest_attention(policy.model.config.get_text_config())
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         used = getattr(config, "num_experts_per_tok", None)
         share = used / experts if experts and used else 1.0

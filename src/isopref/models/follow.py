@@ -56,6 +56,20 @@ def heads_of(layer: nn.Module) -> int:
     return len(kept.conv.weight if KINDS[type(layer).__name__].kernel is None else kept.A_log)
 
 
+class Exchanged(NamedTuple):
+    """Numbers for one token that ranks exchange around a layer's operations, there and back, if they split the row."""
+
+    numbers: int
+    floats: int  # in float32
+    shared: int  # of heads that serve several others, so they are repeated if there are more ranks
+    shared_heads: int
+
+
+def exchanged(layer: nn.Module) -> Exchanged:
+    """What ranks that split a row exchange for a following layer."""
+    return KINDS[type(layer).__name__].exchanged(layer)
+
+
 def unfollow(layers: Iterable[nn.Module]) -> None:
     """Restore the layers' own forward."""
     for layer in layers:
@@ -110,6 +124,10 @@ def _short_convolution(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     return out
 
 
+def _of_convolution(layer: Any) -> Exchanged:
+    return Exchanged(2 * len(layer.conv.weight), 0, 0, 1)
+
+
 def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_proj: str) -> Callable[..., Tensor]:
     """The forward of a Gated DeltaNet, given how it computes its inputs and the names of its last two modules."""
 
@@ -132,6 +150,11 @@ def _gated_delta_net(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_pro
         return out[None]
 
     return forward
+
+
+def _of_delta(layer: Any) -> Exchanged:
+    heads = len(layer.A_log)
+    return Exchanged(2 * layer.value_dim + heads, heads, 2 * layer.key_dim, layer.key_dim // layer.head_k_dim)
 
 
 class _Given(NamedTuple):
@@ -241,6 +264,11 @@ def _mamba2(
     return forward
 
 
+def _of_mamba2(layer: Any) -> Exchanged:
+    shared = 2 * layer.n_groups * layer.ssm_state_size
+    return Exchanged(2 * layer.intermediate_size, 2 * layer.num_heads, shared, layer.n_groups)
+
+
 def _projected(layer: Any, hidden_TD: Tensor) -> Tensor:
     projected: Tensor = layer.in_proj(hidden_TD)
     return projected
@@ -265,10 +293,11 @@ class Kind(NamedTuple):
 
     forward: Callable[..., Tensor]
     kernel: Callable[[], Kernel] | None  # of its recurrence
+    exchanged: Callable[[Any], Exchanged]
 
 
 def _delta(inputs: Callable[[Any, Tensor], Inputs], norm: str, out_proj: str) -> Kind:
-    return Kind(_gated_delta_net(inputs, norm, out_proj), delta.kernel)
+    return Kind(_gated_delta_net(inputs, norm, out_proj), delta.kernel, _of_delta)
 
 
 KINDS: dict[str, Kind] = {
@@ -280,8 +309,8 @@ KINDS: dict[str, Kind] = {
     "OlmoHybridGatedDeltaNet": _delta(_olmo_hybrid, "o_norm", "o_proj"),
     **dict.fromkeys(
         ("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
-        Kind(_mamba2(_projected, _normed), state_space.kernel),
+        Kind(_mamba2(_projected, _normed), state_space.kernel, _of_mamba2),
     ),
-    "FalconH1Mixer": Kind(_mamba2(_falcon_h1_projected, _falcon_h1_normed), state_space.kernel),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), Kind(_short_convolution, None)),
+    "FalconH1Mixer": Kind(_mamba2(_falcon_h1_projected, _falcon_h1_normed), state_space.kernel, _of_mamba2),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), Kind(_short_convolution, None, _of_convolution)),
 }

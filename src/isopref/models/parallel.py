@@ -31,6 +31,7 @@ from isopref.errors import ConfigError
 from isopref.models.adapter import is_quantised
 from isopref.models.follow import heads_of
 from isopref.models.offload import HostCheckpoints
+from isopref.models.parts import layer_configs
 from isopref.models.policy import Policy
 from isopref.models.row import contexts
 from isopref.ranks import num_ranks
@@ -183,15 +184,19 @@ def check_context(policy: Policy, size: int, world_size: int) -> None:
     what = f"layout.context_parallel: {size}"
     if world_size % size:
         raise ConfigError(f"{what} does not divide the number of processes, {world_size}. Change one of the two.")
-    if policy.unfolded:
-        raise ConfigError(
-            f"{what}, but {policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]}). "
-            "Set layout.context_parallel: 1."
-        )
+    if (reason := why_not_split(policy)) is not None:
+        raise ConfigError(f"{what}, but {reason}. Set layout.context_parallel: 1.")
     heads = divisible_heads(policy)
     if heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(f"{what} does not divide the heads of the model, {heads}. Use one of {fitting}.")
+
+
+def why_not_split(policy: Policy) -> str | None:
+    """Why no ranks can split a row of this model; None if they can."""
+    if not policy.unfolded:
+        return None
+    return f"{policy.name} has layers whose sequences cannot be split ({policy.unfolded[0]})"
 
 
 def divisible_heads(policy: Policy) -> int:
@@ -199,8 +204,9 @@ def divisible_heads(policy: Policy) -> int:
 
     Heads that serve several others (of keys, or of Mamba2's B and C) do not count, because they can be repeated.
     """
-    attending = getattr(policy.model.config.get_text_config(), "num_attention_heads", None) or 0
-    return math.gcd(attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
+    configs = layer_configs(policy.model.config.get_text_config())
+    attending = (getattr(one, "num_attention_heads", None) or 0 for one in configs)
+    return math.gcd(*attending, *(heads_of(policy.model.get_submodule(name)) for name in policy.following)) or 1
 
 
 def data_group(model: nn.Module) -> dist.ProcessGroup | None:

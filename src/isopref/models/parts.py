@@ -38,6 +38,16 @@ def decoder_of(model: PreTrainedModel | NativeModel) -> Any:
     )
 
 
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The config of each decoder layer if they differ, as in Gemma 4; else the model's, once."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def widest_attention(config: PreTrainedConfig) -> Any:
+    """The config of the layers with the widest heads. In Gemma 4, those attend to everything, the others in windows."""
+    return max(layer_configs(config), key=lambda one: getattr(one, "head_dim", None) or 0)
+
+
 def _names(modules: list[nn.Module]) -> str:
     return " and ".join(type(module).__name__ for module in modules) or "none of its parts"
 

@@ -6,7 +6,8 @@ in both ways.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
+from isopref.models.adapter import has_adapter, plain_targets, without_adapter
 from isopref.models.attention import NAME, RECORDED, Asked, recorded
 from isopref.models.diagnosis import why_not_its_own
 from isopref.models.parallel import device_of, reshard, unwrap
@@ -44,9 +46,20 @@ PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one sma
 LONGEST_WINDOW = 64  # sliding windows up to this size are probed with sequences longer than the window
 
 
+class _RefusalError(Exception):
+    """Why a model cannot be trained in rows of some kind, without the way out."""
+
+
 @torch.no_grad()
 def own_logps(policy: Policy) -> Tensor:
     """Scores of the probe's pairs by the model itself in eval mode, one sequence at a time: 2, P. Raises ModelError."""
+    try:
+        return _own_logps(policy)
+    except _RefusalError as refusal:
+        raise ModelError(f"{refusal} {_other_model(policy, lambda: _own_logps(policy))}") from refusal
+
+
+def _own_logps(policy: Policy) -> Tensor:
     pairs = _pairs(policy, seed=1)
     was_training = policy.training
     policy.eval()
@@ -54,9 +67,9 @@ def own_logps(policy: Policy) -> Tensor:
         with torch.compiler.set_stance("force_eager"):
             found = torch.stack([torch.stack([_own_score(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
     except Exception as error:  # a model is third-party code and may raise anything
-        raise ModelError(
+        raise _RefusalError(
             f"{policy.name} cannot be trained here: its own forward pass fails on a sequence of tokens "
-            f"({type(error).__name__}: {error}). {OTHERS}"
+            f"({type(error).__name__}: {error})."
         ) from error
     finally:
         policy.train(was_training)
@@ -80,8 +93,46 @@ def check_layout(
     """
     policy = unwrap(model)
     try:
+        _check_or_unfold(model, kind, own, compute_dtype)
+    except _RefusalError as refusal:
+        in_padded = _refusal_of_padded(model, own, compute_dtype) if kind in PACKED else refusal
+        if in_padded is None:
+            context = " and layout.context_parallel: 1." if policy.context is not None else "."
+            raise ModelError(f"{refusal} Set layout.rows: padded{context}") from refusal
+        way_out = _other_model(policy, lambda: _check(model, kind, None, compute_dtype))
+        raise ModelError(f"{in_padded} {way_out}") from refusal
+
+
+def _refusal_of_padded(model: nn.Module, own: Tensor | None, compute_dtype: torch.dtype | None) -> _RefusalError | None:
+    """Why padded rows do not work either; None if they do."""
+    policy = unwrap(model)
+    context, policy.context = policy.context, None  # ranks do not split padded rows
+    try:
+        _check(model, "padded", own, compute_dtype)
+    except _RefusalError as refusal:
+        return refusal
+    finally:
+        policy.context = context
+    return None
+
+
+def _other_model(policy: Policy, check: Callable[[], object]) -> str:
+    """The way out for a model that fails in all rows: another adapter if `check` passes without this one."""
+    if has_adapter(policy.model):
+        with suppress(_RefusalError, ModelError), without_adapter(policy.model):
+            check()
+            return (
+                "Without its adapter it works. Set model.adapter.targets to fewer layers, such as "
+                f"[{', '.join(plain_targets(policy.model))}], or train all weights (remove model.adapter)."
+            )
+    return OTHERS
+
+
+def _check_or_unfold(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: torch.dtype | None) -> None:
+    policy = unwrap(model)
+    try:
         _check(model, kind, own, compute_dtype)
-    except ModelError:
+    except _RefusalError:
         if kind not in PACKED or not policy.following or policy.context is not None:
             raise
         policy.unfold_all()
@@ -91,13 +142,13 @@ def check_layout(
 def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: torch.dtype | None) -> None:
     policy = unwrap(model)
     device, dtype = device_of(model), compute_dtype or next(policy.parameters()).dtype
-    own = own_logps(policy) if own is None else own.to(device)
+    own = _own_logps(policy) if own is None else own.to(device)
     pairs = _pairs(policy, seed=1)
     other = _pairs(policy, seed=2)
     # Different chosen answers of the same lengths: same kernels, so the same rounding.
     changed = [a._replace(chosen=b.chosen) for a, b in zip(pairs, other, strict=True)]
     if kind in PACKED and (unknown := unknown_layers(policy.model)):
-        raise ModelError(_refusal(policy, kind, f"layers of type {min(unknown)} do not support segments"))
+        raise _refusal(policy, kind, f"layers of type {min(unknown)} do not support segments")
     was_training = model.training
     model.train()
     try:
@@ -111,7 +162,11 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     except ModelError as error:
         raise ModelError(f"{policy.name} cannot be trained with layout.rows: {kind}. {error}") from error
     except Exception as error:  # a model is third-party code and may raise anything
-        raise ModelError(_refusal(policy, kind, f"{type(error).__name__}: {error}")) from error
+        where = f"with layout.rows: {kind}, because" if kind in PACKED else "here:"
+        what = f"its forward pass fails on {kind} rows in training mode"
+        raise _RefusalError(
+            f"{policy.name} cannot be trained {where} {what} ({type(error).__name__}: {error})."
+        ) from error
     finally:
         model.train(was_training)
         reshard(model)
@@ -121,15 +176,15 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
     off = float((found - own).abs().max())
     slack = RELATIVE[dtype] * size
     if again > tolerance / 100:
-        raise ModelError(
+        raise _RefusalError(
             f"{policy.name} cannot be trained here: the same row scored twice differs by {again:.2g}, so its forward "
-            f"pass in training is random, and the result would depend on the layout. {OTHERS}"
+            "pass in training is random, and the result would depend on the layout."
         )
     if seen is not None and (strange := _strange(policy, seen)) is not None:
-        raise ModelError(_refusal(policy, kind, strange))
+        raise _refusal(policy, kind, strange)
     if not (off <= tolerance + slack and moved <= tolerance / 100):
         reason = f"{policy.scores} are off by {off:.2g}; that of a rejected answer moves by {moved:.2g} when only the "
-        raise ModelError(_refusal(policy, kind, reason + "chosen one changes" + _cause(policy, seen, device)))
+        raise _refusal(policy, kind, reason + "chosen one changes" + _cause(policy, seen, device))
 
 
 @torch.no_grad()
@@ -237,16 +292,12 @@ def _window(policy: Policy) -> int | None:
     return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
 
 
-def _refusal(policy: Policy, kind: RowKind, reason: str) -> str:
-    name = policy.name
+def _refusal(policy: Policy, kind: RowKind, reason: str) -> _RefusalError:
     if kind in PACKED:
-        return (
-            f"{name} cannot be trained with layout.rows: {kind}, because its scores would differ from those of its own "
-            f"forward pass ({reason}). Set layout.rows: padded"
-            + (" and layout.context_parallel: 1." if policy.context is not None else ".")
-        )
-    what = f"its decoder and head do not give its own {policy.scores}"
-    return f"{name} cannot be trained here: {what} ({reason}). {OTHERS}"
+        what = f"with layout.rows: {kind}, because its scores would differ from those of its own forward pass"
+    else:
+        what = f"here: its decoder and head do not give its own {policy.scores}"
+    return _RefusalError(f"{policy.name} cannot be trained {what} ({reason}).")
 
 
 def _pairs(policy: Policy, *, seed: int, more: int = 0) -> list[PairTokens]:

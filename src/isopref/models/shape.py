@@ -9,9 +9,12 @@ from transformers import PreTrainedModel
 from isopref.models.adapter import has_wrapped_parameters, summed_parameters
 from isopref.models.float8 import float8_layers
 from isopref.models.flops import UsefulFlops
+from isopref.models.follow import Exchanged, exchanged
 from isopref.models.head import head_of
-from isopref.models.parallel import divisible_heads, has_layers
+from isopref.models.parallel import can_offload, divisible_heads, has_layers, why_not_split
+from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
+from isopref.models.tiles import can_tile
 from isopref.models.unused import is_inside
 
 
@@ -39,6 +42,8 @@ class ModelShape:
     adapter_sides: int  # sum of the inputs and outputs of all linear maps with an adapter, per token, in numbers
     layers: int
     has_layers: bool  # whether the model declares which blocks are its layers, so that they can compile and recompute
+    can_offload: bool  # whether recomputing layers can keep their inputs in host memory
+    can_tile: bool  # whether MLPs can be computed in tiles, as far as the model's structure shows
     width: int
     heads: int
     head_width: int  # of queries and keys
@@ -46,7 +51,9 @@ class ModelShape:
     softcap: float | None  # of attention scores
     key_width: int  # of the keys of one token in one layer, over all key heads
     normed_width: int  # of queries and keys of one token in one layer, if they have norms; else 0
+    exchanged: tuple[Exchanged, ...]  # by ranks that split a row, for each layer with a state
     row_parts: int  # largest number of ranks that can split a row; its divisors can, too
+    why_not_split: str | None  # why no ranks can split a row
     vocabulary: int
     float8: Float8Size
     flops: UsefulFlops
@@ -81,7 +88,7 @@ class ModelShape:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of a model, which may be on the meta device."""
-    config = model.config.get_text_config()
+    config = widest_attention(model.config.get_text_config())
     heads = getattr(config, "num_attention_heads", 0)
     head_width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     query_width = getattr(config, "qk_head_dim", None) or head_width
@@ -109,6 +116,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         adapter_sides=sum(max(p.shape) for name, p in text if "lora_" in name and p.ndim == 2),
         layers=config.num_hidden_layers,
         has_layers=has_layers(policy),
+        can_offload=can_offload(policy),
+        can_tile=can_tile(policy),
         width=config.hidden_size,
         heads=heads,
         head_width=query_width,
@@ -116,7 +125,9 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         softcap=getattr(config, "attn_logit_softcapping", None),
         key_width=key_width,
         normed_width=_normed_width(model, heads * query_width, key_width),
+        exchanged=tuple(exchanged(model.get_submodule(name)) for name in policy.following),
         row_parts=1 if policy.unfolded else divisible_heads(policy),
+        why_not_split=why_not_split(policy),
         vocabulary=0 if head is None else head.weight.shape[0],
         float8=_float8_size(model),
         flops=UsefulFlops(policy),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -49,8 +50,18 @@ def tile_mlps(policy: Policy, tokens: int | None) -> None:
 
 
 def can_tile(policy: Policy) -> bool:
-    """Whether every layer has a separate MLP. `probe.check_tiles` verifies that it does not mix tokens."""
-    return has_layers(policy) and all(_mlps(layer) for layer in decoder_layers(policy))
+    """Whether every layer has a separate MLP, which takes hidden states and nothing else.
+
+    `probe.check_tiles` verifies that it does not mix tokens.
+    """
+    if not has_layers(policy):
+        return False
+    of_layers = [_mlps(layer) for layer in decoder_layers(policy)]
+    return all(of_layers) and all(_takes_one_argument(mlp) for mlps in of_layers for mlp in mlps)
+
+
+def _takes_one_argument(mlp: nn.Module) -> bool:
+    return len(signature(type(mlp).forward).parameters) == 2  # besides itself
 
 
 def _mlps(layer: nn.Module) -> list[nn.Module]:
@@ -114,9 +125,9 @@ class TiledForward:
         if isinstance(out, tuple):  # router logits, which layers discard
             self.beside = (None,) * (len(out) - 1)
             out = out[0]
-        if not isinstance(out, Tensor) or out.shape != x.shape:
+        if not isinstance(out, Tensor) or out.flatten(0, -2).shape != x.flatten(0, -2).shape:
             raise ModelError(f"{type(self.mlp).__name__} does not return one vector per token. {WAY_OUT}")
-        return out
+        return out.view(x.shape)  # Llama 4's experts return the tokens of all sequences in one dimension
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]:
         """The tokens of a batch as one sequence, cut into tiles; views if x is contiguous."""

@@ -141,15 +141,26 @@ class _Unfolding:
         kwargs = {name: one for name, one in kwargs.items() if name != "segments"}
         given = signature(module.forward).bind(*args, **kwargs)
         given.arguments.pop("attention_mask", None)  # it is for the row; each batch gets its own
-        self.given = _each(dict(given.arguments), lambda x: _Keys(row.keys(x)) if x.shape[:2] == (1, num_tokens) else x)
+
+        def keys(x: Any) -> Any:
+            return _Keys(row.keys(x)) if isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens) else x
+
+        self.given = _each(dict(given.arguments), keys)
         if self.config is not None:
             self.packed_attention = self.config._attn_implementation
             self.config._attn_implementation = self.own_attention
-        return self._batch(module, row, row.buckets[0])
+        return self._batch(module, row, 0)
 
-    def _batch(self, module: nn.Module, row: Row, bucket: Bucket) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _batch(self, module: nn.Module, row: Row, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The layer's arguments for one batch."""
-        arguments = _each(self.given, lambda x: row.unfold(x.tensor, bucket) if isinstance(x, _Keys) else x)
+        bucket = row.buckets[number]
+
+        def argument(x: Any) -> Any:
+            if isinstance(x, _Choices):
+                return x.by_bucket[number]
+            return row.unfold(x.tensor, bucket) if isinstance(x, _Keys) else x
+
+        arguments = _each(self.given, argument)
         bound = signature(module.forward).bind_partial()
         bound.arguments.update(arguments)
         if "attention_mask" in bound.signature.parameters:
@@ -178,8 +189,8 @@ class _Unfolding:
             return None
         try:
             outputs = [output]
-            for bucket in row.buckets[1:] if output is not None else ():
-                args, kwargs = self._batch(module, row, bucket)
+            for number in range(1, len(row.buckets)) if output is not None else ():
+                args, kwargs = self._batch(module, row, number)
                 outputs.append(module.forward(*args, **kwargs))
         finally:
             self.given = {}
@@ -196,20 +207,34 @@ class _Keys:
         self.tensor = tensor
 
 
+class _Choices:
+    """Keys that a layer chose for its own attention and for that of the next layers (GLM-MoE-DSA), in each bucket.
+
+    They count the places of a sequence, so they mean nothing in the row.
+    """
+
+    def __init__(self, by_bucket: list[Tensor]):
+        self.by_bucket = by_bucket
+
+
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same arguments with a function applied to every tensor in them."""
+    """The same arguments with a function applied to everything in them that is not a collection."""
     if isinstance(value, tuple | list):
         return type(value)(_each(one, change) for one in value)
     if isinstance(value, dict):
         return {name: _each(one, change) for name, one in value.items()}
-    return change(value) if isinstance(value, Tensor | _Keys) else value
+    return change(value)
 
 
 def _folded(row: Row, outputs: list[Any]) -> Any:
-    """A layer's outputs for all buckets, merged into its output for the row; None for parts that are not per token."""
+    """A layer's outputs for all buckets, merged into its output for the row; None for attention weights."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_folded(row, list(parts)) for parts in zip(*outputs, strict=True))
-    if isinstance(first, Tensor) and first.shape[:2] == row.buckets[0].shape:
-        return row.fold(outputs)
-    return None
+    if isinstance(first, nn.Parameter):  # GPT-NeoX Japanese leaves it to the next module to add a bias
+        return first
+    if not isinstance(first, Tensor):
+        return None
+    if not all(one.shape[:2] == bucket.shape for one, bucket in zip(outputs, row.buckets, strict=True)):
+        return None
+    return row.fold(outputs) if first.is_floating_point() else _Choices(outputs)

@@ -1,8 +1,9 @@
 """The parts of a model that have no gradient: they are not trained, and adapters leave them alone.
 
 These are the parts of a multi-modal model that text does not use (a vision tower, an audio encoder, their projectors),
-and indexers, which choose the keys that sparse attention sees. They are found by the model's structure, because a trial
-pass would not reach every expert, and no rank ever holds a large model completely.
+attention to an encoder's output in a decoder that is trained alone (Whisper, BART), and indexers, which choose the keys
+that sparse attention sees. They are found by the model's structure, because a trial pass would not reach every expert,
+and no rank ever holds a large model completely.
 """
 
 from __future__ import annotations
@@ -18,17 +19,36 @@ from isopref.models.head import head_of
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel  # OLMo-core takes seconds to import
 
+# Attention to an encoder's output, and its norms, by the names of modules; Mllama has whole layers of it.
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "ln_cross_attn")
+CROSS_ATTENTION_LAYER = "CrossAttentionDecoderLayer"  # class names end in it
+
 
 def unused_parts(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:
     """Names of the outermost modules and parameters outside the text decoder, its embedding and the head.
 
-    Empty for a model whose config has no separate text config: all of it is used for text.
+    Also of attention to an encoder's output. In a model whose config has no separate text config, all else is used.
     """
-    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+    if not isinstance(model, PreTrainedModel):
+        return ()
+    outside = _outside_text(model)
+    return (*outside, *(name for name in _cross_attention(model) if not is_inside(name, outside)))
+
+
+def _outside_text(model: PreTrainedModel) -> tuple[str, ...]:
+    if model.config.get_text_config() is model.config:
         return ()
     text = (model.get_decoder(), model.get_input_embeddings(), head_of(model))
     used = {id(parameter) for part in text if part is not None for parameter in part.parameters()}
     return tuple(_outermost(model, used, ""))
+
+
+def _cross_attention(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        if name.startswith(CROSS_ATTENTION) or type(child).__name__.endswith(CROSS_ATTENTION_LAYER):
+            yield prefix + name
+        else:
+            yield from _cross_attention(child, f"{prefix}{name}.")
 
 
 def indexers(model: PreTrainedModel | NativeModel) -> tuple[str, ...]:

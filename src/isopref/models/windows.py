@@ -12,7 +12,7 @@ from isopref.models.unfold import layer_type, recurrent_layers
 from isopref.models.unused import is_inside
 from isopref.types import FloatArray, IntArray
 
-SELF_ATTENTION, CROSS_ATTENTION = ("Attention", "MLA"), ("cross_attn", "crossattention", "encoder_attn")  # of modules
+SELF_ATTENTION = ("Attention", "MLA")  # class names end in these
 
 Windows = Counter[int | None]  # how many layers attend with each window; None is full attention
 
@@ -39,12 +39,12 @@ def seen(queries: IntArray | FloatArray, window: int | None) -> FloatArray:
 
 
 def _attentions(policy: Policy) -> Iterator[nn.Module]:
-    """The outermost attention modules that text uses. Attention to another model's output does not count."""
+    """The outermost attention modules that text uses."""
     skipped = (*(name for name, _ in recurrent_layers(policy.model)), *policy.unused)
     outermost = None
     for name, module in policy.model.named_modules():
         inside = outermost is not None and name.startswith(f"{outermost}.")
-        attends = type(module).__name__.endswith(SELF_ATTENTION) and not name.endswith(CROSS_ATTENTION)
+        attends = type(module).__name__.endswith(SELF_ATTENTION)
         if attends and not inside and not is_inside(name, skipped):
             outermost = name
             yield module

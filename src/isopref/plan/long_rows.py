@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from isopref.models.shape import ModelShape
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -22,22 +24,21 @@ class Reach:
     too_long: int  # examples that are longer
 
 
-def settings(layers: int, tile: int | None, contexts: Sequence[int] = ()) -> list[Setting]:
-    """The settings for a model of `layers` layers. `tile`: tokens of an MLP tile; None if it cannot be tiled.
+def settings(shape: ModelShape, tile: int | None, contexts: Sequence[int] = ()) -> list[Setting]:
+    """The settings for a model. `tile`: tokens of an MLP tile; None if it cannot be tiled.
 
     `contexts`: numbers of ranks that could split a row, in increasing order.
     """
-    full, offload = "layout.checkpointing=full", "layout.offload_activations=full"
-    kept = {"recompute": 0, "offloaded": 0, "tile": None}
-    offloaded = {"recompute": layers, "offloaded": layers - 1}
-    found = [
-        Setting(("layout.checkpointing=none",), kept),
-        Setting((full,), {**kept, "recompute": layers}),
-        Setting((full, offload), {**kept, **offloaded}),
-    ]
-    if tile is not None:
-        found.append(Setting((full, offload, f"layout.mlp_tile_tokens={tile}"), {**offloaded, "tile": tile}))
+    found = [Setting(("layout.checkpointing=none",), {"recompute": 0, "offloaded": 0, "tile": None})]
+    if shape.has_layers:
+        found.append(Setting(("layout.checkpointing=full",), {**found[0].changes, "recompute": shape.layers}))
+    if shape.has_layers and shape.can_offload:
+        found.append(_and(found[-1], "layout.offload_activations=full", offloaded=shape.layers - 1))
+    if shape.has_layers and tile is not None:
+        found.append(_and(found[-1], f"layout.mlp_tile_tokens={tile}", tile=tile))
     most = found[-1]
-    for size in contexts:
-        found.append(Setting((*most.overrides, f"layout.context_parallel={size}"), {**most.changes, "context": size}))
-    return found
+    return [*found, *(_and(most, f"layout.context_parallel={size}", context=size) for size in contexts)]
+
+
+def _and(before: Setting, override: str, **changes: Any) -> Setting:
+    return Setting((*before.overrides, override), {**before.changes, **changes})

@@ -8,8 +8,8 @@ gathers tokens before attention and before the MLP, and reduces sums after each;
 rank computes the output head in full, for which it gathers the last hidden states and the head's weight. The norms of
 queries and keys are computed by tokens again, with exchanges before and after them.
 
-Ranks that split rows exchange tokens for heads before every attention, and back after it. Layers with a state are
-counted as if they were attention layers, so not at all in a model without attention.
+Ranks that split rows exchange tokens for heads before every attention, and back after it. In layers with a state, they
+do so before the convolution and after the recurrence.
 
 A recomputing layer counts as another full forward pass, although torch may stop before its last exchange; the sums of
 the norms' gradients are too small to count. This is a model on paper, with the same links as network.py: no run has
@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 
 from isopref.errors import ConfigError
+from isopref.models.follow import Exchanged
 from isopref.models.shape import ModelShape
 from isopref.plan.layout import Layout
 from isopref.plan.network import Network
@@ -81,13 +82,16 @@ def _in_layers(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
 def _for_heads(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
     """The exchange between ranks that split rows. Each has its share of a row's tokens."""
     of_layers, _ = _passes(shape, layout)
+    passes, attending = of_layers / shape.layers, shape.flops.windows.total()
+    with_state = sum(state_bytes(one, layout) for one in shape.exchanged)
+    apart = sum(bool(one.floats) for one in shape.exchanged) * (layout.compute_bytes < 4)  # a call for each dtype
     byte_s, call_s = network.all_to_all_s(layout.context)
     return Exchange(
-        of_token=of_layers * head_bytes(shape, layout) / layout.context,
+        of_token=passes * (attending * head_bytes(shape, layout) + with_state) / layout.context,
         of_microbatch=0.0,
         size=layout.context,
         byte_s=byte_s,
-        calls_s=HEAD_EXCHANGES * of_layers * call_s,
+        calls_s=passes * (HEAD_EXCHANGES * (attending + len(shape.exchanged)) + apart) * call_s,
     )
 
 
@@ -98,17 +102,35 @@ def head_bytes(shape: ModelShape, layout: Layout) -> float:
     return (there + shape.heads * shape.value_width) * layout.compute_bytes
 
 
+def state_bytes(layer: Exchanged, layout: Layout) -> float:
+    """Bytes exchanged for one token in one layer with a state: its inputs, then its result."""
+    shared = _repeats(layer.shared_heads, layout.context) * layer.shared
+    return (layer.numbers + shared) * layout.compute_bytes + 4 * layer.floats
+
+
 def key_repeats(shape: ModelShape, size: int) -> int:
     """How often key heads are sent so that each of `size` ranks gets those that its query heads attend to."""
     key_heads = shape.key_width // shape.head_width if shape.heads else 0
-    return size // math.gcd(size, key_heads)
+    return _repeats(key_heads, size)
+
+
+def _repeats(heads: int, size: int) -> int:
+    return size // math.gcd(size, heads)
+
+
+def tensor_sizes(shape: ModelShape, network: Network, ranks: int) -> list[int]:
+    """How many of `ranks` ranks can compute a layer together, within one machine."""
+    return [n for n in _divisors(_tensor_heads(shape)) if n <= network.ranks_per_node and ranks % n == 0]
+
+
+def _tensor_heads(shape: ModelShape) -> int:
+    return math.gcd(shape.heads, shape.key_width // max(1, shape.head_width))
 
 
 def check_tensor(shape: ModelShape, size: int, network: Network, ranks: int) -> None:
     """Raise ConfigError if `size` of the `ranks` ranks cannot compute a layer together, within one machine."""
-    heads = math.gcd(shape.heads, shape.key_width // max(1, shape.head_width))
-    node = network.ranks_per_node
-    fitting = [n for n in _divisors(heads) if n <= node and ranks % n == 0]
+    heads, node = _tensor_heads(shape), network.ranks_per_node
+    fitting = tensor_sizes(shape, network, ranks)
     if size not in fitting:
         raise ConfigError(
             f"layout.tensor_parallel: {size} does not fit {ranks} GPUs and this model. It must divide the number of "
@@ -122,6 +144,8 @@ def check_context(shape: ModelShape, size: int, ranks: int) -> None:
     what = f"layout.context_parallel: {size}"
     if ranks % size:
         raise ConfigError(f"{what} does not divide {ranks} GPUs. Change --gpus or layout.context_parallel.")
+    if size > 1 and shape.why_not_split is not None:
+        raise ConfigError(f"{what}, but {shape.why_not_split}. Set layout.context_parallel: 1.")
     if shape.row_parts % size:
         fitting = _listed(_divisors(shape.row_parts))
         raise ConfigError(

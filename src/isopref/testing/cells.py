@@ -21,6 +21,16 @@ Cut = Literal["pair", "tokens", "whole"]
 Split = Literal["plan", "uneven", "idle"]
 Context = Literal["none", "turns", "weights"]
 KINDS: tuple[RowKind, ...] = get_args(RowKind)
+FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
+NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
+MOE = "qwen3_moe"
+WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
+# One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2, and Mamba,
+# which is unfolded; and one whose layers do not pass the segments on.
+LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "mamba", "stablelm")
+STATES = ("olmo_hybrid", "lfm2", "bamba")  # those with a state whose rows ranks can split
+SPLIT_KINDS = ("gpt_oss", *STATES, "stablelm")  # all whose rows ranks can split
+PACKED: tuple[RowKind, ...] = ("shared", "packed")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -61,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _ONE_OF_EACH),
     **dict.fromkeys(("granitemoehybrid", "minimax"), _ONE_OF_EACH),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "youtu"), _LATENT),
+    **dict.fromkeys(("longcat_flash", "youtu"), _LATENT),
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), _DECODES),
     **dict.fromkeys(("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm"), _DECODES),
     **dict.fromkeys(("roformer", "roc_bert", "xlm-roberta", "xlm-roberta-xl"), _DECODES),
@@ -90,9 +91,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"lm_head_multiplier": 0.3},
     **{kind: {"text_config": {}, "vision_config": _VISION} for kind in ("gemma3", "llama4", "qwen3_5")},
-    **{kind: {"text_config": {}, "vision_config": _VISION} for kind in ("qwen3_5_moe", "qwen4_exp", "mllama")},
+    **{kind: {"text_config": {}, "vision_config": _VISION} for kind in ("qwen3_5_moe", "qwen4_exp")},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}, "vision_config": _VISION},
     **{kind: {"text_config": {"pad_token_id": 0}} for kind in ("gemma4_unified", "emu3")},
     "gemma4": {"text_config": {"pad_token_id": 0}, "vision_config": _VISION},
+    "glm_moe_dsa": {**_LATENT, "indexer_types": ["full", "shared"]},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "got_ocr2": {
         "text_config": {"model_type": "qwen2"},
@@ -215,9 +219,18 @@ def tiny_family(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config)
+        _vary(model)
     disable_dropout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@torch.no_grad()
+def _vary(model: nn.Module) -> None:
+    """Add noise to biases, scales and all other weights that start as zeros or ones: in those, a mistake would hide."""
+    for parameter in model.parameters():
+        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            parameter.add_(0.3 * torch.randn_like(parameter))

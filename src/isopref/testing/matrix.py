@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import product
 from typing import get_args
 
-from isopref.batch.packing import RowKind
 from isopref.models.adapter import Kind
 from isopref.normalize import Weighting
-from isopref.testing.cells import KINDS, Cell, Cut
+from isopref.testing.cells import FLOAT32_INSIDE, KINDS, LAYER_KINDS, MOE, NATIVE, WEIGHTINGS, Cell, Cut
 from isopref.testing.equations import ALL_CASES, LABEL_CASES
 from isopref.testing.list_equations import LIST_CASES
+from isopref.testing.matrix_together import split_rows, tensor
 
 # The largest relative error allowed for the gradient, by the precision a model computes in. The bound for float32 holds
 # for the batch of exactness.py, not for any batch: of 13 others with answers of the same length, 6 exceeded it, by a
@@ -19,15 +19,6 @@ from isopref.testing.list_equations import LIST_CASES
 # to 1e-7 in gradients and 1e-13 in metrics. In float8, a difference of 1e-7 before a product can change its input by
 # 6e-2; and the gradient of a shared prompt is rounded once, but once per sequence if sequences are separate.
 BOUNDS = {"float64 throughout": 1e-10, "float32 inside": 1e-6, "float32": 1e-5, "float8 products": 1e-1}
-FLOAT32_INSIDE = ("llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma3")
-NATIVE = ("llama", "qwen3", "olmo2", "olmo3", "gemma3")
-MOE = "qwen3_moe"
-WEIGHTINGS: tuple[Weighting, ...] = ("token", "completion", "example")  # of pairs and lists alike
-# One model for each kind of layer beyond plain attention: sinks, Gated DeltaNet, short convolutions, Mamba2, and Mamba,
-# which is unfolded; and one whose layers do not pass the segments on.
-LAYER_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "mamba", "stablelm")
-SPLIT_KINDS = ("gpt_oss", "olmo_hybrid", "lfm2", "bamba", "stablelm")  # the LAYER_KINDS whose rows ranks can split
-PACKED: tuple[RowKind, ...] = ("shared", "packed")
 SPREADS: dict[int, tuple[str, ...]] = {1: ("single",), 2: ("ddp", "fsdp", "hsdp"), 4: ("ddp", "fsdp", "hsdp")}
 
 
@@ -82,9 +73,9 @@ def cells(ranks: int) -> list[Cell]:
         found.update(dict.fromkeys(_layer_kinds(base)))
         found.update(dict.fromkeys(_native(base)))
         if parallel == "fsdp" or (parallel, ranks) == ("hsdp", 4):
-            found.update(dict.fromkeys(_tensor(base)))
+            found.update(dict.fromkeys(tensor(base)))
         if ranks > 1:
-            found.update(dict.fromkeys(_split_rows(base)))
+            found.update(dict.fromkeys(split_rows(base)))
         found.update(dict.fromkeys(_long_rows(base)))
         found.update(dict.fromkeys(_objectives(base)))
         found.update(dict.fromkeys(_labels(base)))
@@ -233,50 +224,6 @@ def _native(base: Cell) -> Iterator[Cell]:
             yield replace(model, rows=rows)
         yield replace(model, checkpointing=True, weighting="example", own_weights=True)
         yield replace(model, cut="pair", grad_sync="every", num_pairs=3)
-
-
-def _tensor(base: Cell) -> Iterator[Cell]:
-    """Layers computed by two ranks together, with the batch on one or on two such groups."""
-    for n, architecture in enumerate(NATIVE):
-        model = replace(base, architecture=architecture, dtype="float32", native=True, tensor_parallel=2)
-        yield replace(model, rows="packed" if n % 2 else "shared")
-        yield replace(model, cut="pair", grad_sync="every", checkpointing=True, weighting="example", own_weights=True)
-        yield replace(model, num_pairs=3, nll_weight=0.7)
-        yield replace(model, trees=True)
-    llama = replace(base, architecture="llama", dtype="float32", native=True, tensor_parallel=2)
-    yield replace(llama, objective="aot", cut="pair")
-    yield replace(llama, ld_alpha=0.4, wpo=True)
-    yield replace(llama, checkpointing=True, offload_activations=True)
-
-
-def _split_rows(base: Cell) -> Iterator[Cell]:
-    """Rows split over ranks: both kinds of packed rows, every denominator, every kind of layer that mixes tokens."""
-    sizes = [size for size in (2, 4) if base.ranks % size == 0]
-    for n, rows in enumerate(PACKED):
-        kind = replace(base, rows=rows, context_parallel=sizes[n % len(sizes)])
-        for turn, cut in enumerate(get_args(Cut)):
-            yield replace(kind, cut=cut, weighting=WEIGHTINGS[(n + turn) % 3], own_weights=turn == 1)
-        yield replace(kind, nll_weight=0.7, ld_alpha=0.4, wpo=True, grad_sync="every", num_pairs=3)
-        yield replace(kind, checkpointing=True, offload_activations=True, mlp_tile_tokens=7, trees=True)
-        yield replace(kind, context="weights", trees=True, cut="pair")
-        yield replace(kind, objective="aot", cut="pair")
-        yield replace(kind, objective="lipo", trees=True, at_start=True)
-        yield replace(kind, objective="bradley_terry", trees=True)
-        yield replace(kind, objective=("kto", "bco")[n], trees=True, nll_weight=0.7)
-        yield replace(kind, adapter="lora", grad_sync="every", cut="pair")
-        if base.ranks > 2:
-            yield replace(kind, context_parallel=2, split="idle")
-        if base.parallel in ("fsdp", "hsdp"):
-            yield replace(kind, offload=True)
-    for n, size in enumerate(sizes if base.parallel == "fsdp" else []):
-        model = replace(base, dtype="float32", context_parallel=size)
-        for architecture in (*FLOAT32_INSIDE, *SPLIT_KINDS):
-            yield replace(model, architecture=architecture, rows=PACKED[n], trees=True, checkpointing=True)
-        for architecture in NATIVE:
-            yield replace(model, architecture=architecture, native=True, rows=PACKED[n], checkpointing=n == 1)
-        yield replace(model, architecture=MOE, balance_weight=20.0, trees=True)
-        yield replace(model, architecture="llama", adapter="lora", quantize=True)
-        yield replace(model, architecture="llama", float8=True)
 
 
 def _long_rows(base: Cell) -> Iterator[Cell]:

@@ -65,7 +65,7 @@ def planned(config: Config, model: PreTrainedModel, room: float, ranks: int) -> 
     hardware = Hardware.named("h100", ranks, None, 400.0)
     hardware = replace(hardware, card=replace(hardware.card, memory=room))
     lengths = Lengths.of_pairs(np.full((40, 3), 5))
-    return Planner(config, hardware, shape_of(model), lengths)._layout(ranks)
+    return Planner(config, hardware, shape_of(model), lengths).layout(ranks)
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,21 @@ def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
         (True, True, False, False),
         (True, True, True, False),
         (True, True, True, True),
-        (False, True, False, False),
+        (False, True, True, True),
     ]
+    (note, *_) = one["notes"]
+    assert "Offloaded inputs and MLPs in tiles do not save enough." in note
+    assert "at auto" not in note
+
+
+def test_tiles_come_as_soon_as_offloading_is_not_enough(project: Path) -> None:
+    np.save(project / "lengths.npy", np.array([[2**17, 2**16, 2**16]] * 8))
+    offload, tile = [one["tokens"] for one in plan(project, *LORA)["reaches"]][2:]
+    for tokens in (offload - 8, offload + 8, tile - 8):
+        np.save(project / "lengths.npy", np.array([[tokens // 2, tokens // 4, tokens // 4]] * 8))
+        found = plan(project, *LORA)
+        assert found["run"]["fits"]
+        assert (found["tile"] is None) == (tokens < offload)
 
 
 def test_offloading_and_tiles_that_are_asked_for_are_planned(project: Path) -> None:

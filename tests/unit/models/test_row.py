@@ -54,7 +54,7 @@ def test_a_layer_recomputes_in_its_own_row(architecture: str) -> None:
         assert oracle.relative_error(gradient(policy, together=together), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("family", ["falcon", "llama4_text", "minimax_m3_vl_text", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["falcon", "glm_moe_dsa", "llama4_text", "minimax_m3_vl_text", "deepseek_v4"])
 def test_unfolded_attention_recomputes_in_its_own_row(family: str) -> None:
     """Some layers of MiniMax-M3 follow segments, the others are unfolded with another attention."""
     policy = Policy(tiny_family(family)).train()

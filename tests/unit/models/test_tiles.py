@@ -12,7 +12,7 @@ from isopref.models.conversion import from_hf
 from isopref.models.parallel import checkpoint_layers, decoder_layers
 from isopref.models.policy import Policy
 from isopref.models.probe import check_tiles
-from isopref.models.tiles import TiledForward, tile_mlps, tiles_of
+from isopref.models.tiles import TiledForward, can_tile, tile_mlps, tiles_of
 from isopref.testing import oracle
 from isopref.testing.families import tiny_family
 from isopref.testing.models import examples, random_pairs, tiny_model, with_adapter
@@ -156,6 +156,19 @@ def test_an_mlp_with_other_arguments_is_refused() -> None:
     tile_mlps(policy, 16)
     with pytest.raises(ModelError, match="takes more than hidden states"):
         check_tiles(policy, "padded")
+
+
+@pytest.mark.parametrize(
+    ("family", "tiles"), [("llama", True), ("llama4_text", True), ("zaya", False), ("rwkv", False), ("opt", False)]
+)
+def test_which_models_can_compute_in_tiles(family: str, tiles: bool) -> None:
+    policy = Policy(tiny_family(family)).train()
+    assert can_tile(policy) == tiles
+    if tiles:
+        expected = gradients(policy)
+        tile_mlps(policy, 16)
+        check_tiles(policy, "shared")
+        assert oracle.relative_error(gradients(policy), expected) <= 1e-5
 
 
 def test_an_mlp_that_sees_other_tokens_is_refused() -> None:

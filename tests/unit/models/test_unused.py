@@ -10,6 +10,7 @@ from isopref.models.adapter import NewAdapter, add_adapter
 from isopref.models.parallel import decoder_layers
 from isopref.models.policy import Policy
 from isopref.models.unused import indexers, is_inside
+from isopref.testing.families import tiny_family
 from isopref.testing.models import ARCHITECTURES, SPARSE_ATTENTION, examples, random_pairs, tiny_model
 
 VISION = ("model.vision_tower", "model.multi_modal_projector")
@@ -61,6 +62,23 @@ def test_what_chooses_keys_has_none_either(monkeypatch: pytest.MonkeyPatch, adap
     assert {name for name in without if is_inside(name, indexers(model))} == {
         name for name, _ in model.named_parameters() if ".indexer." in name
     }
+
+
+ALONE = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mllama", "mvp", "pegasus")
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", [*ALONE, "plbart", "trocr", "whisper"])
+def test_attention_to_an_encoder_has_none(family: str, adapted: bool) -> None:
+    """In a decoder that is trained without its encoder."""
+    model = tiny_family(family)
+    if adapted:
+        add_adapter(model, NewAdapter("lora", rank=2, alpha=4.0), dtype=torch.float32, seed=0)
+    policy = Policy(model)
+    policy(build_microbatch(examples(random_pairs(4)), "padded")).logp.sum().backward()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert policy.unused
 
 
 def test_a_parameter_beside_the_decoder_is_a_part() -> None:

@@ -22,6 +22,7 @@ from isopref.plan.layout import ONE_GPU, Layout, Loads, loads_of, tile_scores
 from isopref.plan.memory import Memory, kept_bytes, loading_memory, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
+from isopref.testing.families import tiny_family
 from isopref.testing.models import VOCABULARY, tiny_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -58,6 +59,15 @@ def test_tied_weights_count_once_and_a_token_meets_some_experts(llama: ModelShap
     assert shape_of(tiny_model("llama_tied")).parameters == llama.parameters - VOCABULARY * D
     experts = shape_of(tiny_model("qwen3_moe"))
     assert experts.layer_parameters - experts.active_parameters > 2 * 3 * D * 24  # two of four rest
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"])
+def test_layers_with_heads_of_two_widths(family: str) -> None:
+    """The layers that attend to everything have the widest heads, and they decide how long a row can be."""
+    shape = shape_of(tiny_family(family))
+    assert (shape.heads, shape.head_width, shape.key_width) == (4, 512, 2 * 512)
+    assert shape.flops.per_query_key == 4 * 512 * 4
+    assert shape.row_parts == 4
 
 
 def test_a_vision_tower_is_held_and_no_more() -> None:

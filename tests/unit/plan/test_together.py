@@ -13,7 +13,8 @@ from isopref.plan.layout import ONE_GPU, Layout, Loads
 from isopref.plan.memory import Memory, kept_bytes, peak_memory
 from isopref.plan.network import HOP_S, LINK_SHARE, NODE_HOP_S, Network, Traffic
 from isopref.plan.speed import step_time
-from isopref.plan.together import Exchange, check_context, check_tensor, contexts, head_bytes, key_repeats
+from isopref.plan.together import Exchange, check_context, check_tensor, contexts, head_bytes, key_repeats, state_bytes
+from isopref.testing.families import tiny_family
 from isopref.testing.models import VOCABULARY, tiny_model
 
 D, Q, KV, F, HEADS, LAYERS = 32, 32, 16, 48, 4, 2  # of the tiny Llama: width, queries, keys, MLP, heads, layers
@@ -227,6 +228,19 @@ def test_tokens_for_heads_by_hand(llama: ModelShape, recompute: int, forwards: f
     assert found.sent_bytes(tokens).item() == pytest.approx(sent)
     seconds = sent / (LINK_SHARE * 100e9) + passes * LAYERS * 2 * HOP_S
     assert found.seconds(tokens).item() == pytest.approx(seconds)
+
+
+def test_layers_with_a_state_exchange_what_theirs_take(llama: ModelShape) -> None:
+    """Mamba2's x, B, C and two rates for each head, and the output; attention only where there is some."""
+    mamba, hybrid = shape_of(tiny_family("mamba2")), shape_of(tiny_model("bamba"))
+    network = Network(inside=100e9, between=10e9)
+    width, state, heads = 2 * D, 8, 4  # of x, of B and C, of the rates
+    of_layer = 2 * (2 * width + 2 * 2 * state) + 4 * 2 * heads
+    assert [state_bytes(one, split(2)) for one in mamba.exchanged] == [of_layer] * LAYERS
+    assert [state_bytes(one, split(4)) for one in hybrid.exchanged] == [of_layer + 2 * 2 * 2 * state]  # B and C twice
+    assert Exchange.of(mamba, split(2), network).of_token == 2 * LAYERS * of_layer / 2
+    attention = head_bytes(hybrid, split(2))
+    assert Exchange.of(hybrid, split(2), network).of_token == 2 * (of_layer + attention) / 2
 
 
 def test_an_exchange_over_machines_waits_for_their_links() -> None:
