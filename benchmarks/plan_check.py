@@ -159,9 +159,15 @@ def _found(pattern: str, text: str, default: str | None = None) -> str:
 
 
 def comparisons(*files: Path) -> Iterator[Comparison]:
-    """Comparisons for all of isopref's results in files written by bench.py that say how they were computed."""
+    """Comparisons for all of isopref's results in files written by bench.py that say how they were computed.
+
+    A result that two files quote is compared once.
+    """
+    done = []
     for one in (one for file in files for one in json.loads(file.read_text())["results"]):
-        if one.get("system") in OURS:
+        same = one.get("cell"), one.get("system"), one.get("steps_s")
+        if one.get("system") in OURS and same not in done:
+            done.append(same)
             yield compare(one)
         elif "auto" in one:
             yield compare_long(one)

@@ -76,9 +76,8 @@ def test_the_run_says_what_is_not_trained(make: Callable[[], Project], load_weig
     project = make()
     weights = load_weights(project.model)
     count = sum(weight.numel() for name, weight in weights.items() if name.startswith(PARTS))
-    said = (
-        f"\nnot trained, as text does not use it: model.vision_tower, model.multi_modal_projector ({count:,} weights)\n"
-    )
+    parts = "model.vision_tower, model.multi_modal_projector"
+    said = f"\nfrozen (not used when training on text): {parts} ({count:,} weights)\n"
     for run, more in (("run", ()), ("lora", LORA)):
         outcome = project.isopref("train", "my.yaml", f"run.folder={run}", "optim.max_steps=1", *more)
         assert outcome.code == 0, outcome.err

@@ -41,7 +41,7 @@ def test_the_run_says_so(whole: tuple[Project, Path], load_weights: LoadWeights)
     outcome = project.isopref("train", "my.yaml", *SAVE, "run.folder=said", "optim.max_steps=1")
     assert outcome.code == 0, outcome.err
     names = ", ".join(f"model.layers.{layer}.self_attn.indexer" for layer in range(2))
-    assert f"\nnot trained, as a choice of keys has no gradient: {names} ({count:,} weights)\n" in outcome.out
+    assert f"\nfrozen (they only select keys, which has no gradient): {names} ({count:,} weights)\n" in outcome.out
 
 
 def test_stopped_and_resumed_it_ends_in_the_same_bits(

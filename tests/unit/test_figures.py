@@ -66,7 +66,7 @@ def test_figures_of_late_divergence_are_the_measured_ones() -> None:
     page, readme = ((ROOT / name).read_text() for name in ("docs/conversations.md", "README.md"))
     assert f"{ratios['1b-agents', 'trl']:.1f} times as fast as with TRL and" in page
     assert f"{ratios['1b-agents-16', 'trl-liger']:.1f} times as fast as with TRL and Liger" in page
-    assert f"diverge late run at {ratios['1b-agents', 'trl']:.1f} times TRL's speed" in readme
+    assert f"diverge late | {ratios['1b-agents', 'trl']:.1f} times as fast as TRL |" in readme
 
 
 def test_figures_of_rows_are_the_measured_ones() -> None:
@@ -128,8 +128,10 @@ def test_figures_of_float8_are_the_measured_ones() -> None:
     assert f"it trains {int(100 * ratio) / 100} times as many pairs per second" in concepts
     adapted = {one["system"]: one["step_s"] for one in measured if one.get("cell") == "8b-lora"}
     saved = 1 - adapted["isopref-float8"] / adapted["isopref"]
-    assert f"LoRA in float8 {saved:.0%} less" in " ".join((ROOT / "README.md").read_text().split())
-    assert f"with LoRA {int(100 / (1 - saved)) / 100} times" in concepts
+    assert f"LoRA in [float8](docs/concepts.md#float8) {saved:.0%} less" in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
+    assert f"and {int(100 / (1 - saved)) / 100} times as many with LoRA" in concepts
     layouts = {one["precision"]: one["layouts"] for one in measured if "precision" in one}
     both = [[one["gradient"] for one in layouts[name].values()] for name in ("bfloat16", "float8")]
     for half, narrow in zip(*both, strict=True):
@@ -143,7 +145,7 @@ def test_figures_of_models_are_the_measured_ones() -> None:
     results, readme = ((ROOT / name).read_text() for name in ("benchmarks/RESULTS.md", "README.md"))
     ours, theirs = (found["olmoe-chat", system]["pairs_per_s"] for system in ("isopref", "trl"))
     assert f"| {theirs:.2f} | 8.26 | {theirs:.2f} | 101.0 | {ours / theirs:.2f}x as fast |" in results
-    assert f"[a mixture of experts at {ours / theirs:.1f} times]" in " ".join(readme.split())
+    assert f"6.9B weights | {ours / theirs:.1f} times as fast as TRL |" in readme
     lora, qlora = (found[cell, "isopref"] for cell in ("8b-lora", "8b-qlora"))
     for one in (lora, qlora):
         slower = one["step_s"] / lora["step_s"]

@@ -171,13 +171,13 @@ def check_base(path: str) -> None:
 def say_unused(run: Run, policy: Policy) -> None:
     """List the parts of a model that have no gradient and are not trained, if any."""
     for parts, kind, why in (
-        (policy.unused, "modules", "text does not use it"),
-        (indexers(policy.model), "indexers", "a choice of keys has no gradient"),
+        (policy.unused, "modules", "not used when training on text"),
+        (indexers(policy.model), "indexers", "they only select keys, which has no gradient"),
     ):
         if parts:
             named = ", ".join(parts) if len(parts) < 4 else f"{len(parts)} {kind}, such as {parts[0]}"
             weights = (w.numel() for name, w in policy.model.named_parameters() if is_inside(name, parts))
-            run.display.say(f"not trained, as {why}: {named} ({sum(weights):,} weights)")
+            run.display.say(f"frozen ({why}): {named} ({sum(weights):,} weights)")
 
 
 def settle_padding(run: Run, policy: RewardModel, tokenizer: Any) -> None:

@@ -65,7 +65,9 @@ def part(
         shared += 1
     rest = [answer[shared:] for answer in answers]
     if not any(rest):
-        raise DefectError("tie", "the answers differ only in weights or in ids of tool calls, which are not tokens")
+        raise DefectError(
+            "tie", "the answers are identical except for weights or tool-call ids, which the model does not see"
+        )
     if not all(rest):
         raise DefectError("diverging", "one answer is the beginning of another, so it has no turn of its own")
     return [*prompt, *map(plain, answers[0][:shared])], rest

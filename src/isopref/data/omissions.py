@@ -23,7 +23,7 @@ from isopref.data.messages import REASONING, THINK_END, DefectError, Message, sh
 
 SPOKEN = ("content", REASONING)  # all text of an answer
 
-HINT = "(data.template: path.jinja can replace the template)"
+HINT = "(to use another template, set data.template: path.jinja)"
 
 
 class Given(NamedTuple):

@@ -98,7 +98,7 @@ class ChatTemplate:
             for name, one in last.items():
                 self._locate(name, one, given, asked)
             reason, what = defect.args
-            raise DefectError(reason, f"{what}. data.train_on: last trains the last turn alone") from None
+            raise DefectError(reason, f"{what}. Or set data.train_on: last to train only the last turn") from None
 
     def _locate(self, name: str, answer: Conversation, given: Given, asked: str | None) -> Side:
         """`asked` is the prompt with its generation prompt, if all answers begin with an assistant turn."""
@@ -249,7 +249,8 @@ class ChatTemplate:
                 del marked["tool_calls"]
         elif reasoning.strip():
             raise DefectError(
-                "empty", f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on"
+                "empty",
+                f"'{name}' ends with its reasoning, so data.train_on: final has nothing to train on. Set it to last",
             )
         else:
             return 0
@@ -263,8 +264,8 @@ class ChatTemplate:
         if not (rendered.startswith(before + MARK) if said.strip() else is_whole):
             raise DefectError(
                 "boundary",
-                f"the chat template does not show where the reasoning of '{name}' ends {HINT}. data.train_on: last "
-                "trains the reasoning too",
+                f"the chat template does not show where the reasoning of '{name}' ends {HINT}. Or set "
+                "data.train_on: last, which trains the reasoning too",
             )
         return len(text) - len(before)
 

@@ -41,8 +41,8 @@ TILE_TOKENS = 4096  # MLP tile that `auto` picks: large enough for matrix produc
 GIB = 2.0**30
 SPREAD = "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every)"
 RECOMPUTE = "recompute activations (layout.checkpointing: auto or full)"
-FOR_LONG = "leave layout.offload_activations and layout.mlp_tile_tokens at auto"
-SPLIT = "split rows over GPUs (layout.context_parallel), which most models allow"
+FOR_LONG = "set layout.offload_activations and layout.mlp_tile_tokens to auto"
+SPLIT = "split rows over GPUs (layout.context_parallel), which works for most models"
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class LongRows:
 
     def measures(self, wanted: int, sharing: int) -> list[str]:
         """What the run tries for a row of `wanted` tokens, in words."""
-        found = {"offloaded inputs": self.offload, "MLPs in tiles": self.tiles(wanted, sharing)}
+        found = {"offloading layer inputs": self.offload, "computing MLPs in tiles": self.tiles(wanted, sharing)}
         return [name for name, allowed in found.items() if allowed]
 
 
@@ -171,7 +171,7 @@ def choose_for_long(
 
 def _ways_out(recomputing: int, tried: Sequence[str]) -> str:
     """What makes a microbatch fit, beyond what was tried."""
-    not_enough = f"{' and '.join(tried)} do not save enough. " if tried else ""
+    not_enough = f"{' and '.join(tried)} does not free enough memory. " if tried else ""
     ways = [SPREAD, *([] if recomputing else [RECOMPUTE]), SPLIT if tried else FOR_LONG]
     return f"{not_enough[:1].upper()}{not_enough[1:]}{', '.join(ways)}, or shorten the pairs: {shorter_pairs()}"
 

@@ -29,7 +29,7 @@ def load(module: str, name: str, *, has_tiles: bool) -> Kernel:
     miscompiled = about.IS_NVIDIA_HOPPER and about.TRITON_ABOVE_3_4_0 and not about.TRITON_ABOVE_3_7_1
     if miscompiled and not (has_tiles and find_spec("tilelang") is not None and about.has_usable_nvcc()):
         fault = f"flash-linear-attention refuses Hopper GPUs with Triton {version('triton')}"
-        newer = "use Triton 3.7.1 or newer"
-        way_out = f"pip install tilelang and CUDA's nvcc, {newer}" if has_tiles else newer
+        newer = "upgrade Triton to 3.7.1 or newer"
+        way_out = f"install tilelang (with pip) and CUDA's nvcc, or {newer}" if has_tiles else newer
         return Kernel(None, fault, way_out, refuses=True)
     return Kernel(getattr(import_module(f"fla.ops.{module}"), name))

@@ -156,8 +156,8 @@ refused.
 - *unfolded*: some layers cannot follow the segments of a row: Mamba's first version, most linear attention, sparse or
   chunked attention. They get the row's sequences as a padded batch and compute a prompt once per answer; all other
   layers compute it once. Gated DeltaNet, Mamba2 and the short convolutions of LFM2 can follow segments.
-- **LoRA**: an adapter can be trained. **OLMo-core**: `model.native: true` works. **Export**: the tuned model loads in
-  transformers and gives the same logits.
+- **LoRA**: an adapter on all linear layers, the default, can be trained. **OLMo-core**: `model.native: true` works.
+  **Export**: the tuned model loads in transformers and gives the same logits.
 
 {summary}
 
@@ -171,10 +171,10 @@ refused.
 |---|---|---|---|---|---|
 {others}
 
-## Without LoRA
+## No LoRA on all linear layers
 
-By default, an adapter is on all linear layers. With these architectures, that fails. Set `model.adapter.targets` to
-other layers, or train all weights.
+By default, an adapter covers all linear layers, which fails for these architectures. Set `model.adapter.targets` to
+fewer layers, or train all weights.
 
 {unadapted}
 

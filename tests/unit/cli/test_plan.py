@@ -252,7 +252,7 @@ def test_a_long_pair_gets_what_it_needs_and_no_more(project: Path) -> None:
         (False, True, True, True),
     ]
     (note, *_) = one["notes"]
-    assert "Offloaded inputs and MLPs in tiles do not save enough." in note
+    assert "Offloading layer inputs and computing MLPs in tiles does not free enough memory." in note
     assert "at auto" not in note
 
 

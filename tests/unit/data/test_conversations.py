@@ -126,7 +126,7 @@ def test_conversations_may_part_between_two_turns_of_the_assistant(prompt: dict[
 
 
 def test_conversations_that_differ_in_weights_alone_are_a_tie() -> None:
-    with pytest.raises(BadPairError, match="differ only in weights or in ids of tool calls") as refused:
+    with pytest.raises(BadPairError, match="identical except for weights or tool-call ids") as refused:
         read(chosen=[Q, GOOD, AGAIN, NEXT], rejected=[Q, GOOD, AGAIN, NEXT | {"weight": 0.5}])
     assert refused.value.reason == "tie"
 

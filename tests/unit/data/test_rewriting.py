@@ -34,7 +34,7 @@ def test_the_last_turn_is_read_after_what_the_model_was_given() -> None:
     result = encode(pair, "harmony")
     assert isinstance(result, BadPairError)
     assert "some of turn 2 of 'chosen', whose reasoning_content is str 'I add'" in str(result)
-    assert "data.train_on: last trains the last turn alone" in str(result)
+    assert "Or set data.train_on: last to train only the last turn" in str(result)
     context = (
         "analysis<|message|>I add<|end|><|start|>assistant<|channel|>"
         'commentary to=functions.add<|message|>{"a": 2}<|call|>'

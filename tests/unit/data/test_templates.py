@@ -105,7 +105,7 @@ def texts(template: str, *parts: Any) -> list[str]:
 def test_a_refusal_says_where_what_why_and_the_way_out() -> None:
     assert refusal(CHATML, ASK, [turn("assistant", "", tool_calls=[CALL])], "4") == (
         "file:7: the chat template leaves out a tool call of 'chosen', dict {'type': 'function', 'function': {'name': "
-        "'add', 'argumen..., so it would not be trained on (data.template: path.jinja can replace the template). "
+        "'add', 'argumen..., so it would not be trained on (to use another template, set data.template: path.jinja). "
         "Remove it, or set data.on_bad: drop."
     )
 
