@@ -174,6 +174,8 @@ def test_figures_of_the_real_training_are_the_measured_ones(monkeypatch: pytest.
     ):
         assert line in results, line
     assert f"{steady[1] / steady[0]:.1f} times the speed of TRL with Liger" in readme
+    assert f"losses of isopref and TRL agree to {beside['eval_loss_difference']['max']:.3f}" in readme
+    assert f"{median(ours['train_s']):.1f} instead of {median(theirs['train_s']):.1f} s" in readme
     assert (ROOT / "docs" / "hh-training.svg").read_text() == hh_curves.picture(runs)
 
 
