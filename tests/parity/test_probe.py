@@ -255,6 +255,20 @@ def test_a_random_forward_pass_is_refused() -> None:
         check_layout(policy, "shared")
 
 
+def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rows are tried: they would not fit either."""
+    passes = []
+
+    def out_of_memory(*arguments: Any, **_: Any) -> Tensor:
+        passes.append(arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "segment_attention", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_layout(Policy(tiny_model("llama")), "shared")
+    assert len(passes) == 1
+
+
 def test_a_rate_that_is_no_dropout_is_noticed() -> None:
     """What switching it off did to the model is seen, because the model is asked with it."""
     model = tiny_model("llama")

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from isopref.batch.packing import RowKind, tokens_alone
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
-from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, ModelError, shorter_pairs
 from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.models.probe import check_tiles
 from isopref.models.tiles import tile_mlps
+from isopref.ops.memory import ran_out
 from isopref.ranks import num_ranks
 from isopref.types import IntArray, Microbatch
 
