@@ -20,7 +20,7 @@ from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
 from isopref.models.adapter import has_adapter, plain_targets, without_adapter
-from isopref.models.attention import NAME, RECORDED, Asked, recorded
+from isopref.models.attention import NAME, RECORDED, Asked, PackedRowsError, recorded
 from isopref.models.diagnosis import why_not_its_own
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
@@ -172,6 +172,10 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
         # Longer answers and one more pair: a compiled layer learns which sizes vary between rows.
         _logps(model, [*_pairs(policy, seed=3, more=1), *other[:1]], kind, device)
         seen = _look(model, pairs, kind) if kind in PACKED else None
+    except PackedRowsError as error:
+        raise _RefusalError(
+            f"{policy.name} cannot be trained with layout.rows: {kind}, because {error.reason}."
+        ) from error
     except ModelError as error:
         raise ModelError(f"{policy.name} cannot be trained with layout.rows: {kind}. {error}") from error
     except Exception as error:  # a model is third-party code and may raise anything
