@@ -162,7 +162,7 @@ def _repeated_and_contradicted(table: ExampleTable) -> tuple[int, int]:
 def _joinable(table: ExampleTable) -> int:
     """How many examples have the prompt, question and source of an earlier one."""
     keys = (table.prompt_ids, table.question_ids, table.sources)
-    order = np.lexsort(keys)  # a tenth of the time of np.unique over columns
+    order = np.lexsort(keys)  # much faster than np.unique over columns
     same = [key[order[1:]] == key[order[:-1]] for key in keys]
     return int(np.logical_and.reduce(same).sum())
 
