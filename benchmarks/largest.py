@@ -35,10 +35,10 @@ from isopref.batch.packing import Budget
 from isopref.build.model import new_adapter
 from isopref.cards import GIB, find_card
 from isopref.config.values import AdapterConfig
-from isopref.engine.oom_retry import ran_out
 from isopref.examples import Lengths
 from isopref.models.adapter import FourBitLinear, add_adapter, quantize_nf4
 from isopref.models.shape import ModelShape, shape_of
+from isopref.ops.memory import ran_out
 from isopref.plan.layout import ONE_GPU, step_loads
 from isopref.plan.memory import NF4_BYTES, loading_memory, peak_memory
 

@@ -40,11 +40,11 @@ from isopref.config.schema import Config
 from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import environment
-from isopref.engine.oom_retry import ran_out
 from isopref.errors import UserError
 from isopref.examples import Example
 from isopref.models.policy import Policy
 from isopref.models.tiles import tile_mlps
+from isopref.ops.memory import ran_out
 from isopref.score import TableLogps
 
 LORA = {"rank": 16, "alpha": 32}

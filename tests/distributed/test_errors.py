@@ -2,6 +2,7 @@
 
 import pytest
 
+from isopref.models import probe
 from isopref.testing.cells import Cell
 from isopref.testing.exactness import measure
 from isopref.testing.ranks import RankDiedError, RankError, Ranks
@@ -64,6 +65,24 @@ def test_before_any_rank_is_needed(mistake: str) -> None:
         "Remove it, or make it a tensor with one entry per pair.",
     }
     assert mistakes.error_of(mistake) == expected[mistake]
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_ranks_that_all_refuse_a_model_try_padded_rows(two_ranks: Ranks, mode: str) -> None:
+    for message in two_ranks(mistakes.refused_by, [0, 1], mode):
+        assert message.endswith("(it is planted). Set layout.rows: padded.")
+
+
+def test_a_rank_that_refuses_a_sharded_model_alone_does_not_start_another_pass(two_ranks: Ranks) -> None:
+    """The other rank would not join, and the run would hang instead of ending with the error."""
+    found = two_ranks(mistakes.refused_by, [1], "fsdp")
+    assert found[0] == "no error"
+    assert found[1].endswith(f"(it is planted). {probe.ALONE}")
+
+
+def test_a_rank_that_refuses_a_whole_model_alone_does_not_wait(two_ranks: Ranks) -> None:
+    found = two_ranks(mistakes.refused_by, [1], "ddp")
+    assert found[1].endswith("Set layout.rows: padded.")
 
 
 def test_a_rank_that_fails_is_named(two_ranks: Ranks) -> None:

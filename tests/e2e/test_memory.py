@@ -16,9 +16,9 @@ import torch
 from isopref.cli import main as cli
 from isopref.engine import train_module
 from isopref.engine.callbacks.checkpointer import KeepingCheckpointerCallback
-from isopref.engine.oom_retry import ran_out
 from isopref.errors import StartAgainError
 from isopref.models.policy import Policy
+from isopref.ops.memory import ran_out
 from isopref.score import score as ours
 from isopref.testing import oracle
 from support.forked import isopref_on_ranks, second_rank_lacks_memory

@@ -233,6 +233,20 @@ def test_refusals_name_what_is_not_supported(family: str, reason: str) -> None:
             check_layout(policy, packed)
 
 
+def test_layers_are_unfolded_if_attention_cannot_follow_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(tiny_family("lfm2"))
+    assert policy.following
+
+    def refusing(*arguments: Any, **options: Any) -> Tensor:
+        if policy.following:
+            raise attention.PackedRowsError("it is planted")
+        return segment_attention(*arguments, **options)
+
+    monkeypatch.setattr(attention, "segment_attention", refusing)
+    check_layout(policy, "shared")
+    assert policy.unfolded
+
+
 def test_a_sink_that_gets_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(q: Tensor, k: Tensor, v: Tensor, segments: Segments, **options: Any) -> Tensor:
         return segment_attention(q, k, v, segments, **{**options, "sinks": None})
@@ -253,6 +267,20 @@ def test_a_random_forward_pass_is_refused() -> None:
     )
     with pytest.raises(ModelError, match="the same row scored twice differs"):
         check_layout(policy, "shared")
+
+
+def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rows are tried: they would not fit either."""
+    passes = []
+
+    def out_of_memory(*arguments: Any, **_: Any) -> Tensor:
+        passes.append(arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "segment_attention", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_layout(Policy(tiny_model("llama")), "shared")
+    assert len(passes) == 1
 
 
 def test_a_rate_that_is_no_dropout_is_noticed() -> None:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from isopref.data.table import ExampleTable
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.padded import split_batch_dpo
 from isopref.engine.train_module import DPOTrainModule
+from isopref.errors import ModelError
+from isopref.models import probe, refusals
 from isopref.models.conversion import from_hf
 from isopref.models.finite import check_finite
 from isopref.models.parallel import Parallel, parallelize, split_rows, unwrap
@@ -155,6 +158,20 @@ def error_of(mistake: str) -> str:
         MISTAKES[mistake]()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused_by(refusing: list[int], mode: Parallel) -> str:
+    """What the probe raises if these ranks, after all their forward passes, find something they do not support."""
+    model = parallelize(Policy(tiny_model("llama")), mode, device=torch.device("cpu"), world_size=dist.get_world_size())
+    found = "it is planted" if dist.get_rank() in refusing else None
+    with patch.object(probe, "_strange", lambda *_: found), patch.object(refusals, "WAIT_S", 3.0):
+        try:
+            probe.check_layout(model, "shared")
+        except ModelError as error:
+            return str(error)
+        finally:
+            dist.barrier()
     return "no error"
 
 

@@ -77,6 +77,7 @@ def settle_layout(run: Run, model: nn.Module, table: ExampleTable) -> Run:
         offload=offload,
         allowed=_allowed(run, policy),
         compute_dtype=rounding_dtype(run),
+        say=run.display.say,
     )
     _check_host(run, policy, fit.tokens, offloaded)
     if tokens is None:

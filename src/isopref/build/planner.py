@@ -237,11 +237,11 @@ class Planner:
         try:
             if room <= 0:
                 raise ConfigError(f"weights and optimizer alone take {(self.usable - room) / GIB:.1f} GiB.")
-            fit, tried = None, []
+            fit, tried = None, list[str]()
             if lines[1].at(wanted) > room:
                 tiled = partial(self._line, replace(layout, tile=TILE_TOKENS))
-                fit = choose_for_long(lines[1], tiled, most, room, allowed, wanted=wanted, sharing=layout.context)
-                tried = allowed.measures(wanted, layout.context)
+                sharing = layout.context
+                fit, tried = choose_for_long(lines[1], tiled, most, room, allowed, wanted=wanted, sharing=sharing)
             if fit is None:
                 fit = choose(
                     lines,
@@ -253,7 +253,7 @@ class Planner:
                     tried=tried,
                 )
         except ConfigError as error:  # show what it takes with all that `auto` may do
-            offloaded = max(0, most - 1) if allowed.offload else layout.offloaded
+            offloaded = allowed.most_offloaded(most) or layout.offloaded
             tile = TILE_TOKENS if allowed.tiles(wanted, layout.context) else layout.tile
             fit = Fit(tokens or max(self.longest, LEAST_TOKENS * layout.context), most, "")
             return replace(layout, offloaded=offloaded, tile=tile), fit, str(error)

@@ -14,12 +14,12 @@ from isopref.data.memory import MemoryData
 from isopref.data.table import ExampleTable
 from isopref.engine.display import Display
 from isopref.engine.environment import Environment, environment
-from isopref.engine.oom_retry import ran_out
 from isopref.engine.refusals import check_gaps, check_table
 from isopref.errors import RunError
 from isopref.models.parallel import GradSync
 from isopref.objectives.loss import Loss, pair_loss
 from isopref.objectives.registry import weights
+from isopref.ops.memory import ran_out
 from isopref.runs.files import BEST_FOLDER, MODEL_FOLDER, NATIVE_FOLDER
 from isopref.runs.folder import run_folder
 

@@ -22,7 +22,6 @@ from isopref.data.chat import PairEncoder, TokenizeOptions
 from isopref.data.omissions import Given
 from isopref.data.sources import read_source
 from isopref.data.template_files import NO_TEMPLATE
-from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, DataError, ModelError, RunError
 from isopref.ledger import Ledger, check_out
 from isopref.models import conversion, hf, writer
@@ -30,6 +29,7 @@ from isopref.models.finite import check_finite
 from isopref.models.policy import Policy
 from isopref.models.reward import is_reward_model
 from isopref.models.slots import check_slots
+from isopref.ops.memory import ran_out
 from isopref.reference.store import key_of
 from isopref.remote import Server, server
 from isopref.runs.files import CONFIG_FILE, MODEL_FOLDER

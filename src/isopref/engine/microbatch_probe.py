@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from isopref.batch.packing import RowKind, tokens_alone
 from isopref.batch.rows import build_microbatch
 from isopref.data.table import ExampleTable
-from isopref.engine.oom_retry import ran_out
 from isopref.errors import ConfigError, ModelError, shorter_pairs
 from isopref.examples import Example
 from isopref.models.parallel import GradSync, checkpoint_layers, device_of, gradient_sync, unwrap
 from isopref.models.probe import check_tiles
 from isopref.models.tiles import tile_mlps
+from isopref.ops.memory import ran_out
 from isopref.ranks import num_ranks
 from isopref.types import IntArray, Microbatch
 
@@ -91,10 +91,9 @@ class LongRows:
         """Whether tiles are worth trying: shorter rows gain little, and measuring would take rows that do not fit."""
         return self.tile and wanted >= 2 * TILE_TOKENS * sharing
 
-    def measures(self, wanted: int, sharing: int) -> list[str]:
-        """What the run tries for a row of `wanted` tokens, in words."""
-        found = {"offloading layer inputs": self.offload, "computing MLPs in tiles": self.tiles(wanted, sharing)}
-        return [name for name, allowed in found.items() if allowed]
+    def most_offloaded(self, layers: int) -> int:
+        """How many of the recomputing layers may offload: two inputs are on the device, one in use, one on its way."""
+        return max(0, min(1, layers - 1), layers - 2) if self.offload else 0
 
 
 NOTHING_MORE = LongRows(offload=False, tile=False, input_bytes=0.0, host_room=0.0)
@@ -145,19 +144,21 @@ def choose_for_long(
     *,
     wanted: int,
     sharing: int = 1,
-) -> Fit | None:
-    """The fewest measures that make `wanted` tokens fit with all `layers` recomputing; None if they do not fit.
+) -> tuple[Fit | None, list[str]]:
+    """The fewest measures that make `wanted` tokens fit with all `layers` recomputing, and the measures tried.
 
-    `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles; None if a model cannot tile.
-    Offloading comes first, because its copies overlap with compute. Two inputs are on the device at a time: one in use,
-    one on its way.
+    None if they do not fit. `recomputing` and `tiled`: a step's memory with MLPs computed at once and in tiles; None if
+    a model cannot tile. Offloading comes first, because its copies overlap with compute.
     """
-    most = max(min(1, layers - 1), layers - 2) if allowed.offload else 0
+    most = allowed.most_offloaded(layers)
+    tried = ["offloading layer inputs"] if most else []
     in_host = allowed.input_bytes * wanted  # for each layer
     for tile in (None, TILE_TOKENS) if allowed.tiles(wanted, sharing) else (None,):
         line = recomputing if tile is None else tiled()
         if line is None:
-            return None
+            break
+        if tile is not None:
+            tried.append("computing MLPs in tiles")
         over = line.at(wanted) - room
         count = 0 if over <= 0 else math.ceil(over / in_host) if in_host else layers
         if count <= most and count * in_host <= allowed.host_room:
@@ -165,8 +166,8 @@ def choose_for_long(
                 f"a step takes {line}, with {layers} layers recomputing; {room / GIB:.1f} GiB are free for it, and "
                 f"{count} layers leave {in_host / GIB:.2f} GiB each in host memory"
             )
-            return Fit(wanted, layers, why, offloaded=count, tile=tile)
-    return None
+            return Fit(wanted, layers, why, offloaded=count, tile=tile), tried
+    return None, tried
 
 
 def _ways_out(recomputing: int, tried: Sequence[str]) -> str:
@@ -193,13 +194,14 @@ def fit_microbatch(
     offload: bool = False,
     allowed: LongRows = NOTHING_MORE,
     compute_dtype: torch.dtype | None = None,
+    say: Callable[[str], None] = log.info,
 ) -> Fit:
     """Measure on this device, choose (all ranks call this together and agree) and set up the recomputing layers.
 
     `layers`: the fewest and the most layers that may recompute. `state_share`: bytes of optimizer state per byte of
     trained weights; 2 for AdamW's averages. `offload`: all recomputing layers but the last keep their inputs in host
     memory. `allowed`: what else the run may do if the longest pair does not fit. `compute_dtype` bounds the rounding of
-    MLPs in tiles. All sizes are of complete rows, also where ranks split them.
+    MLPs in tiles. `say` prints why there are no tiles. All sizes are of complete rows, also where ranks split them.
     """
     device, sharing = device_of(model), _sharing(model)
     few = many = _measure(model, table, kind, grad_sync, layers[0], offload=offload)
@@ -207,13 +209,12 @@ def fit_microbatch(
     longest = int(tokens_alone(table.lengths, kind).max())
     if layers[0] < layers[1] and few.at(_wanted(longest, tokens, sharing)) > room:
         many = _measure(model, table, kind, grad_sync, layers[1], offload=offload)  # recompiles
-    fit, tried = None, []
+    fit, tried = None, list[str]()
     if many.at(tokens or longest) > room:
         allowed = replace(allowed, host_room=_least(allowed.host_room, device))
         measure = partial(_measure, model, table, kind, grad_sync, layers[1], offload=offload)
-        tiled = partial(_measure_tiled, model, kind, measure, tokens or longest, compute_dtype)
-        fit = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest, sharing=sharing)
-        tried = allowed.measures(tokens or longest, sharing)
+        tiled = partial(_measure_tiled, model, kind, measure, tokens or longest, compute_dtype, say)
+        fit, tried = choose_for_long(many, tiled, layers[1], room, allowed, wanted=tokens or longest, sharing=sharing)
     if fit is None:
         fit = choose((few, many), layers, room, longest=longest, tokens=tokens, sharing=sharing, tried=tried)
     if allowed.tile:
@@ -239,6 +240,7 @@ def _measure_tiled(
     measure: Callable[..., StepMemory],
     wanted: int,
     compute_dtype: torch.dtype | None,
+    say: Callable[[str], None],
 ) -> StepMemory | None:
     """Measure with MLPs in tiles, on rows of several tiles, but no longer than the one that must fit.
 
@@ -249,7 +251,7 @@ def _measure_tiled(
         check_tiles(model, kind, compute_dtype=compute_dtype)
     except ModelError as error:
         tile_mlps(unwrap(model), None)
-        log.info("layout.mlp_tile_tokens: auto is null: %s", error)
+        say(f"layout.mlp_tile_tokens: auto is null: {error}")
         return None
     return measure(tokens=min(2 * TILE_TOKENS * _sharing(model), wanted // 2))  # the second row has twice as many
 

@@ -24,6 +24,7 @@ from isopref.batch.step import Step
 from isopref.engine.loader import ExampleLoader
 from isopref.engine.together import Together
 from isopref.errors import RunError, StartAgainError, shorter_pairs
+from isopref.ops.memory import ran_out
 from isopref.places import write_whole
 
 WAYS_OUT = (
@@ -31,14 +32,8 @@ WAYS_OUT = (
     "MLPs in tiles (layout.mlp_tile_tokens: 4096), shard the model over more GPUs (layout.parallel: fsdp), or shorten "
     "the pairs"
 )
-SIGNS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 
 Before = Callable[[int], None]  # called with the number of a microbatch before it runs
-
-
-def ran_out(error: RuntimeError) -> bool:
-    """Whether a device ran out of memory. The host, cuBLAS, Triton and NCCL each report it differently."""
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 class AgainError(Exception):

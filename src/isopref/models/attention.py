@@ -24,6 +24,14 @@ NAME = "isopref_segments"
 RECORDED = "isopref_recorded"  # the same attention, which also records for the probe what layers ask for
 
 
+class PackedRowsError(ModelError):
+    """A layer needs something that packed rows do not support, the `reason`."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"{reason}. Set layout.rows: padded.")
+        self.reason = reason
+
+
 class Mask:
     """Replaces the mask that transformers would make for a layer: holds its window, or the size of its chunks."""
 
@@ -88,9 +96,9 @@ def _attention(
     """The signature transformers calls; 1, heads, T, width in and 1, T, heads, width out."""
     names = [name for name, one in unknown.items() if isinstance(one, Tensor)]
     if attention_mask is not None or names:
-        raise ModelError(
+        raise PackedRowsError(
             f"{type(module).__name__} hands its attention {' and '.join(names) or 'a mask of its own'}, which packed "
-            "rows do not support. Set layout.rows: padded."
+            "rows do not support"
         )
     scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
     options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
@@ -107,9 +115,7 @@ def _attention_beside(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     if row is None:  # in a layer for which unfold.py has made a padded batch
         return batch_attention(query, key, value, **options)
     if query.shape[0] != 1 or query.shape[2] != row.num_own_tokens:
-        raise ModelError(
-            f"{type(module).__name__} attends to something other than the tokens of the row. Set layout.rows: padded."
-        )
+        raise PackedRowsError(f"{type(module).__name__} attends to something other than the tokens of the row")
     return segment_attention(query[0], key[0], value[0], row.segments, **options)[None]
 
 

@@ -16,7 +16,7 @@ from isopref.models.head import head_of
 from isopref.models.parts import widest_attention
 from isopref.models.policy import Policy
 from isopref.models.unused import is_inside
-from isopref.models.windows import attention_windows, seen
+from isopref.models.windows import attention_windows, attention_work, seen
 
 
 class UsefulFlops:
@@ -47,8 +47,9 @@ class UsefulFlops:
         self.frozen_per_logits = 0 if head.weight.requires_grad else self.per_logits
         heads = getattr(config, "num_attention_heads", 0)  # a model may have none, and then no attention
         width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-        self.windows = attention_windows(policy)
-        # For every query and key of a layer: a score, and a product with the value.
+        self.attending = attention_windows(policy).total()  # layers
+        self.windows = attention_work(policy)
+        # For every query and key of a layer with the widest heads: a score, and a product with the value.
         self.per_query_key = 4 * width * heads
 
     def __call__(self, lengths: Lengths) -> float:

@@ -20,13 +20,15 @@ from isopref.batch.rows import build_microbatch
 from isopref.errors import ModelError
 from isopref.examples import PairTokens
 from isopref.models.adapter import has_adapter, plain_targets, without_adapter
-from isopref.models.attention import NAME, RECORDED, Asked, recorded
+from isopref.models.attention import NAME, RECORDED, Asked, PackedRowsError, recorded
 from isopref.models.diagnosis import why_not_its_own
 from isopref.models.parallel import device_of, reshard, unwrap
 from isopref.models.policy import Policy
+from isopref.models.refusals import Refusals
 from isopref.models.reward import RewardModel
 from isopref.models.tiles import tiles_of
 from isopref.models.unfold import unknown_layers
+from isopref.ops.memory import ran_out
 from isopref.types import Readout
 
 PACKED = ("shared", "packed")
@@ -42,6 +44,7 @@ TOLERANCE[torch.float8_e4m3fn], RELATIVE[torch.float8_e4m3fn] = 0.5, 0.1
 # and isopref's own tables.
 HARMLESS_COUNTS = ("transformers.masking_utils", "transformers.integrations.", "isopref.models.tree")
 OTHERS = "Train a model of another architecture: docs/models.md lists those that work."
+ALONE = "Other ranks did not refuse it: compare the devices, drivers and library versions of the ranks."
 PROBED_TILE = 3  # tokens: several tiles in a row of the probe, the last one smaller
 LONGEST_WINDOW = 64  # sliding windows up to this size are probed with sequences longer than the window
 
@@ -67,6 +70,8 @@ def _own_logps(policy: Policy) -> Tensor:
         with torch.compiler.set_stance("force_eager"):
             found = torch.stack([torch.stack([_own_score(policy, p.prompt, side) for side in p[1:]]) for p in pairs]).T
     except Exception as error:  # a model is third-party code and may raise anything
+        if ran_out(error):
+            raise
         raise _RefusalError(
             f"{policy.name} cannot be trained here: its own forward pass fails on a sequence of tokens "
             f"({type(error).__name__}: {error})."
@@ -89,17 +94,21 @@ def check_layout(
 
     All ranks call this together. `own` was computed before the model was distributed; without it, damage done to the
     weights by distributing them goes unnoticed. Layers that follow a row's tree and fail are unfolded and then listed
-    in `policy.unfolded`.
+    in `policy.unfolded`. An out-of-memory error is passed on as it is.
     """
-    policy = unwrap(model)
+    policy, refusals = unwrap(model), Refusals(model)
     try:
-        _check_or_unfold(model, kind, own, compute_dtype)
+        _check_or_unfold(model, kind, own, compute_dtype, refusals)
     except _RefusalError as refusal:
+        if not refusals.on_all_ranks():
+            raise ModelError(f"{refusal} {ALONE}") from refusal
         in_padded = _refusal_of_padded(model, own, compute_dtype) if kind in PACKED else refusal
         if in_padded is None:
             context = " and layout.context_parallel: 1." if policy.context is not None else "."
             raise ModelError(f"{refusal} Set layout.rows: padded{context}") from refusal
-        way_out = _other_model(policy, lambda: _check(model, kind, None, compute_dtype))
+        way_out = OTHERS
+        if refusals.on_all_ranks():
+            way_out = _other_model(policy, lambda: _check(model, kind, None, compute_dtype))
         raise ModelError(f"{in_padded} {way_out}") from refusal
 
 
@@ -128,12 +137,16 @@ def _other_model(policy: Policy, check: Callable[[], object]) -> str:
     return OTHERS
 
 
-def _check_or_unfold(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: torch.dtype | None) -> None:
+def _check_or_unfold(
+    model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: torch.dtype | None, refusals: Refusals
+) -> None:
     policy = unwrap(model)
     try:
         _check(model, kind, own, compute_dtype)
     except _RefusalError:
         if kind not in PACKED or not policy.following or policy.context is not None:
+            raise
+        if not refusals.on_all_ranks():
             raise
         policy.unfold_all()
         _check(model, kind, own, compute_dtype)
@@ -159,9 +172,15 @@ def _check(model: nn.Module, kind: RowKind, own: Tensor | None, compute_dtype: t
         # Longer answers and one more pair: a compiled layer learns which sizes vary between rows.
         _logps(model, [*_pairs(policy, seed=3, more=1), *other[:1]], kind, device)
         seen = _look(model, pairs, kind) if kind in PACKED else None
+    except PackedRowsError as error:
+        raise _RefusalError(
+            f"{policy.name} cannot be trained with layout.rows: {kind}, because {error.reason}."
+        ) from error
     except ModelError as error:
         raise ModelError(f"{policy.name} cannot be trained with layout.rows: {kind}. {error}") from error
     except Exception as error:  # a model is third-party code and may raise anything
+        if ran_out(error):
+            raise
         where = f"with layout.rows: {kind}, because" if kind in PACKED else "here:"
         what = f"its forward pass fails on {kind} rows in training mode"
         raise _RefusalError(

@@ -1,12 +1,13 @@
 """Which of a model's layers attend, and with which sliding windows: the basis for counting attention's work."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from isopref.models.parts import layer_configs, widest_attention
 from isopref.models.policy import Policy
 from isopref.models.unfold import layer_type, recurrent_layers
 from isopref.models.unused import is_inside
@@ -14,10 +15,10 @@ from isopref.types import FloatArray, IntArray
 
 SELF_ATTENTION = ("Attention", "MLA")  # class names end in these
 
-Windows = Counter[int | None]  # how many layers attend with each window; None is full attention
+Windows = Mapping[int | None, float]  # how many layers attend with each window; None is full attention
 
 
-def attention_windows(policy: Policy) -> Windows:
+def attention_windows(policy: Policy) -> Counter[int | None]:
     """Counts the attention layers by window. Recurrent layers do not attend."""
     config = policy.model.config.get_text_config()
     if policy.native is not None:
@@ -27,6 +28,24 @@ def attention_windows(policy: Policy) -> Windows:
     if not found and not policy.following and not policy.unfolded:  # under a name that is not known here
         found[_window(None, config)] = config.num_hidden_layers
     return found
+
+
+def attention_work(policy: Policy) -> Windows:
+    """Counts the attention layers by window, a layer with narrower heads than the widest as a part of one."""
+    config = policy.model.config.get_text_config()
+    configs, most = layer_configs(config), _width(widest_attention(config))
+    if policy.native is not None or len(configs) == 1 or not most:
+        return attention_windows(policy)
+    work: dict[int | None, float] = defaultdict(float)
+    for module in _attentions(policy):
+        number: Any = module.layer_idx
+        work[_window(layer_type(module, config), config)] += _width(configs[number]) / most
+    return work
+
+
+def _width(config: Any) -> int:
+    """The width of all heads of a layer with this config; 0 if it does not give it."""
+    return (getattr(config, "head_dim", None) or 0) * (getattr(config, "num_attention_heads", None) or 0)
 
 
 def seen(queries: IntArray | FloatArray, window: int | None) -> FloatArray:

@@ -165,7 +165,7 @@ def _tiles(queries: FloatArray, keys: FloatArray, windows: Windows) -> tuple[Flo
     scores = np.zeros_like(queries)
     for window, count in windows.items():
         scores += count * tile_scores(queries, keys, window)
-    return scores, windows.total() * np.ceil(queries / TILE)
+    return scores, sum(windows.values()) * np.ceil(queries / TILE)
 
 
 def tile_scores(queries: FloatArray, keys: FloatArray, window: int | None = None) -> FloatArray:

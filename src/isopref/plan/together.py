@@ -82,7 +82,7 @@ def _in_layers(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
 def _for_heads(shape: ModelShape, layout: Layout, network: Network) -> Exchange:
     """The exchange between ranks that split rows. Each has its share of a row's tokens."""
     of_layers, _ = _passes(shape, layout)
-    passes, attending = of_layers / shape.layers, shape.flops.windows.total()
+    passes, attending = of_layers / shape.layers, shape.flops.attending
     with_state = sum(state_bytes(one, layout) for one in shape.exchanged)
     apart = sum(bool(one.floats) for one in shape.exchanged) * (layout.compute_bytes < 4)  # a call for each dtype
     byte_s, call_s = network.all_to_all_s(layout.context)

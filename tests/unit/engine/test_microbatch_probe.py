@@ -62,8 +62,8 @@ def test_ranks_that_share_rows_take_rows_as_much_longer() -> None:
     found = [choose((PLAIN, FULL), (0, 32), room, longest=500, sharing=size).layers for size in (2, 4)]
     assert found[0] == 0 < found[1]
     tiled = partial(choose_for_long, FULL, lambda: TILED, 11, 15_000.0, long_rows(offload=False))
-    assert tiled(wanted=4 * TILE_TOKENS, sharing=2) is None
-    found_tile = tiled(wanted=2 * TILE_TOKENS, sharing=1)
+    assert tiled(wanted=4 * TILE_TOKENS, sharing=2)[0] is None
+    found_tile, _ = tiled(wanted=2 * TILE_TOKENS, sharing=1)
     assert found_tile is not None
     assert found_tile.tile == TILE_TOKENS
 
@@ -108,7 +108,7 @@ TILED = StepMemory(fixed=5000.0, per_token=1.0)
 
 
 def for_long(room: float, allowed: LongRows, *, wanted: int = 10_000) -> tuple[int, int | None] | None:
-    found = choose_for_long(FULL, lambda: TILED, 11, room, allowed, wanted=wanted)
+    found, _ = choose_for_long(FULL, lambda: TILED, 11, room, allowed, wanted=wanted)
     return None if found is None else (found.offloaded, found.tile)
 
 
@@ -136,6 +136,25 @@ def test_tiles_come_where_offloading_is_not_enough() -> None:
 def test_rows_of_less_than_two_tiles_are_not_computed_in_tiles() -> None:
     assert for_long(9_000.0, long_rows(offload=False), wanted=2 * TILE_TOKENS - 1) is None
     assert for_long(15_000.0, long_rows(offload=False), wanted=2 * TILE_TOKENS) == (0, TILE_TOKENS)
+
+
+@pytest.mark.parametrize(("layers", "most"), [(0, 0), (1, 0), (2, 1), (3, 1), (8, 6)])
+def test_tiles_are_accepted_with_any_number_of_recomputing_layers(layers: int, most: int) -> None:
+    """With layout.checkpointing: none it is 0. Not all of the layers can offload."""
+    assert long_rows().most_offloaded(layers) == most
+    fit, tried = choose_for_long(FULL, lambda: TILED, layers, 15_000.0, long_rows(), wanted=10_000)
+    assert fit is not None
+    assert (fit.offloaded, fit.tile) == ((6, None) if most == 6 else (0, TILE_TOKENS))
+    assert ("offloading layer inputs" in tried) == (most > 0)
+
+
+def test_only_what_was_tried_counts_as_tried() -> None:
+    tries = partial(choose_for_long, FULL, layers=11, room=5_999.0, wanted=10_000)
+    both = ["offloading layer inputs", "computing MLPs in tiles"]
+    assert tries(lambda: TILED, allowed=long_rows()) == (None, both)
+    assert tries(lambda: None, allowed=long_rows()) == (None, both[:1])
+    assert tries(lambda: TILED, allowed=long_rows(offload=False)) == (None, both[1:])
+    assert tries(lambda: None, allowed=long_rows(offload=False)) == (None, [])
 
 
 def test_a_model_of_one_layer_takes_what_was_measured_with_it_recomputing() -> None:
@@ -298,8 +317,12 @@ def test_auto_does_without_tiles_where_a_model_cannot_have_them(monkeypatch: pyt
         microbatch_probe.fit_microbatch, policy, table, "shared", grad_sync="last", layers=(2, 2), tokens=None
     )
     assert fit(allowed=long_rows(input_bytes=1.0)) == Fit(longest, 2, ANY, offloaded=1)
-    with pytest.raises(ConfigError, match="does not fit"):
-        fit(allowed=long_rows(offload=False))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="does not fit") as raised:
+        fit(allowed=long_rows(offload=False), say=said.append)
+    assert "in tiles does not free" not in str(raised.value)
+    assert len(said) == 1
+    assert said[0].startswith("layout.mlp_tile_tokens: auto is null: ")
     assert not any(isinstance(one.forward, TiledForward) and one.forward.tokens for one in policy.modules())
 
 

@@ -67,6 +67,8 @@ def test_layers_with_heads_of_two_widths(family: str) -> None:
     shape = shape_of(tiny_family(family))
     assert (shape.heads, shape.head_width, shape.key_width) == (4, 512, 2 * 512)
     assert shape.flops.per_query_key == 4 * 512 * 4
+    assert shape.flops.windows == {12: 8 / 512, None: 1}  # heads in windows are 8 wide
+    assert shape.flops.attending == 2
     assert shape.row_parts == 4
 
 
