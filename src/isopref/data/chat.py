@@ -39,7 +39,7 @@ import numpy as np
 
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
-from isopref.data.conversations import Conversation, TrainOn, conversation, is_conversation, part
+from isopref.data.conversations import Conversation, TrainOn, conversation
 from isopref.data.messages import DefectError, Turns
 from isopref.data.omissions import NOTHING, Given
 from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
@@ -177,20 +177,18 @@ class PairEncoder:
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
-            found = self._conversations(pair)
-            prompt = found[0].messages[: found[0].num_prompt]
-            return self._template.write(prompt, dict(zip(pair.names, found, strict=True)), _given(pair))
+            prompt = as_messages(pair.prompt, "user")
+            answers = dict(zip(pair.names, self._conversations(pair), strict=True))
+            return self._template.write(prompt, answers, _given(pair))
         sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
         if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
         return Written(pair.prompt, tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
 
     def _conversations(self, pair: Preference) -> list[Conversation]:
-        prompt, answers = as_messages(pair.prompt, "user"), [as_messages(one, "assistant") for one in pair.answers]
-        if any(map(is_conversation, answers)) and len(answers) > 1 and not self._template.writes_ids:
-            prompt, answers = part(prompt, answers, ids=False)
-        named = zip(answers, pair.names, strict=True)
-        return [conversation(prompt, answer, self.options.train_on, name) for answer, name in named]
+        prompt, train_on = as_messages(pair.prompt, "user"), self.options.train_on
+        named = zip(pair.answers, pair.names, strict=True)
+        return [conversation(prompt, as_messages(answer, "assistant"), train_on, name) for answer, name in named]
 
     def _tokenize(self, texts: list[str]) -> list[IntArray]:
         if not texts:

@@ -13,8 +13,6 @@ from isopref.data.messages import REASONING, DefectError, Message, Turns
 TrainOn = Literal["assistant", "last", "final"]
 WEIGHT = "weight"  # of a message: the weight of its tokens. Templates never see it.
 
-CALL_IDS = ("id", "tool_call_id")  # of a call, and of its result
-
 
 class Trained(NamedTuple):
     """A trained turn."""
@@ -50,23 +48,17 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
     return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
 
 
-def part(
-    prompt: list[Message], answers: Sequence[list[Message]], *, ids: bool = True
-) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError.
-
-    Without `ids`, turns that differ only in the ids of tool calls are the same.
-    """
-    seen = plain if ids else without_ids
+def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError."""
     shared = 0
     while all(len(answer) > shared for answer in answers) and all(
-        seen(answer[shared]) == seen(answers[0][shared]) for answer in answers
+        plain(answer[shared]) == plain(answers[0][shared]) for answer in answers
     ):
         shared += 1
     rest = [answer[shared:] for answer in answers]
     if not any(rest):
         raise DefectError(
-            "tie", "the answers are identical except for weights or tool-call ids, which the model does not see"
+            "tie", "the answers differ only in the weights of their messages, so their tokens are the same"
         )
     if not all(rest):
         raise DefectError("diverging", "one answer is the beginning of another, so it has no turn of its own")
@@ -84,14 +76,6 @@ def split_whole(sides: Sequence[list[Message]]) -> tuple[list[Message], list[lis
 def plain(message: Message) -> Message:
     """A message as a template sees it."""
     return {key: value for key, value in message.items() if key != WEIGHT}
-
-
-def without_ids(message: Message) -> Message:
-    """A message as a template sees it that writes no ids of tool calls."""
-    seen = {key: value for key, value in plain(message).items() if key not in CALL_IDS}
-    if "tool_calls" in seen:
-        seen["tool_calls"] = [{key: call[key] for key in call if key not in CALL_IDS} for call in seen["tool_calls"]]
-    return seen
 
 
 def is_conversation(answer: Turns) -> bool:

@@ -294,20 +294,6 @@ class ChatTemplate:
             written.append(JSON_ARGUMENTS.search(str(text)) is not None)
         return written == [False, True]
 
-    @cached_property
-    def writes_ids(self) -> bool:
-        """Whether the ids of tool calls are in the text, as far as is known: a template may refuse short ones."""
-        texts = set()
-        for number in ("call_0000", "call_0001"):
-            call = {"type": "function", "id": number, "function": {"name": "f", "arguments": {}}}
-            said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            result = {"role": "tool", "content": "b", "tool_call_id": number}
-            try:
-                texts.add(self.render([{"role": "user", "content": "a"}, said, result], NOTHING))
-            except DefectError:
-                return True
-        return len(texts) > 1
-
     def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
         """What the template writes before and after the text of a turn; None if marks around it do not appear."""
         try:
