@@ -183,7 +183,7 @@ class PairEncoder:
         sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
         if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
-        return Written(pair.prompt, tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
+        return Written(tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
 
     def _conversations(self, pair: Preference) -> list[Conversation]:
         prompt, train_on = as_messages(pair.prompt, "user"), self.options.train_on
@@ -346,10 +346,8 @@ class PairEncoder:
 
     def _spans(self, prompt: IntArray, pair: Preference, written: Written) -> list[Span]:
         """Where the text of turns is among the prompt's tokens; everything but BOS if unknown, as in plain text."""
-        turns = [] if self.options.raw else as_messages(pair.prompt, "user")
-        around = (self._template.around(turns, index, _given(pair), written.prompt) for index in range(len(turns)))
-        found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]
-        texts = [text for _, before, after in found for text in (before, written.prompt.removesuffix(after))]
+        found = [] if self.options.raw else list(self._template.prompt_turns(written, _given(pair)))
+        texts = [text for _, start, end in found for text in (start, end)]
         places = iter([_common(prompt, tokens) for tokens in self._tokenize(texts)])
         spans = [Span(role, next(places), next(places)) for role, *_ in found]
         return spans or [Span("", int(prompt[0] == self._bos), len(prompt))]

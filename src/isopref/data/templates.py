@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,10 +42,11 @@ class Side(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The texts of a pair or a list: the prompt with its generation prompt, and the prompt with each answer."""
+    """The texts of a pair or a list: the prompt with each answer."""
 
-    prompt: str
     sides: tuple[Side, ...]
+    asked: Sequence[Message] = ()  # the turns before the first trained one of the first side; none in plain text
+    num_prompt: int = 0  # how many of them are the prompt
 
 
 class ChatTemplate:
@@ -88,8 +89,10 @@ class ChatTemplate:
         start = self.render(prompt, given, add_generation_prompt=asks)
         refuse(self._omissions.of_context(prompt, range(len(prompt)), given, start))
         asked = start if asks else None
+        first = next(iter(answers.values()))
         try:
-            return Written(start, tuple(self._locate(name, one, given, asked) for name, one in answers.items()))
+            sides = tuple(self._locate(name, one, given, asked) for name, one in answers.items())
+            return Written(sides, first.messages[: first.trained[0].number], len(prompt))
         except DefectError as defect:
             last = {name: one._replace(trained=one.trained[-1:]) for name, one in answers.items()}
             if last == answers:
@@ -294,15 +297,23 @@ class ChatTemplate:
             written.append(JSON_ARGUMENTS.search(str(text)) is not None)
         return written == [False, True]
 
-    def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
-        """What the template writes before and after the text of a turn; None if marks around it do not appear."""
-        try:
-            marked = self.render(marked_behind(prompt, index, before=MARK), given, add_generation_prompt=True)
-        except DefectError:
-            return None
-        before, *rest = marked.split(MARK)
-        shows = len(rest) == 2 and written.startswith(before) and written.endswith(rest[-1])
-        return (before, rest[-1]) if shows else None
+    def prompt_turns(self, written: Written, given: Given) -> Iterator[tuple[str, str, str]]:
+        """Role, and the text up to the start and the end, of the prompt's turns in what all sides begin with.
+
+        Only of turns that marks around their text show.
+        """
+        asked = list(written.asked)
+        text = self.render(asked, given, add_generation_prompt=True)
+        shared = min(common(text, side.text) for side in written.sides)
+        for index in range(written.num_prompt):
+            try:
+                marked = self.render(marked_behind(asked, index, before=MARK), given, add_generation_prompt=True)
+            except DefectError:
+                continue
+            before, *rest = marked.split(MARK)
+            shows = len(rest) == 2 and text.startswith(before) and text.endswith(rest[-1])
+            if shows and len(before) <= shared:
+                yield asked[index]["role"], before, text.removesuffix(rest[-1])
 
     def leaves_open(self, messages: list[Message], given: Given) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""
