@@ -263,8 +263,8 @@ class ChatTemplate:
             before = OPEN_TAG.sub("", before)  # the tags of text and of calls may begin alike
         key, inside = (REASONING, "") if last.get(REASONING) else ("content", end + said)
         thinking = self.render([*messages[:-1], {**last, key: reasoning.rstrip() + MARK + inside}], given)
-        is_whole = not reasoning.strip() or thinking.find(MARK) <= len(before)  # -1: the template leaves it out
-        if not (rendered.startswith(before + MARK) if said.strip() else is_whole):
+        is_whole = not reasoning.strip() or thinking.rfind(MARK) <= len(before)  # -1: the template leaves it out
+        if not is_whole or (said.strip() and not rendered.startswith(before + MARK)):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. Or set "

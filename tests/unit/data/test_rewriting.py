@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -142,6 +144,20 @@ def test_a_frame_around_what_follows_the_reasoning() -> None:
         result = encode(pair, "ernie4.5", train_on)
         assert isinstance(result, EncodedPair), result
         assert shown(result.tokens, 0, "ernie4.5").endswith(f"{own} it is\n</response>\n<|im_end|>]")
+
+
+def test_reasoning_after_the_text_is_not_trained_as_what_follows_it() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
+    )
+    pair = read(prompt=[Q], chosen=[GOOD | {"reasoning_content": "hm"}], rejected=[BAD])
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    (result,) = PairEncoder(tokenizer, replace(options, train_on="last")).encode([pair])
+    assert isinstance(result, EncodedPair)
+    (result,) = PairEncoder(tokenizer, replace(options, train_on="final")).encode([pair])
+    assert isinstance(result, BadPairError)
+    assert "does not show where the reasoning of 'chosen' ends" in str(result)
 
 
 def test_reasoning_of_a_call_is_told_from_the_same_words_in_the_question() -> None:
