@@ -235,7 +235,9 @@ class PairEncoder:
         tokens = tokens_of[side.text]
         starts = [_common(tokens_of[turn.before], tokens) for turn in side.turns]
         for turn, start in zip(side.turns, starts, strict=True):
-            if start < len(tokens_of[turn.before]):
+            if turn.is_asked_otherwise:
+                notes.add("generation_prompt_backoffs")
+            elif start < len(tokens_of[turn.before]):
                 as_written = side.text.startswith(turn.before)
                 notes.add("boundary_backoffs" if as_written else "generation_prompt_backoffs")
         last, last_start = side.turns[-1], starts[-1]

@@ -32,6 +32,7 @@ class Turn(NamedTuple):
     before: str  # the model's input when it writes the turn
     end: int | None  # where the turn ends in the text, including its end token; None: the text ends with it
     weight: float = 1.0
+    is_asked_otherwise: bool = False  # whether `before` ends otherwise than with the generation prompt, in white space
 
 
 class Side(NamedTuple):
@@ -130,16 +131,21 @@ class ChatTemplate:
                     f"the chat template writes what comes before {where} differently once that turn follows, so where "
                     f"it begins cannot be proven {HINT}",
                 )
-            before = _as_spaced(text, before)
-            if final and not (text.startswith(before) and len(before) > len(text) - final):
-                before = text[:-final]
-            turns.append(Turn(before, end, one.weight))
+            spaced = _as_spaced(text, before)
+            otherwise = spaced != before and not self._is_asked(messages[: one.number], given, before, spaced)
+            if final and not (text.startswith(spaced) and len(spaced) > len(text) - final):
+                spaced = text[:-final]
+            turns.append(Turn(spaced, end, one.weight, otherwise))
         return Side(self._unclosed(text), tuple(turns))
 
     @staticmethod
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
         """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
+
+    def _is_asked(self, context: list[Message], given: Given, before: str, spaced: str) -> bool:
+        """Whether a text ends with the generation prompt of the model's input, `before`."""
+        return spaced.endswith(before.removeprefix(self.render(context, given)))
 
     def _begins_as_asked(self, messages: list[Message], index: int, given: Given, text: str, before: str) -> bool:
         """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""

@@ -117,6 +117,21 @@ def test_a_role_is_not_trained_where_a_line_break_before_it_needs_another_turn()
     result = encode(read(chosen=[Q, GOOD, NEXT], rejected=[Q, GOOD, BAD]), "tulu")
     assert isinstance(result, EncodedPair)
     assert [shown(result.tokens, number, "tulu") for number in (0, 1)] == ["[done</s>]", "[no</s>]"]
+    assert not result.notes
+
+
+def test_white_space_that_only_the_generation_prompt_has_is_counted() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ '' if m.role == 'assistant' else '\n' }}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+    )
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    (result,) = PairEncoder(tokenizer, options).encode([read(prompt=[Q], chosen=[GOOD], rejected=[BAD])])
+    assert isinstance(result, EncodedPair)
+    assert tokenizer.decode(result.tokens.prompt).endswith("<|im_end|><|im_start|>assistant")
+    assert [tokenizer.decode(answer) for answer in result.tokens.answers] == ["because<|im_end|>", "no<|im_end|>"]
+    assert result.notes == {"generation_prompt_backoffs"}
 
 
 def test_a_turn_that_follows_one_with_another_end_is_refused() -> None:
