@@ -28,6 +28,7 @@ class Conversation(NamedTuple):
     messages: list[Message]
     num_prompt: int  # turns of the prompt
     trained: tuple[Trained, ...]
+    trains_last: bool  # whether the last assistant turn is trained
 
 
 def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn, name: str) -> Conversation:
@@ -45,7 +46,8 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
         found = f"{which} of weight 0" if spoken else "no assistant turn"
         raise DefectError("weight", f"'{name}' has {found}, so there is nothing to train on")
     # Turns after the last trained one have no effect, and templates render a last turn the way the model sees it.
-    return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
+    last = trained[-1].number
+    return Conversation(messages[: last + 1], len(prompt), trained, trains_last=last == spoken[-1])
 
 
 def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:

@@ -96,7 +96,7 @@ class ChatTemplate:
             return Written(sides, first.messages[: first.trained[0].number], len(prompt))
         except DefectError as defect:
             last = {name: one._replace(trained=one.trained[-1:]) for name, one in answers.items()}
-            if last == answers:
+            if last == answers or not all(one.trains_last for one in answers.values()):
                 raise
             # If the last turns alone are refused, too, that is the cause to report. Otherwise they are a way out.
             for name, one in last.items():

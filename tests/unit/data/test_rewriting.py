@@ -59,6 +59,15 @@ def test_the_last_turn_alone_is_not_offered_where_it_is_refused_too() -> None:
         assert "data.train_on" not in str(result)
 
 
+def test_the_last_turn_alone_is_not_offered_where_its_weight_is_0() -> None:
+    thought = turn("assistant", "so", reasoning_content="hm")
+    pair = read(prompt=[Q], chosen=[thought, AGAIN, NEXT, AGAIN, NEXT | {"weight": 0}], rejected=[BAD])
+    result = encode(pair, "qwen3")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "left_out"
+    assert "data.train_on" not in str(result)
+
+
 def test_a_users_turn_that_the_template_drops_is_refused() -> None:
     tokenizer = tiny_tokenizer("chatml")
     tokenizer.chat_template = tokenizer.chat_template.replace(
