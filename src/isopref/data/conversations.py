@@ -89,4 +89,6 @@ def is_empty(turns: Turns) -> bool:
     """Whether there is neither text, nor reasoning, nor a tool call."""
     if isinstance(turns, str):
         return not turns.strip()
-    return not any((turn["content"] + turn.get(REASONING, "")).strip() or turn.get("tool_calls") for turn in turns)
+    spoken = [turn["content"] for turn in turns]
+    thought = [turn.get(REASONING, "") for turn in turns if turn["role"] == "assistant"]
+    return not any(text.strip() for text in spoken + thought) and not any(turn.get("tool_calls") for turn in turns)

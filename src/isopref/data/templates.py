@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.marks import MARK, common, marked_at_end, marked_behind
-from isopref.data.messages import REASONING, THINK_END, DefectError, Message, Turns
+from isopref.data.messages import REASONING, REASONING_NAMES, THINK_END, DefectError, Message, Turns
 from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
@@ -281,8 +281,8 @@ class ChatTemplate:
     def _as_written(self, message: Message) -> Message:
         """A message in the form the template expects."""
         message = plain(message)
-        if REASONING in message:
-            message = {**message, "thinking": message[REASONING]}  # gpt-oss reads this name
+        if message["role"] == "assistant" and REASONING in message:
+            message |= dict.fromkeys(REASONING_NAMES, message[REASONING])  # gpt-oss, for one, reads "thinking"
         if not message.get("tool_calls") or not self._wants_text:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
