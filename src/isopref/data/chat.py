@@ -39,7 +39,7 @@ import numpy as np
 
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
-from isopref.data.conversations import Conversation, TrainOn, conversation, is_conversation, part
+from isopref.data.conversations import Conversation, TrainOn, conversation
 from isopref.data.messages import DefectError, Turns
 from isopref.data.omissions import NOTHING, Given
 from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
@@ -177,20 +177,18 @@ class PairEncoder:
 
     def _write(self, pair: Preference) -> Written:
         if not self.options.raw:
-            found = self._conversations(pair)
-            prompt = found[0].messages[: found[0].num_prompt]
-            return self._template.write(prompt, dict(zip(pair.names, found, strict=True)), _given(pair))
+            prompt = as_messages(pair.prompt, "user")
+            answers = dict(zip(pair.names, self._conversations(pair), strict=True))
+            return self._template.write(prompt, answers, _given(pair))
         sides = [pair.prompt + one for one in pair.answers if isinstance(pair.prompt, str) and isinstance(one, str)]
         if not isinstance(pair.prompt, str) or len(sides) < len(pair.answers):
             raise DataError(f"{pair.origin}: messages need a chat template. Set data.template: path.jinja.")
-        return Written(pair.prompt, tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
+        return Written(tuple(Side(side, (Turn(pair.prompt, None),)) for side in sides))
 
     def _conversations(self, pair: Preference) -> list[Conversation]:
-        prompt, answers = as_messages(pair.prompt, "user"), [as_messages(one, "assistant") for one in pair.answers]
-        if any(map(is_conversation, answers)) and len(answers) > 1 and not self._template.writes_ids:
-            prompt, answers = part(prompt, answers, ids=False)
-        named = zip(answers, pair.names, strict=True)
-        return [conversation(prompt, answer, self.options.train_on, name) for answer, name in named]
+        prompt, train_on = as_messages(pair.prompt, "user"), self.options.train_on
+        named = zip(pair.answers, pair.names, strict=True)
+        return [conversation(prompt, as_messages(answer, "assistant"), train_on, name) for answer, name in named]
 
     def _tokenize(self, texts: list[str]) -> list[IntArray]:
         if not texts:
@@ -237,7 +235,9 @@ class PairEncoder:
         tokens = tokens_of[side.text]
         starts = [_common(tokens_of[turn.before], tokens) for turn in side.turns]
         for turn, start in zip(side.turns, starts, strict=True):
-            if start < len(tokens_of[turn.before]):
+            if turn.is_asked_otherwise:
+                notes.add("generation_prompt_backoffs")
+            elif start < len(tokens_of[turn.before]):
                 as_written = side.text.startswith(turn.before)
                 notes.add("boundary_backoffs" if as_written else "generation_prompt_backoffs")
         last, last_start = side.turns[-1], starts[-1]
@@ -348,10 +348,8 @@ class PairEncoder:
 
     def _spans(self, prompt: IntArray, pair: Preference, written: Written) -> list[Span]:
         """Where the text of turns is among the prompt's tokens; everything but BOS if unknown, as in plain text."""
-        turns = [] if self.options.raw else as_messages(pair.prompt, "user")
-        around = (self._template.around(turns, index, _given(pair), written.prompt) for index in range(len(turns)))
-        found = [(turn["role"], *sides) for turn, sides in zip(turns, around, strict=True) if sides]
-        texts = [text for _, before, after in found for text in (before, written.prompt.removesuffix(after))]
+        found = [] if self.options.raw else list(self._template.prompt_turns(written, _given(pair)))
+        texts = [text for _, start, end in found for text in (start, end)]
         places = iter([_common(prompt, tokens) for tokens in self._tokenize(texts)])
         spans = [Span(role, next(places), next(places)) for role, *_ in found]
         return spans or [Span("", int(prompt[0] == self._bos), len(prompt))]

@@ -13,8 +13,6 @@ from isopref.data.messages import REASONING, DefectError, Message, Turns
 TrainOn = Literal["assistant", "last", "final"]
 WEIGHT = "weight"  # of a message: the weight of its tokens. Templates never see it.
 
-CALL_IDS = ("id", "tool_call_id")  # of a call, and of its result
-
 
 class Trained(NamedTuple):
     """A trained turn."""
@@ -30,6 +28,7 @@ class Conversation(NamedTuple):
     messages: list[Message]
     num_prompt: int  # turns of the prompt
     trained: tuple[Trained, ...]
+    trains_last: bool  # whether the last assistant turn is trained
 
 
 def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn, name: str) -> Conversation:
@@ -47,26 +46,21 @@ def conversation(prompt: list[Message], answer: list[Message], train_on: TrainOn
         found = f"{which} of weight 0" if spoken else "no assistant turn"
         raise DefectError("weight", f"'{name}' has {found}, so there is nothing to train on")
     # Turns after the last trained one have no effect, and templates render a last turn the way the model sees it.
-    return Conversation(messages[: trained[-1].number + 1], len(prompt), trained)
+    last = trained[-1].number
+    return Conversation(messages[: last + 1], len(prompt), trained, trains_last=last == spoken[-1])
 
 
-def part(
-    prompt: list[Message], answers: Sequence[list[Message]], *, ids: bool = True
-) -> tuple[list[Message], list[list[Message]]]:
-    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError.
-
-    Without `ids`, turns that differ only in the ids of tool calls are the same.
-    """
-    seen = plain if ids else without_ids
+def part(prompt: list[Message], answers: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """The prompt plus the turns that all answers begin with, and the rest of each answer. Raises DefectError."""
     shared = 0
     while all(len(answer) > shared for answer in answers) and all(
-        seen(answer[shared]) == seen(answers[0][shared]) for answer in answers
+        plain(answer[shared]) == plain(answers[0][shared]) for answer in answers
     ):
         shared += 1
     rest = [answer[shared:] for answer in answers]
     if not any(rest):
         raise DefectError(
-            "tie", "the answers are identical except for weights or tool-call ids, which the model does not see"
+            "tie", "the answers differ only in the weights of their messages, so their tokens are the same"
         )
     if not all(rest):
         raise DefectError("diverging", "one answer is the beginning of another, so it has no turn of its own")
@@ -86,14 +80,6 @@ def plain(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != WEIGHT}
 
 
-def without_ids(message: Message) -> Message:
-    """A message as a template sees it that writes no ids of tool calls."""
-    seen = {key: value for key, value in plain(message).items() if key not in CALL_IDS}
-    if "tool_calls" in seen:
-        seen["tool_calls"] = [{key: call[key] for key in call if key not in CALL_IDS} for call in seen["tool_calls"]]
-    return seen
-
-
 def is_conversation(answer: Turns) -> bool:
     """Whether an answer has several turns."""
     return not isinstance(answer, str) and len(answer) > 1
@@ -103,4 +89,6 @@ def is_empty(turns: Turns) -> bool:
     """Whether there is neither text, nor reasoning, nor a tool call."""
     if isinstance(turns, str):
         return not turns.strip()
-    return not any((turn["content"] + turn.get(REASONING, "")).strip() or turn.get("tool_calls") for turn in turns)
+    spoken = [turn["content"] for turn in turns]
+    thought = [turn.get(REASONING, "") for turn in turns if turn["role"] == "assistant"]
+    return not any(text.strip() for text in spoken + thought) and not any(turn.get("tool_calls") for turn in turns)

@@ -208,7 +208,8 @@ def _number(value: Any) -> float:
 def _read_message(turn: dict[str, Any], name: str) -> Message:
     message = _from_sharegpt(turn, name) if "role" not in turn else _from_roles(turn, name)
     message |= _read_parts(message.get("content"), name)
-    message = _with_reasoning(message, name)
+    if message["role"] == "assistant":
+        message = _with_reasoning(message, name)
     message = _with_function_call(message, name)
     if "tool_calls" in message:
         message["tool_calls"] = _read_calls(message["tool_calls"], name)

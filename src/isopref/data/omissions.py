@@ -71,6 +71,7 @@ class Omissions:
         """What is missing from a trained turn, `where`; `written` is the text up to its end."""
         answer = messages[index]
         spoken = {key: answer[key] for key in SPOKEN if isinstance(answer.get(key), str)}
+        several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
         if not written.startswith(prompt) or any(
             text.strip() not in written[len(prompt) :] for text in spoken.values()
         ):
@@ -81,9 +82,11 @@ class Omissions:
                 # A template may frame what follows the reasoning. The start of the answer ("<think>") may be in the
                 # generation prompt, so search there, too.
                 thought, end, said = squeezed(text).rpartition(THINK_END)
-                if any(part and whole.find(part, max(0, begin - len(part))) < 0 for part in (thought + end, said)):
+                first, then = (thought + end, said) if end else (said, "")
+                found = whole.find(first, max(0, begin - len(first)))
+                if found < 0 or whole.find(then, found + len(first)) < 0:
                     yield f"some of {where}, whose {key} is {shown(text)}"
-        several = sum(1 for key in (*SPOKEN, "tool_calls") if answer.get(key)) > 1
+                several = several or bool(then)
         if not several and not answer.get("tool_calls"):
             return
         same = partial(self._same, written=self._render(messages, given), add_generation_prompt=False)

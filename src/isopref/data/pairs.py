@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExampleTable", "SourceSpec", "SourceStats", "TableStats", "TokenizeOptions", "build_table"]
 
-CODE_VERSION = 14  # raise it when the same content would give different tokens or a different file
+CODE_VERSION = 15  # raise it when the same content would give different tokens or a different file
 LEFT_OUT = ("unscored_answers", "repeated_answers")  # reasons why answers of a list are left out
 CHUNK_RECORDS = 512  # also the maximum size of a record batch
 CHECKED_AT_ONCE = 2**28  # bytes: tables up to this size are verified when opened, in a fraction of a second

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
 from isopref.data.marks import MARK, common, marked_at_end, marked_behind
-from isopref.data.messages import REASONING, THINK_END, DefectError, Message, Turns
+from isopref.data.messages import REASONING, REASONING_NAMES, THINK_END, DefectError, Message, Turns
 from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
@@ -32,6 +32,7 @@ class Turn(NamedTuple):
     before: str  # the model's input when it writes the turn
     end: int | None  # where the turn ends in the text, including its end token; None: the text ends with it
     weight: float = 1.0
+    is_asked_otherwise: bool = False  # whether `before` ends otherwise than with the generation prompt, in white space
 
 
 class Side(NamedTuple):
@@ -42,10 +43,11 @@ class Side(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The texts of a pair or a list: the prompt with its generation prompt, and the prompt with each answer."""
+    """The texts of a pair or a list: the prompt with each answer."""
 
-    prompt: str
     sides: tuple[Side, ...]
+    asked: Sequence[Message] = ()  # the turns before the first trained one of the first side; none in plain text
+    num_prompt: int = 0  # how many of them are the prompt
 
 
 class ChatTemplate:
@@ -88,11 +90,13 @@ class ChatTemplate:
         start = self.render(prompt, given, add_generation_prompt=asks)
         refuse(self._omissions.of_context(prompt, range(len(prompt)), given, start))
         asked = start if asks else None
+        first = next(iter(answers.values()))
         try:
-            return Written(start, tuple(self._locate(name, one, given, asked) for name, one in answers.items()))
+            sides = tuple(self._locate(name, one, given, asked) for name, one in answers.items())
+            return Written(sides, first.messages[: first.trained[0].number], len(prompt))
         except DefectError as defect:
             last = {name: one._replace(trained=one.trained[-1:]) for name, one in answers.items()}
-            if last == answers:
+            if last == answers or not all(one.trains_last for one in answers.values()):
                 raise
             # If the last turns alone are refused, too, that is the cause to report. Otherwise they are a way out.
             for name, one in last.items():
@@ -127,16 +131,21 @@ class ChatTemplate:
                     f"the chat template writes what comes before {where} differently once that turn follows, so where "
                     f"it begins cannot be proven {HINT}",
                 )
-            before = _as_spaced(text, before)
-            if final and not (text.startswith(before) and len(before) > len(text) - final):
-                before = text[:-final]
-            turns.append(Turn(before, end, one.weight))
+            spaced = _as_spaced(text, before)
+            otherwise = spaced != before and not self._is_asked(messages[: one.number], given, before, spaced)
+            if final and not (text.startswith(spaced) and len(spaced) > len(text) - final):
+                spaced = text[:-final]
+            turns.append(Turn(spaced, end, one.weight, otherwise))
         return Side(self._unclosed(text), tuple(turns))
 
     @staticmethod
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
         """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
+
+    def _is_asked(self, context: list[Message], given: Given, before: str, spaced: str) -> bool:
+        """Whether a text ends with the generation prompt of the model's input, `before`."""
+        return spaced.endswith(before.removeprefix(self.render(context, given)))
 
     def _begins_as_asked(self, messages: list[Message], index: int, given: Given, text: str, before: str) -> bool:
         """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""
@@ -260,8 +269,8 @@ class ChatTemplate:
             before = OPEN_TAG.sub("", before)  # the tags of text and of calls may begin alike
         key, inside = (REASONING, "") if last.get(REASONING) else ("content", end + said)
         thinking = self.render([*messages[:-1], {**last, key: reasoning.rstrip() + MARK + inside}], given)
-        is_whole = not reasoning.strip() or thinking.find(MARK) <= len(before)  # -1: the template leaves it out
-        if not (rendered.startswith(before + MARK) if said.strip() else is_whole):
+        is_whole = not reasoning.strip() or thinking.rfind(MARK) <= len(before)  # -1: the template leaves it out
+        if not is_whole or (said.strip() and not rendered.startswith(before + MARK)):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. Or set "
@@ -272,8 +281,8 @@ class ChatTemplate:
     def _as_written(self, message: Message) -> Message:
         """A message in the form the template expects."""
         message = plain(message)
-        if REASONING in message:
-            message = {**message, "thinking": message[REASONING]}  # gpt-oss reads this name
+        if message["role"] == "assistant" and REASONING in message:
+            message |= dict.fromkeys(REASONING_NAMES, message[REASONING])  # gpt-oss, for one, reads "thinking"
         if not message.get("tool_calls") or not self._wants_text:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
@@ -294,29 +303,23 @@ class ChatTemplate:
             written.append(JSON_ARGUMENTS.search(str(text)) is not None)
         return written == [False, True]
 
-    @cached_property
-    def writes_ids(self) -> bool:
-        """Whether the ids of tool calls are in the text, as far as is known: a template may refuse short ones."""
-        texts = set()
-        for number in ("call_0000", "call_0001"):
-            call = {"type": "function", "id": number, "function": {"name": "f", "arguments": {}}}
-            said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            result = {"role": "tool", "content": "b", "tool_call_id": number}
-            try:
-                texts.add(self.render([{"role": "user", "content": "a"}, said, result], NOTHING))
-            except DefectError:
-                return True
-        return len(texts) > 1
+    def prompt_turns(self, written: Written, given: Given) -> Iterator[tuple[str, str, str]]:
+        """Role, and the text up to the start and the end, of the prompt's turns in what all sides begin with.
 
-    def around(self, prompt: list[Message], index: int, given: Given, written: str) -> tuple[str, str] | None:
-        """What the template writes before and after the text of a turn; None if marks around it do not appear."""
-        try:
-            marked = self.render(marked_behind(prompt, index, before=MARK), given, add_generation_prompt=True)
-        except DefectError:
-            return None
-        before, *rest = marked.split(MARK)
-        shows = len(rest) == 2 and written.startswith(before) and written.endswith(rest[-1])
-        return (before, rest[-1]) if shows else None
+        Only of turns that marks around their text show.
+        """
+        asked = list(written.asked)
+        text = self.render(asked, given, add_generation_prompt=True)
+        shared = min(common(text, side.text) for side in written.sides)
+        for index in range(written.num_prompt):
+            try:
+                marked = self.render(marked_behind(asked, index, before=MARK), given, add_generation_prompt=True)
+            except DefectError:
+                continue
+            before, *rest = marked.split(MARK)
+            shows = len(rest) == 2 and text.startswith(before) and text.endswith(rest[-1])
+            if shows and len(before) <= shared:
+                yield asked[index]["role"], before, text.removesuffix(rest[-1])
 
     def leaves_open(self, messages: list[Message], given: Given) -> bool:
         """Whether the template writes nothing but white space after the text of the last turn."""

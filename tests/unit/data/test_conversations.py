@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
+from isopref.data.chat import EncodedPair, TokenizeOptions
 from isopref.data.messages import read_messages
 from isopref.data.pairs import SourceSpec, build_table
 from isopref.data.shapes import BadPairError
@@ -96,26 +96,25 @@ def numbered(call_id: str) -> list[dict[str, Any]]:
     return [ADD | {"tool_calls": [CALL | {"id": call_id}]}, RESULT | {"tool_call_id": call_id}]
 
 
-def test_calls_that_differ_only_in_their_ids_are_shared() -> None:
+def test_calls_with_different_ids_are_different() -> None:
+    """Each side keeps its own ids, which its results refer to."""
+    call = '[<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>]'
     sides: dict[str, Any] = {"chosen": [Q, *numbered("call_1"), GOOD], "rejected": [Q, *numbered("call_2"), BAD]}
+    pair = read(**sides, tools=TOOLS)
+    assert pair.prompt == [Q]
+    chosen, rejected = answers(**sides, tools=TOOLS)
+    assert chosen.startswith(call)
+    assert rejected.startswith(call)
+    sides["rejected"] = [Q, *numbered("call_1"), BAD]
     assert answers(**sides, tools=TOOLS) == ["[because<|im_end|>]", "[no<|im_end|>]"]
-    same = encode(read(chosen=[Q, *numbered("1"), GOOD], rejected=[Q, *numbered("2"), GOOD]))
-    assert isinstance(same, BadPairError)
-    assert same.reason == "tie"
-    listed = [[Q, *numbered(str(number)), answer] for number, answer in enumerate([GOOD, BAD, NEXT])]
-    assert answers(responses=listed, scores=[3, 2, 1], tools=TOOLS)[2] == "[done<|im_end|>]"
 
 
-def test_calls_with_different_ids_are_different_where_the_template_writes_ids() -> None:
-    tokenizer = FAMILIES["qwen2.5"].tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace('{"name"', '{"id": "{{ c.id }}", "name"')
-    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
-    pair = read(chosen=[Q, *numbered("call_1"), GOOD], rejected=[Q, *numbered("call_2"), BAD], tools=TOOLS)
-    (result,) = PairEncoder(tokenizer, options).encode([pair])
-    assert isinstance(result, EncodedPair)
-    for number in (1, 2):
-        (call, _) = trained_texts(result.tokens, number - 1, tokenizer)
-        assert f'{{"id": "call_{number}", "name": "add"' in call
+def test_results_in_another_order_are_different() -> None:
+    calls = ADD | {"tool_calls": [CALL | {"id": "call_1"}, CALL | {"id": "call_2"}]}
+    results = [turn("tool", "it is 4", tool_call_id=f"call_{number}") for number in (1, 2)]
+    pair = read(chosen=[Q, calls, *results, GOOD], rejected=[Q, calls, *reversed(results), BAD])
+    assert pair.prompt == [Q, read(prompt=[Q], chosen=[calls], rejected=[BAD]).answers[0][0]]
+    assert [answer[0] for answer in pair.answers] == results
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": [Q]}])
@@ -126,7 +125,7 @@ def test_conversations_may_part_between_two_turns_of_the_assistant(prompt: dict[
 
 
 def test_conversations_that_differ_in_weights_alone_are_a_tie() -> None:
-    with pytest.raises(BadPairError, match="identical except for weights or tool-call ids") as refused:
+    with pytest.raises(BadPairError, match="differ only in the weights of their messages") as refused:
         read(chosen=[Q, GOOD, AGAIN, NEXT], rejected=[Q, GOOD, AGAIN, NEXT | {"weight": 0.5}])
     assert refused.value.reason == "tie"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from isopref.data.conversations import is_empty
 from isopref.data.messages import DefectError, read_messages
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -37,6 +38,15 @@ def test_reasoning_has_several_names(key: str) -> None:
     assert read(role="assistant", content="x", **{"reasoning_content": "", key: "so"}) == expected
     assert read(**{"from": "gpt", "value": "x", key: "so"}) == expected
     assert read(role="assistant", content=None, **{key: "so"}) == expected | {"content": ""}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_only_the_assistant_reasons(role: str, key: str) -> None:
+    for value in (True, {"effort": "high"}, "so"):
+        message = {"role": role, "content": "x", key: value}
+        assert read(**message) == message
+        assert not is_empty([message])
 
 
 def test_reasoning_that_differs_is_refused() -> None:

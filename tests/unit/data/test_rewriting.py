@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
 from isopref.data.shapes import BadPairError
 from isopref.testing.tokenizers import tiny_tokenizer
@@ -55,6 +57,15 @@ def test_the_last_turn_alone_is_not_offered_where_it_is_refused_too() -> None:
         assert isinstance(result, BadPairError)
         assert "leaves out a tool call of 'chosen' (turn 2)" in str(result)
         assert "data.train_on" not in str(result)
+
+
+def test_the_last_turn_alone_is_not_offered_where_its_weight_is_0() -> None:
+    thought = turn("assistant", "so", reasoning_content="hm")
+    pair = read(prompt=[Q], chosen=[thought, AGAIN, NEXT, AGAIN, NEXT | {"weight": 0}], rejected=[BAD])
+    result = encode(pair, "qwen3")
+    assert isinstance(result, BadPairError)
+    assert result.reason == "left_out"
+    assert "data.train_on" not in str(result)
 
 
 def test_a_users_turn_that_the_template_drops_is_refused() -> None:
@@ -115,6 +126,21 @@ def test_a_role_is_not_trained_where_a_line_break_before_it_needs_another_turn()
     result = encode(read(chosen=[Q, GOOD, NEXT], rejected=[Q, GOOD, BAD]), "tulu")
     assert isinstance(result, EncodedPair)
     assert [shown(result.tokens, number, "tulu") for number in (0, 1)] == ["[done</s>]", "[no</s>]"]
+    assert not result.notes
+
+
+def test_white_space_that_only_the_generation_prompt_has_is_counted() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ '' if m.role == 'assistant' else '\n' }}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+    )
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    (result,) = PairEncoder(tokenizer, options).encode([read(prompt=[Q], chosen=[GOOD], rejected=[BAD])])
+    assert isinstance(result, EncodedPair)
+    assert tokenizer.decode(result.tokens.prompt).endswith("<|im_end|><|im_start|>assistant")
+    assert [tokenizer.decode(answer) for answer in result.tokens.answers] == ["because<|im_end|>", "no<|im_end|>"]
+    assert result.notes == {"generation_prompt_backoffs"}
 
 
 def test_a_turn_that_follows_one_with_another_end_is_refused() -> None:
@@ -142,6 +168,20 @@ def test_a_frame_around_what_follows_the_reasoning() -> None:
         result = encode(pair, "ernie4.5", train_on)
         assert isinstance(result, EncodedPair), result
         assert shown(result.tokens, 0, "ernie4.5").endswith(f"{own} it is\n</response>\n<|im_end|>]")
+
+
+def test_reasoning_after_the_text_is_not_trained_as_what_follows_it() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
+    )
+    pair = read(prompt=[Q], chosen=[GOOD | {"reasoning_content": "hm"}], rejected=[BAD])
+    options = TokenizeOptions(template=None, max_length=None, truncation="drop", on_bad="error")
+    (result,) = PairEncoder(tokenizer, replace(options, train_on="last")).encode([pair])
+    assert isinstance(result, EncodedPair)
+    (result,) = PairEncoder(tokenizer, replace(options, train_on="final")).encode([pair])
+    assert isinstance(result, BadPairError)
+    assert "does not show where the reasoning of 'chosen' ends" in str(result)
 
 
 def test_reasoning_of_a_call_is_told_from_the_same_words_in_the_question() -> None:

@@ -143,6 +143,30 @@ def test_reasoning_that_the_template_cuts_from_the_answer(thought: str) -> None:
     assert texts(REASONING, ASK, thought, "5")[1] == f"<think>\n{inside}\n</think>\n\n4<|im_end|>"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_template_may_read_reasoning_by_any_of_its_names(name: str) -> None:
+    template = CHATML.replace(
+        "{{ m.content }}", "{% if m." + name + " %}<why>{{ m." + name + " }}</why>{% endif %}{{ m.content }}"
+    )
+    assert name in template
+    answer = [turn("assistant", "4", reasoning_content="two and two")]
+    assert texts(template, ASK, answer, "5")[1:] == ["<why>two and two</why>4<|im_end|>", "5<|im_end|>"]
+
+
+DROPS_TEXT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if '</think>' in m.content %}{{ m.content.split('</think>')[0] | replace('<think>', '<think>\n') }}\n</think>"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("said", ["4", "end"])  # as in the reasoning; as in the end token
+def test_text_after_reasoning_is_not_found_elsewhere(said: str) -> None:
+    answer = f"<think>2+2=4, so</think>{said}"
+    assert f"leaves out some of 'chosen', whose content is str '{answer}'" in refusal(DROPS_TEXT, ASK, answer, "5")
+
+
 def test_reasoning_beside_the_answer() -> None:
     answer = [turn("assistant", "4", reasoning_content="two and two")]
     assert "leaves out some of 'chosen', whose reasoning_content is str 'two and two'" in refusal(

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import PreferencePair
+from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.examples import Example
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
+from support.families import FAMILIES
 
 Truncation = Literal["keep_start", "keep_end"]
 tokenizer_of = cache(tiny_tokenizer)
@@ -137,3 +139,58 @@ def test_where_no_mark_shows_only_bos_is_known_to_open_the_prompt() -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace("| trim", "| replace('\ue000', '') | trim")
     expected = "<s> why why how<|eot|><|header|>assistant<|/header|>\n\n"
     assert cut(tokenizer, LONG, len(tokenizer(expected)["input_ids"]), "keep_end") == expected
+
+
+# --- answers of several turns -----------------------------------------------------------------------------
+
+CALLED: dict[str, Any] = {
+    **turn("assistant", ""),
+    "reasoning_content": "the result " * 4,
+    "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look", "arguments": {}}}],
+}
+RESULT = "the dog" + " the fox" * 20
+AGAIN = turn("user", "and who?")
+LATER = [  # side by side: they part at an answer, at a question, and at one or the other
+    ([turn("assistant", "yes"), AGAIN], [turn("assistant", "no"), AGAIN]),
+    ([AGAIN], [turn("user", "but who?")]),
+    ([turn("assistant", "yes"), AGAIN], [AGAIN]),
+]
+
+
+@pytest.mark.parametrize("truncation", ["keep_end", "keep_start"])
+@pytest.mark.parametrize("family", ["qwen3", "harmony", "qwen2.5"])
+@pytest.mark.parametrize("between", LATER)
+def test_a_prompt_is_cut_where_the_last_turn_reads_it(between: Any, family: str, truncation: Truncation) -> None:
+    """Qwen3 and gpt-oss cut the reasoning of the prompt's call once the user asks again."""
+    tokenizer = FAMILIES[family].tokenizer()
+    is_cut = family == "qwen3" or (family == "harmony" and between is not LATER[2])  # gpt-oss: once there is an answer
+    called = CALLED if is_cut else {**CALLED, "reasoning_content": ""}
+    prompt: Any = [turn("user", LONG), called, turn("tool", RESULT)]
+    chosen, rejected = ([*turns, turn("assistant", said)] for turns, said in zip(between, ("a", "b"), strict=True))
+    pair = PreferencePair(prompt, chosen, rejected, None, 1.0, "file:7")
+    whole = encode_last(tokenizer, pair, None, truncation)
+    assert whole is not None
+    longer = max(map(len, whole.answers))
+    before, _, rest = tokenizer.decode(whole.prompt).partition(LONG)
+    calls, _, after = rest.partition(RESULT)
+    assert before
+    assert calls
+    for room in range(len(whole.prompt) - 38, len(whole.prompt)):
+        left = encode_last(tokenizer, pair, room + longer, truncation)
+        assert left is not None
+        text = tokenizer.decode(left.prompt)
+        assert text.startswith(before)
+        assert text.endswith(after)
+        asked, _, result = text.removeprefix(before).removesuffix(after).partition(calls)
+        assert (asked == LONG) != (result == RESULT), text
+        is_kept = str.endswith if truncation == "keep_end" else str.startswith
+        assert is_kept(LONG, asked)
+        assert is_kept(RESULT, result)
+        assert [one.tolist() for one in left.answers] == [one.tolist() for one in whole.answers]
+
+
+def encode_last(tokenizer: Any, pair: PreferencePair, limit: int | None, truncation: Truncation) -> Example | None:
+    options = TokenizeOptions(template=None, max_length=limit, truncation=truncation, on_bad="error", train_on="last")
+    (result,) = PairEncoder(tokenizer, options).encode([pair])
+    assert not isinstance(result, BadPairError), result
+    return None if result is None else result.tokens
