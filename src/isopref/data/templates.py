@@ -137,8 +137,7 @@ class ChatTemplate:
             spaced = _as_spaced(text, before)
             otherwise = False
             if spaced != before:
-                generation_prompt = before.removeprefix(self.render(messages[: one.number], given))
-                otherwise = not spaced.endswith(generation_prompt)
+                otherwise = not spaced.endswith(before.removeprefix(self.render(messages[: one.number], given)))
             if final and not (text.startswith(spaced) and len(spaced) > len(text) - final):
                 spaced = text[:-final]
             turns.append(Turn(spaced, end, one.weight, otherwise))
