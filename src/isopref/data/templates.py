@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 OPEN_TAG = re.compile(r"<[^<>\s]*$")
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
+
+Tagged = tuple[str, list[tuple[int, int]]] | None
 
 
 class Turn(NamedTuple):
@@ -113,6 +115,7 @@ class ChatTemplate:
         if context:
             refuse(self._omissions.of_context(messages, context, given, text, name))
         turns = []
+        tagged = cache(partial(self._tagged, messages, given))
         for one in answer.trained:
             before = asked if one.number == answer.num_prompt else None
             if before is None:
@@ -123,7 +126,7 @@ class ChatTemplate:
             where = f"turn {one.number + 1} of '{name}'" if len(messages) > answer.num_prompt + 1 else f"'{name}'"
             end = None
             if one.number < len(messages) - 1:
-                end = self._end_of_turn(where, messages, one.number, given, text)
+                end = self._end_of_turn(where, messages, one.number, given, text, tagged)
             refuse(self._omissions.of_answer(where, messages, one.number, given, before, text[:end]))
             if not self._begins_as_asked(messages, one.number, given, text, before):
                 raise DefectError(
@@ -132,7 +135,9 @@ class ChatTemplate:
                     f"it begins cannot be proven {HINT}",
                 )
             spaced = _as_spaced(text, before)
-            otherwise = spaced != before and not self._is_asked(messages[: one.number], given, before, spaced)
+            otherwise = False
+            if spaced != before:
+                otherwise = not spaced.endswith(before.removeprefix(self.render(messages[: one.number], given)))
             if final and not (text.startswith(spaced) and len(spaced) > len(text) - final):
                 spaced = text[:-final]
             turns.append(Turn(spaced, end, one.weight, otherwise))
@@ -142,10 +147,6 @@ class ChatTemplate:
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
         """Whether all answers begin with an assistant turn. They may also diverge after one, or at a tool result."""
         return all(answer.messages[answer.num_prompt]["role"] == "assistant" for answer in answers)
-
-    def _is_asked(self, context: list[Message], given: Given, before: str, spaced: str) -> bool:
-        """Whether a text ends with the generation prompt of the model's input, `before`."""
-        return spaced.endswith(before.removeprefix(self.render(context, given)))
 
     def _begins_as_asked(self, messages: list[Message], index: int, given: Given, text: str, before: str) -> bool:
         """Whether the text before a turn equals the model's input for it; only the generation prompt may differ."""
@@ -171,12 +172,14 @@ class ChatTemplate:
             return before.removesuffix(opening) + rest
         return text
 
-    def _end_of_turn(self, where: str, messages: list[Message], index: int, given: Given, text: str) -> int:
-        """Where a turn that is not the last one ends in the text, including its end token.
+    def _end_of_turn(
+        self, where: str, messages: list[Message], index: int, given: Given, text: str, tagged: Callable[[], Tagged]
+    ) -> int:
+        """Where a turn that is not the last one ends in the text, including its end token; `tagged`: all messages.
 
         Raises DefectError if that cannot be proven.
         """
-        end = self._tagged_end(messages, index, given)
+        end = self._tagged_end(messages, index, given, tagged)
         if end is None:
             end = self._marked_end(messages, index, given, text)
         if end is None:
@@ -208,13 +211,16 @@ class ChatTemplate:
         proven = own and own < len(pieces) and as_marked and rest.startswith(closing)
         return len(written) + len(closing) if proven else None
 
-    def _tagged_end(self, messages: list[Message], index: int, given: Given) -> int | None:
+    def _tagged_end(
+        self, messages: list[Message], index: int, given: Given, tagged: Callable[[], Tagged]
+    ) -> int | None:
         """The end of a turn, proven by the template's own {% generation %} tags.
 
         Tags are believed if they enclose each assistant turn once, include all that the template writes at the end of
         the turn when it is the last one, and enclose the same text when other turns follow.
         """
-        alone, following = (self._tagged(some, given) for some in (messages[: index + 1], messages))
+        following = tagged()
+        alone = following and self._tagged(messages[: index + 1], given)
         if not (alone and following):
             return None
         text, spans = alone
@@ -225,7 +231,7 @@ class ChatTemplate:
         all_of_it = text[:end].rstrip() == self._unclosed(text).rstrip()
         return start + len(turn) if all_of_it and whole[start:].startswith(turn) else None
 
-    def _tagged(self, messages: list[Message], given: Given) -> tuple[str, list[tuple[int, int]]] | None:
+    def _tagged(self, messages: list[Message], given: Given) -> Tagged:
         """The text of a conversation, and what tags enclose in it; None unless that is one span for each answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
