@@ -50,6 +50,28 @@ def test_the_last_turn_is_read_after_what_the_model_was_given() -> None:
         assert not result.notes
 
 
+def test_a_call_after_a_call_with_reasoning_in_gpt_oss() -> None:
+    """Without the last call, gpt-oss cuts the reasoning of earlier ones, which hides where the last turn's ends.
+
+    A last turn with reasoning is refused under `final`; one without reasoning is trained in full.
+    """
+    called = ADD | {"reasoning_content": "I add"}
+    for reasoning, expected in (
+        ({"reasoning_content": "again"}, None),
+        ({}, "[<|channel|>commentary to=functions.add"),
+    ):
+        last = ADD | reasoning
+        result = encode(
+            read(prompt=[Q], chosen=[GOOD], rejected=[called, RESULT, last], tools=TOOLS), "harmony", "final"
+        )
+        if expected is None:
+            assert isinstance(result, BadPairError)
+            assert "does not show where the reasoning of 'rejected' ends" in str(result)
+        else:
+            assert isinstance(result, EncodedPair), result
+            assert expected in shown(result.tokens, 1, "harmony")
+
+
 def test_the_last_turn_alone_is_not_offered_where_it_is_refused_too() -> None:
     pair = read(chosen=[Q, ADD, RESULT, GOOD], rejected=[Q, BAD])
     for train_on in ("assistant", "last"):
