@@ -99,7 +99,8 @@ def _trainer(cell: Cell) -> tuple[Any, Any, dict[str, Any]]:
         return trl.KTOTrainer, trl.KTOConfig, reference
     if cell.is_reward:
         return trl.RewardTrainer, trl.RewardConfig, {}
-    return trl.DPOTrainer, trl.DPOConfig, reference
+    # For a mixture of experts, TRL would add a load-balancing loss, which isopref adds only on request.
+    return trl.DPOTrainer, trl.DPOConfig, {**reference, "router_aux_loss_coef": 0.0}
 
 
 def _tokenised(cell: Cell, trainer: Any) -> Any:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from isopref.build import resolve
 from isopref.build.hardware import compute_dtype, rounding_dtype, say_precision, use_float8
-from isopref.build.kernels import check_recurrence
 from isopref.build.microbatch import device_memory
+from isopref.build.recurrence import check_recurrence
 from isopref.build.run import Run
 from isopref.config.values import AdapterConfig
 from isopref.data.table import ExampleTable

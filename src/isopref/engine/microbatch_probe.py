@@ -41,7 +41,7 @@ TILE_TOKENS = 4096  # MLP tile that `auto` picks: large enough for matrix produc
 GIB = 2.0**30
 SPREAD = "Spread the model over more GPUs (layout.parallel: fsdp, layout.grad_sync: every)"
 RECOMPUTE = "recompute activations (layout.checkpointing: auto or full)"
-FOR_LONG = "set layout.offload_activations and layout.mlp_tile_tokens to auto"
+FOR_LONG = "offload inputs and tile MLPs (layout.offload_activations and layout.mlp_tile_tokens: auto)"
 SPLIT = "split rows over GPUs (layout.context_parallel), which works for most models"
 
 log = logging.getLogger(__name__)

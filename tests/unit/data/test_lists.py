@@ -61,7 +61,9 @@ def test_whole_conversations_that_do_not_begin_alike_are_refused() -> None:
     with pytest.raises(BadPairError, match="differ before the end of their first user turn"):
         list_of({"responses": [*WHOLE[:2], other], "scores": SCORES})
     for prompt in ("how?", other[:1]):
-        with pytest.raises(BadPairError, match="the conversations in 'responses' do not begin with 'prompt'"):
+        with pytest.raises(
+            BadPairError, match="the conversations in 'responses' do not begin with the prompt in 'prompt'"
+        ):
             list_of({"prompt": prompt, "responses": WHOLE, "scores": SCORES})
 
 

@@ -25,8 +25,8 @@ class Responses(Shape):
 
     name = "list"
     looks = (
-        "prompt: text or messages; responses: list of answers, or without a prompt of conversations that begin alike; "
-        "scores, ratings or ranking: list of numbers"
+        "prompt: text or messages; responses: list of answers (or, without a prompt, of full conversations with a "
+        "common beginning); scores, ratings or ranking: list of numbers"
     )
     columns = (*PROMPTS, *ANSWERS, *SCORES, *RANKS)
     prompt_from = "the column 'prompt' or 'instruction', or the turns that all conversations begin with"
@@ -163,5 +163,5 @@ def _split_whole(fields: Fields, answers: Sequence[Any], column: str) -> tuple[T
     asked = None if name is None else _read_prompt(fields)
     first = next(turn["content"] for turn in prompt if turn["role"] == "user")
     if asked is not None and (first != asked if isinstance(asked, str) else prompt[: len(asked)] != asked):
-        raise DefectError("shape", f"the conversations in '{column}' do not begin with '{name}'")
+        raise DefectError("shape", f"the conversations in '{column}' do not begin with the prompt in '{name}'")
     return prompt, own

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isopref.build.kernels import check_recurrence
+from isopref.build.recurrence import check_recurrence
 from isopref.build.run import Run
 from isopref.config.schema import Config
 from isopref.engine.display import Display
