@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isopref.data.conversations import Conversation, plain
-from isopref.data.marks import MARK, common, marked_at_end, marked_behind
+from isopref.data.marks import MARK, common, marked_behind
 from isopref.data.messages import REASONING, REASONING_NAMES, THINK_END, DefectError, Message, Turns
 from isopref.data.omissions import HINT, NOTHING, Given, Omissions, refuse, squeezed
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE, template_text
+from isopref.data.turn_ends import Tagged, end_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 OPEN_TAG = re.compile(r"<[^<>\s]*$")
 JSON_ARGUMENTS = re.compile(r"\{\s*\"k\"\s*:\s*\"v\"\s*\}")
-
-Tagged = tuple[str, list[tuple[int, int]]] | None
 
 
 class Turn(NamedTuple):
@@ -115,7 +114,7 @@ class ChatTemplate:
         if context:
             refuse(self._omissions.of_context(messages, context, given, text, name))
         turns = []
-        tagged = cache(partial(self._tagged, messages, given))
+        tagged = cache(partial(self.tagged, messages, given))
         for one in answer.trained:
             before = asked if one.number == answer.num_prompt else None
             if before is None:
@@ -126,7 +125,7 @@ class ChatTemplate:
             where = f"turn {one.number + 1} of '{name}'" if len(messages) > answer.num_prompt + 1 else f"'{name}'"
             end = None
             if one.number < len(messages) - 1:
-                end = self._end_of_turn(where, messages, one.number, given, text, tagged)
+                end = end_of_turn(self, where, messages, one.number, given, text, tagged)
             refuse(self._omissions.of_answer(where, messages, one.number, given, before, text[:end]))
             if not self._begins_as_asked(messages, one.number, given, text, before):
                 raise DefectError(
@@ -141,7 +140,7 @@ class ChatTemplate:
             if final and not (text.startswith(spaced) and len(spaced) > len(text) - final):
                 spaced = text[:-final]
             turns.append(Turn(spaced, end, one.weight, otherwise))
-        return Side(self._unclosed(text), tuple(turns))
+        return Side(self.unclosed(text), tuple(turns))
 
     @staticmethod
     def _asks(prompt: list[Message], answers: Iterable[Conversation]) -> bool:
@@ -172,66 +171,7 @@ class ChatTemplate:
             return before.removesuffix(opening) + rest
         return text
 
-    def _end_of_turn(
-        self, where: str, messages: list[Message], index: int, given: Given, text: str, tagged: Callable[[], Tagged]
-    ) -> int:
-        """Where a turn that is not the last one ends in the text, including its end token; `tagged`: all messages.
-
-        Raises DefectError if that cannot be proven.
-        """
-        end = self._tagged_end(messages, index, given, tagged)
-        if end is None:
-            end = self._marked_end(messages, index, given, text)
-        if end is None:
-            raise DefectError(
-                "boundary",
-                f"the chat template writes {where} differently once other turns follow, so where it ends cannot be "
-                f"proven {HINT}",
-            )
-        return end
-
-    def _marked_end(self, messages: list[Message], index: int, given: Given, text: str) -> int | None:
-        """The end of a turn, proven by a mark at the end of what it says.
-
-        Whatever the template writes after the mark when the turn is the last one ends the turn, and must also follow it
-        when other turns come after. These may repeat the mark: gpt-oss writes the name of the called function before
-        its result.
-        """
-        for message in marked_at_end(messages[index]):
-            marked = [*messages[:index], message]
-            *alone, closing = self._unclosed(self.render(marked, given)).split(MARK)
-            if alone:
-                break
-        pieces = self.render([*marked, *messages[index + 1 :]], given).split(MARK)
-        own = len(alone)  # marks of the turn itself
-        before, rest = "".join(pieces[:own]), "".join(pieces[own:])
-        closing = closing.rstrip()
-        written = text.removesuffix(rest)
-        as_marked = text.endswith(rest) and written.rstrip() == before.rstrip()
-        proven = own and own < len(pieces) and as_marked and rest.startswith(closing)
-        return len(written) + len(closing) if proven else None
-
-    def _tagged_end(
-        self, messages: list[Message], index: int, given: Given, tagged: Callable[[], Tagged]
-    ) -> int | None:
-        """The end of a turn, proven by the template's own {% generation %} tags.
-
-        Tags are believed if they enclose each assistant turn once, include all that the template writes at the end of
-        the turn when it is the last one, and enclose the same text when other turns follow.
-        """
-        following = tagged()
-        alone = following and self._tagged(messages[: index + 1], given)
-        if not (alone and following):
-            return None
-        text, spans = alone
-        start, end = spans[-1]
-        turn = text[start:end].rstrip()
-        whole, others = following
-        start = others[len(spans) - 1][0]
-        all_of_it = text[:end].rstrip() == self._unclosed(text).rstrip()
-        return start + len(turn) if all_of_it and whole[start:].startswith(turn) else None
-
-    def _tagged(self, messages: list[Message], given: Given) -> Tagged:
+    def tagged(self, messages: list[Message], given: Given) -> Tagged:
         """The text of a conversation, and what tags enclose in it; None unless that is one span for each answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -251,7 +191,7 @@ class ChatTemplate:
 
     def _final(self, name: str, messages: list[Message], given: Given, text: str) -> int:
         """The length of what the last turn says after its reasoning: its text, or its calls if it has no text."""
-        last = messages[-1]
+        last, whole = messages[-1], text
         thought, end, said = last["content"].rpartition(THINK_END)
         reasoning = last.get(REASONING) or thought
         if said.strip():
@@ -260,8 +200,11 @@ class ChatTemplate:
         elif last.get("tool_calls"):
             marked = {**last, "content": thought + end + said + MARK}
             if MARK not in self.render([*messages[:-1], marked], given):
-                # With text in place of the calls, the template writes the same up to where the calls begin.
+                # With text in place of the calls, the template writes the same up to where the calls begin, but gpt-oss
+                # would then cut the reasoning of earlier calls. Without that, the last turn is the same.
                 del marked["tool_calls"]
+                messages = [*(without_reasoning(one) for one in messages[:-1]), last]
+                text = self.render(messages, given)
         elif reasoning.strip():
             raise DefectError(
                 "empty",
@@ -276,7 +219,8 @@ class ChatTemplate:
         key, inside = (REASONING, "") if last.get(REASONING) else ("content", end + said)
         thinking = self.render([*messages[:-1], {**last, key: reasoning.rstrip() + MARK + inside}], given)
         is_whole = not reasoning.strip() or thinking.rfind(MARK) <= len(before)  # -1: the template leaves it out
-        if not is_whole or (said.strip() and not rendered.startswith(before + MARK)):
+        shows = rendered.startswith(before + MARK) if said.strip() else whole.endswith(text[len(before) :])
+        if not (is_whole and shows):
             raise DefectError(
                 "boundary",
                 f"the chat template does not show where the reasoning of '{name}' ends {HINT}. Or set "
@@ -348,7 +292,8 @@ class ChatTemplate:
             return ""
         return before.removeprefix(written) if mark and before.startswith(written) else ""
 
-    def _unclosed(self, side: str) -> str:
+    def unclosed(self, side: str) -> str:
+        """A text without what the template writes after the last turn only, if turns have an end of their own."""
         both = self._turn_end + self._conversation_end
         return side.removesuffix(self._conversation_end) if self._turn_end and side.endswith(both) else side
 
@@ -385,6 +330,10 @@ def _as_spaced(text: str, before: str) -> str:
         end = text.index(character, end) + 1  # only white space is skipped
     space = before[len(before.rstrip()) :]
     return text[: end + common(space, text[end:])]
+
+
+def without_reasoning(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != REASONING}
 
 
 def as_messages(turns: Turns, role: str) -> list[Message]:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
@@ -155,13 +155,6 @@ def test_trained_tokens_are_the_assistants_turns_with_their_ends(name: str, data
         assert weighted_texts(result.tokens, number, encoded._tokenizer) == expected
 
 
-def calls_after_thinking(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last turn is a call and an earlier call has reasoning."""
-    return bool(messages[-1].get("tool_calls")) and any(
-        one.get("tool_calls") and one.get("reasoning_content") for one in messages[:-1]
-    )
-
-
 @pytest.mark.parametrize("train_on", ["last", "final"])
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=20, deadline=None, suppress_health_check=SLOW)
@@ -172,8 +165,6 @@ def test_the_last_turn_alone(name: str, train_on: str, data: Any) -> None:
     encoded = encoder(name, train_on)
     (result,) = encoded.encode([pair])
     sides = sides_of(pair)
-    if name == "harmony" and train_on == "final":
-        assume(not any(calls_after_thinking(messages) for messages, _ in sides))  # in test_rewriting.py
     if any(family.refuses(messages, [len(messages) - 1], tools=bool(pair.tools)) for messages, _ in sides):
         assert isinstance(result, BadPairError)
         assert result.reason in ("boundary", "left_out")

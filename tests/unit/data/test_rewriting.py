@@ -51,25 +51,18 @@ def test_the_last_turn_is_read_after_what_the_model_was_given() -> None:
 
 
 def test_a_call_after_a_call_with_reasoning_in_gpt_oss() -> None:
-    """Without the last call, gpt-oss cuts the reasoning of earlier ones, which hides where the last turn's ends.
-
-    A last turn with reasoning is refused under `final`; one without reasoning is trained in full.
-    """
+    """With text in place of the last call, gpt-oss would cut the reasoning of the first one."""
     called = ADD | {"reasoning_content": "I add"}
-    for reasoning, expected in (
-        ({"reasoning_content": "again"}, None),
-        ({}, "[<|channel|>commentary to=functions.add"),
-    ):
+    for reasoning, thought in (({"reasoning_content": "again"}, "analysis<|message|>again<|end|>"), ({}, "")):
         last = ADD | reasoning
-        result = encode(
-            read(prompt=[Q], chosen=[GOOD], rejected=[called, RESULT, last], tools=TOOLS), "harmony", "final"
-        )
-        if expected is None:
-            assert isinstance(result, BadPairError)
-            assert "does not show where the reasoning of 'rejected' ends" in str(result)
-        else:
-            assert isinstance(result, EncodedPair), result
-            assert expected in shown(result.tokens, 1, "harmony")
+        pair = read(prompt=[Q], chosen=[GOOD], rejected=[called, RESULT, last], tools=TOOLS)
+        result = encode(pair, "harmony", "final")
+        assert isinstance(result, EncodedPair), result
+        written = shown(result.tokens, 1, "harmony")
+        assert "I add" in written
+        context, _, trained = written.partition("[")
+        assert trained == 'commentary to=functions.add<|message|>{"a": 2}<|call|>]'
+        assert thought in context
 
 
 def test_the_last_turn_alone_is_not_offered_where_it_is_refused_too() -> None:
