@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError, Preference, detect_shape, to_pair
+from isopref.data.judged import BadPairError, Preference
+from isopref.data.shapes import detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.examples import Example
 from support.families import FAMILIES

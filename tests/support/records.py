@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from isopref.data.shapes import LabelledAnswer, PreferencePair, RankedList, detect_shape, to_pair
+from isopref.data.judged import LabelledAnswer, PreferencePair, RankedList
+from isopref.data.shapes import detect_shape, to_pair
 from isopref.data.sources import Record
 
 

@@ -40,9 +40,9 @@ import numpy as np
 from isopref.data.compare import Compare, comparisons
 from isopref.data.content import question_id
 from isopref.data.conversations import Conversation, TrainOn, conversation
+from isopref.data.judged import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.messages import DefectError, Turns
 from isopref.data.omissions import NOTHING, Given
-from isopref.data.shapes import BadPairError, LabelledAnswer, Preference, PreferencePair
 from isopref.data.surprises import special_token_pattern
 from isopref.data.template_files import NO_TEMPLATE
 from isopref.data.templates import ChatTemplate, Side, Turn, Written, as_messages

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from isopref.data.shapes import BadPairError
+from isopref.data.judged import BadPairError
 from isopref.data.table import ExampleTable
 from isopref.data.table_file import TableRow, TableWriter, record_batch
 from isopref.data.table_stats import TableStats

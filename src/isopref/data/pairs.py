@@ -26,8 +26,9 @@ from isopref.data.chat import NOTES, PairEncoder, TokenizeOptions
 from isopref.data.columns import PROMPTS, SIDES
 from isopref.data.grouping import VERSION as GROUPING_VERSION
 from isopref.data.grouping import write_grouped
+from isopref.data.judged import BadPairError, RankedList
 from isopref.data.memory import memory_source
-from isopref.data.shapes import COLUMNS, DETECT_RECORDS, BadPairError, RankedList, Shape, detect_shape, to_pair
+from isopref.data.shapes import COLUMNS, DETECT_RECORDS, Shape, detect_shape, to_pair
 from isopref.data.sources import Record, Source, SourceSpec, read_source
 from isopref.data.surprises import first_special_token, has_unused_context, repeats_prompt
 from isopref.data.table import ExampleTable

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from isopref.data.judged import Preference
 from isopref.data.messages import Turns
-from isopref.data.shapes import Preference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -37,8 +37,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from isopref.errors import ModelError
 from isopref.models.finite import check_finite
-from isopref.models.hf import WEIGHTS, disable_dropout, load_tokenizer
+from isopref.models.hf import WEIGHTS, load_tokenizer
 from isopref.models.native import NativeModel, drop_weights
+from isopref.models.noise import disable_dropout
 from isopref.models.plain import NotPlainError, PlainPlanner, PlainReader
 from isopref.types import Segments
 

@@ -6,8 +6,7 @@ model: all weights present, no dropout, a tokenizer with an end token, no trace 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +33,7 @@ from isopref.hub import unreachable
 from isopref.models import hub
 from isopref.models.adapter import base_of, has_adapter, is_adapter, merged, save_adapter
 from isopref.models.gguf import is_kept, kept
+from isopref.models.noise import own_rates
 
 if TYPE_CHECKING:
     from isopref.models.native import NativeModel
@@ -230,42 +230,6 @@ def load_empty(path: str, *, trust_remote_code: bool = False, setting: str = "mo
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
-
-
-def disable_dropout(model: "PreTrainedModel | NativeModel") -> None:
-    """Disable all dropout: layers, rates stored in modules, and rates read from the config.
-
-    Dropout masks depend on a token's position in the row, so the gradient would depend on the layout. `own_rates`
-    restores the rates.
-    """
-    rates: list[tuple[object, str, float]] = vars(model).setdefault("dropout_rates", [])
-    for holder in (model.config.get_text_config(), *model.modules()):
-        for name, rate in list(vars(holder).items()):
-            is_rate = "drop" in name or (name == "p" and isinstance(holder, nn.Dropout))
-            if is_rate and isinstance(rate, float) and rate:
-                rates.append((holder, name, rate))
-                setattr(holder, name, 0.0)
-
-
-@contextmanager
-def own_rates(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the model's original dropout rates while the context is open."""
-    rates: list[tuple[object, str, float]] = vars(model).get("dropout_rates", [])
-    for holder, name, rate in rates:
-        setattr(holder, name, rate)
-    try:
-        yield
-    finally:
-        for holder, name, _ in rates:
-            setattr(holder, name, 0.0)
-
-
-def noisy_modules(model: "PreTrainedModel | NativeModel") -> list[nn.Module]:
-    """Modules that add noise in training mode, such as the routers of Mixtral and Phi-MoE: those with a jitter.
-
-    The jitter cannot simply be set to 0: Phi-MoE also uses it as a threshold in eval mode, and samples without it too.
-    """
-    return [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -23,7 +23,7 @@ from isopref.batch.deal import deal
 from isopref.models.attention import NAME, RECORDED, register
 from isopref.models.experts import routing
 from isopref.models.follow import unfollow
-from isopref.models.hf import disable_dropout, noisy_modules, own_rates
+from isopref.models.noise import disable_dropout, noisy_modules, own_rates
 from isopref.models.parts import decoder_of, logit_changes
 from isopref.models.row import Row, computing
 from isopref.models.unfold import adapt_layers, unfold

@@ -6,8 +6,9 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
+from isopref.data.judged import BadPairError, Preference
 from isopref.data.messages import Message, Turns, kind
-from isopref.data.shapes import DETECT_RECORDS, BadPairError, Preference, Shape, detect_shape, to_pair
+from isopref.data.shapes import DETECT_RECORDS, Shape, detect_shape, to_pair
 from isopref.data.source import Record, Source
 from isopref.data.templates import as_messages
 from isopref.errors import DataError

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from isopref.models.hf import disable_dropout
+from isopref.models.noise import disable_dropout
 from isopref.testing.models import VOCABULARY
 
 MOST_WEIGHTS = 20_000_000  # a model with more is not tiny: a part of it was not made small

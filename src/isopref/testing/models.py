@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isopref.examples import FEWEST_SHARED, Example, PairTokens
 from isopref.models.adapter import Kind, NewAdapter, add_adapter
-from isopref.models.hf import disable_dropout
+from isopref.models.noise import disable_dropout
 from isopref.types import FloatArray, IntArray
 
 VOCABULARY = 97

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from isopref.batch.packing import RowKind
 from isopref.batch.rows import build_microbatch
 from isopref.data.chat import PairEncoder, TokenizeOptions
-from isopref.data.shapes import PreferencePair
+from isopref.data.judged import PreferencePair
 from isopref.examples import PairTokens
 from isopref.testing.models import examples
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer

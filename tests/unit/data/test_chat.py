@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.judged import BadPairError, PreferencePair
 from isopref.errors import ConfigError
 from isopref.examples import Example
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from isopref.data.chat import EncodedPair, TokenizeOptions
+from isopref.data.judged import BadPairError
 from isopref.data.messages import read_messages
 from isopref.data.pairs import SourceSpec, build_table
-from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError
 from support.dialogues import ADD, AGAIN, BAD, CALL, GOOD, NEXT, RESULT, TOOLS, Q, answers, encode, read, shown, turn
 from support.families import FAMILIES

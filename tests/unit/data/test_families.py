@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.judged import BadPairError, PreferencePair
+from isopref.data.shapes import detect_shape, to_pair
 from isopref.data.sources import Record
 from support.families import FAMILIES
 from support.family import Family, weighted_texts

@@ -13,8 +13,8 @@ import pytest
 
 from isopref.data import pairs as building
 from isopref.data.grouping import merged, prompt_groups
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError
 from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError
 from isopref.examples import Example, PairTokens

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from isopref.data.judged import BadPairError, LabelledAnswer
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import SHAPES, BadPairError, LabelledAnswer, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.data.table import ExampleTable
 from isopref.errors import DataError

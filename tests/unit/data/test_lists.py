@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from isopref.data.compare import Compare, comparisons
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import SHAPES, BadPairError, detect_shape
+from isopref.data.shapes import SHAPES, detect_shape
 from isopref.data.sources import Record
 from isopref.data.table import ExampleTable
 from isopref.errors import DataError

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from isopref.data import pairs as building
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import ExampleTable, SourceSpec, SourceStats, TableStats, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError
 from isopref.errors import ConfigError, DataError
 from isopref.examples import Example, Lengths, PairTokens
 from isopref.testing.models import random_pairs, tree_examples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError
+from isopref.data.judged import BadPairError
 from isopref.testing.tokenizers import tiny_tokenizer
 from support.dialogues import ADD, AGAIN, BAD, CALL, GOOD, NEXT, RESULT, TOOLS, Q, encode, read, shown, turn
 from support.families import FAMILIES

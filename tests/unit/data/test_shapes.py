@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from isopref.data.shapes import SHAPES, BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.judged import BadPairError, PreferencePair
+from isopref.data.shapes import SHAPES, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from support.records import (

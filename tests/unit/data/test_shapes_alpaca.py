@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import ExampleTable, SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError, detect_shape, to_pair
+from isopref.data.shapes import detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.errors import ConfigError, DataError
 from isopref.testing.tokenizers import tiny_tokenizer

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isopref.data.judged import BadPairError, PreferencePair
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import SHAPES, BadPairError, PreferencePair, detect_shape, to_pair
+from isopref.data.shapes import SHAPES, detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer

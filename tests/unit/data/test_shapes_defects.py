@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from isopref.data.chat import PairEncoder
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
-from isopref.data.shapes import BadPairError, Shape, detect_shape, to_pair
+from isopref.data.shapes import Shape, detect_shape, to_pair
 from isopref.data.sources import Record, read_source
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer

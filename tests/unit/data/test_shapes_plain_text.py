@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from isopref.data.judged import BadPairError
 from isopref.data.pairs import SourceSpec, TokenizeOptions, build_table
 from isopref.data.plain_text import find_marks, prompt_end
-from isopref.data.shapes import BadPairError, detect_shape, to_pair
+from isopref.data.shapes import detect_shape, to_pair
 from isopref.data.sources import Record
 from isopref.errors import DataError
 from isopref.testing.tokenizers import tiny_tokenizer

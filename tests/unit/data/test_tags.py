@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import PreferencePair
+from isopref.data.judged import PreferencePair
 from isopref.testing.tokenizers import tiny_tokenizer
 from support.family import trained_texts
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.judged import BadPairError, PreferencePair
 from isopref.errors import ConfigError, DataError
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from isopref.data.chat import EncodedPair, PairEncoder, TokenizeOptions
-from isopref.data.shapes import BadPairError, PreferencePair
+from isopref.data.judged import BadPairError, PreferencePair
 from isopref.examples import Example
 from isopref.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from support.families import FAMILIES

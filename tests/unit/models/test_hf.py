@@ -21,16 +21,8 @@ from isopref.data.table import ExampleTable
 from isopref.errors import ConfigError, ModelError, UserError
 from isopref.examples import Lengths, PairTokens
 from isopref.models import hf
-from isopref.models.hf import (
-    Origin,
-    check_fits,
-    disable_dropout,
-    export,
-    load_model,
-    load_tokenizer,
-    locate,
-    stop_tokens,
-)
+from isopref.models.hf import Origin, check_fits, export, load_model, load_tokenizer, locate, stop_tokens
+from isopref.models.noise import disable_dropout
 from isopref.models.policy import Policy
 from isopref.reference.answers import Items
 from isopref.testing.models import ARCHITECTURES, byte_tokenizer, examples, random_pairs, tiny_folder, tiny_model
